@@ -1,0 +1,3 @@
+from keyhole.cli import main
+
+main()

@@ -1,0 +1,60 @@
+"""Softmax attention as pure functions: the only place where its formula stands.
+
+Tokens are rows. With queries `Q` (m×d) and tokens `X` (n×d),
+
+    S = Q W Xᵀ            S_ij = q_iᵀ W x_j: query i, key j
+    A = softmax_rows(S)
+    O = Σ_h A_h X V_h     summed over heads
+
+Several heads are one more leading axis on `W` (H×d×d) and `V` (H×d×m); an output projection
+is already inside `V_h`. The query paper writes its scores with the key on the left,
+`x_iᵀ W x_N`; that is this formula with `Wᵀ`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scores(queries: Tensor, tokens: Tensor, W: Tensor) -> Tensor:
+    """`S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d)."""
+    if W.ndim == 2:
+        # One query per sequence is the hot path of every extraction: there a product and a sum
+        # read each token once, which beats a batched matrix product of 1×d by d×n.
+        projected = queries @ W
+        if projected.shape[-2] == 1:
+            return (tokens * projected).sum(-1).unsqueeze(-2)
+        return projected @ tokens.mT
+    heads, d, e = W.shape
+    projected = (queries @ W.transpose(0, 1).reshape(d, heads * e)).unflatten(-1, (heads, e))
+    return torch.einsum("...mhe,...ne->...hmn", projected, tokens)
+
+
+def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
+    """Row-wise softmax; with `causal`, query i sees keys j ≤ i (aligned at the last token)."""
+    if causal:
+        m, n = scores.shape[-2:]
+        hidden = torch.ones(m, n, dtype=torch.bool, device=scores.device).triu(n - m + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.softmax(scores, dim=-1)
+
+
+def output(
+    tokens: Tensor, W: Tensor, V: Tensor, *, causal: bool = False, last: bool = False
+) -> Tensor:
+    """`Σ_h A_h X V_h`: (…, n, m) for every token, (…, m) with `last`, where only the last asks."""
+    queries = tokens[..., -1:, :] if last else tokens
+    # The last token sees every key, masked or not.
+    A = probabilities(scores(queries, tokens, W), causal=causal and not last)
+    if W.ndim == 2:
+        result = A @ (tokens @ V)
+    else:
+        values = tokens.unsqueeze(-3) @ V if V.shape[-1] > 1 else _scalar_values(tokens, V)
+        result = (A @ values).sum(-3)
+    return result.squeeze(-2) if last else result
+
+
+def _scalar_values(tokens: Tensor, V: Tensor) -> Tensor:
+    """`X v_h` for all heads as one matrix product: (…, n, d) and (H, d, 1) to (…, H, n, 1)."""
+    return (tokens @ V.squeeze(-1).mT).mT.unsqueeze(-1)

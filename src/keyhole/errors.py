@@ -1,0 +1,11 @@
+"""The two ways a run can be refused. Everything else is a Status (see results.py)."""
+
+from __future__ import annotations
+
+
+class KeyholeError(Exception):
+    """A failure whose message is one line a person can act on."""
+
+
+class InputError(KeyholeError, ValueError):
+    """What the caller gave cannot be used: `expected …, got …`. The CLI exits with 2."""

@@ -1,0 +1,18 @@
+"""Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
+
+from keyhole.extract.judge import Method, judge
+from keyhole.extract.low_rank import LowRank
+from keyhole.extract.nuclear_norm import NuclearNorm
+from keyhole.extract.single_head import SingleHead
+from keyhole.results import Check, Extraction, Status
+
+__all__ = [
+    "Check",
+    "Extraction",
+    "LowRank",
+    "Method",
+    "NuclearNorm",
+    "SingleHead",
+    "Status",
+    "judge",
+]

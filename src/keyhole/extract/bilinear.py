@@ -1,0 +1,248 @@
+"""Bilinear forms of a hidden matrix, one query each: the measurement every extraction rests on.
+
+*Provably Learning Attention with Queries*, arXiv 2601.16873, proof of Theorem 4.1. For one head
+
+    f([x]) = vᵀx                                     so  v_i = f([e_i]);
+    f([x+δ ; x]) = vᵀx + α·vᵀδ,  α = σ(δᵀWx)         so  δᵀWx = logit((f − vᵀx) / vᵀδ).
+
+Departures, all for precision:
+
+- Scale. The logit loses a factor 1/(α(1−α)), and a tiny one drowns in rounding. Tokens are
+  scaled by `s` so that the largest |δᵀWx| seen comes out near 1; the first few queries find `s`.
+  An answer whose error bound exceeds `_PRECISION` of the largest entry is asked again at the
+  scale known by then. That costs nothing when W is of ordinary size.
+- Probes. A basis whose elements all have the same inner product with v makes no δ weak, yet with
+  orthonormal δ that product is only ‖v‖/√d. Adding v̂ to each (`δ_i = q_i + v̂`) makes it about
+  ‖v‖ and leaves the smallest singular value of the basis at 1: √d times the signal for nothing.
+- Random rotations spread a spiky W, so that one scale suits every entry.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.results import Status, Unsuccessful
+
+_PRECISION = 1e-12  # an answer worse than this, relative to the largest entry, is asked again
+_EPSILON = torch.finfo(torch.float64).eps
+_BATCH_BYTES = 32 << 20
+_SCALES = (2.0**-60, 2.0**60)  # of s², where the search for a scale ends
+_SOUND = 0.1  # a logit known better than this tells the scale; a worse one is saturated
+_TRIES = 16
+_SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
+
+
+def read_values(oracle: Oracle) -> Tensor:
+    """`v_i = f([e_i])`: d queries of length one, exact."""
+    eye = torch.eye(oracle.dim, dtype=torch.float64).unsqueeze(1)
+    rows = batch_rows(1, oracle.dim)
+    v = torch.cat([scalar(ask(oracle, part)) for part in eye.split(rows)])
+    if not bool(v.any()):
+        raise Unsuccessful(
+            Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero, whatever W may be"
+        )
+    return v
+
+
+def scalar(answers: Tensor) -> Tensor:
+    if answers.ndim != 1:
+        shape = tuple(answers.shape[1:])
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, f"expected one score per sequence, got answers of shape {shape}"
+        )
+    return answers
+
+
+def batch_rows(length: int, dim: int) -> int:
+    """How many sequences to send at once: enough for matrix speed, small in memory."""
+    return max(1, min(4096, _BATCH_BYTES // (8 * length * dim)))
+
+
+@dataclass(frozen=True)
+class ProbeBasis:
+    """`δ_i = q_i + v̂` with Q orthogonal and `Q v̂ = 1/√d`, and its inverse in closed form."""
+
+    Q: Tensor
+    unit_v: Tensor
+
+    @classmethod
+    def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
+        d = len(v)
+        v = v / v.abs().max()
+        unit_v = v / torch.linalg.vector_norm(v)
+        R = random_orthogonal(d, stream)
+        # A reflection that takes R v̂ to the diagonal; then Q = HR does what is promised.
+        mirror = R @ unit_v - 1 / math.sqrt(d)
+        norm = torch.linalg.vector_norm(mirror)
+        if norm > 1e-8:
+            mirror = mirror / norm
+            R = R - 2 * torch.outer(mirror, mirror @ R)
+        return cls(R, unit_v)
+
+    @property
+    def deltas(self) -> Tensor:
+        return self.Q + self.unit_v
+
+    def solve(self, Z: Tensor) -> Tensor:
+        """`Y` with `deltas @ Y = Z`, by Sherman–Morrison."""
+        root = math.sqrt(len(self.unit_v))
+        along_v = Z.sum(0) / (root * (1 + root))  # v̂ᵀY, since 1ᵀQ = √d·v̂ᵀ
+        return self.Q.mT @ (Z - along_v)
+
+
+def random_orthogonal(d: int, stream: torch.Generator) -> Tensor:
+    Q, R = torch.linalg.qr(torch.randn(d, d, generator=stream, dtype=torch.float64))
+    return Q * R.diagonal().sign()
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """Pairs (δ, x) by index into two lists, with their inner products with v."""
+
+    deltas: Tensor
+    xs: Tensor
+    v_delta: Tensor
+    v_x: Tensor
+    i: Tensor
+    j: Tensor
+
+    def part(self, which: Tensor) -> _Questions:
+        return replace(self, i=self.i[which], j=self.j[which])
+
+    def tokens(self, s: float) -> Tensor:
+        """`[s(x+δ) ; sx]` for each pair."""
+        tokens = torch.empty(len(self.i), 2, self.xs.shape[1], dtype=torch.float64)
+        torch.mul(self.xs[self.j], s, out=tokens[:, 1])
+        torch.add(tokens[:, 1], self.deltas[self.i], alpha=s, out=tokens[:, 0])
+        return tokens
+
+    def gates(self, answers: Tensor, s: float) -> Tensor:
+        """`α = (f − vᵀx) / vᵀδ` for the first `len(answers)` pairs."""
+        i, j = self.i[: len(answers)], self.j[: len(answers)]
+        return (answers / s - self.v_x[j]) / self.v_delta[i]
+
+    def errors(self, alpha: Tensor, square: float) -> Tensor:
+        """What rounding of an answer does to a form that was measured at gate α and scale s²."""
+        noise = _EPSILON * (1 + (self.v_x[self.j] / self.v_delta[self.i]).abs())
+        return noise / (alpha * (1 - alpha)).clamp(min=_EPSILON**2) / square
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The forms measured so far and bounds on their errors, by number of the question."""
+
+    forms: Tensor
+    errors: Tensor
+
+
+class BilinearForms:
+    """Measures `δᵀWx` for chosen δ and x through an oracle whose `v` is known.
+
+    `room` is how much larger than all before a form may turn out to be without a second query.
+    """
+
+    def __init__(self, oracle: Oracle, v: Tensor, room: float = 1.0) -> None:
+        self._oracle = oracle
+        self._v = v
+        self._room = room
+        self._square = 1.0  # s²: both tokens are scaled by s
+        self._largest = 0.0  # the largest |δᵀWx| seen
+        self._asked = 0
+        self._again = 0
+
+    def grid(self, deltas: Tensor, xs: Tensor, out: Tensor) -> None:
+        """`out[j, i] = δ_iᵀ W x_j`. If the budget ends, what was answered is in `out`."""
+        index = torch.arange(len(deltas) * len(xs))
+        self._measure(deltas, xs, index % len(deltas), index // len(deltas), out.view(-1))
+
+    def pairs(self, deltas: Tensor, xs: Tensor) -> Tensor:
+        """`δ_kᵀ W x_k` for each k."""
+        index = torch.arange(len(xs))
+        out = torch.empty(len(xs), dtype=torch.float64)
+        self._measure(deltas, xs, index, index, out)
+        return out
+
+    def _measure(self, deltas: Tensor, xs: Tensor, i: Tensor, j: Tensor, out: Tensor) -> None:
+        questions = _Questions(deltas, xs, deltas @ self._v, xs @ self._v, i, j)
+        record = _Record(out, torch.zeros_like(out))
+        rows = batch_rows(2, deltas.shape[1])
+        start = 0 if self._asked else self._scout(questions, record)
+        done = 0
+        while done < len(i):
+            stop = min(start + rows, len(i))
+            if start < stop:
+                self._ask(questions, torch.arange(start, stop), record)
+            self._ask_again(questions, torch.arange(done, stop), record)
+            start = done = stop
+
+    def _scout(self, questions: _Questions, record: _Record) -> int:
+        """Settle the scale with the first question, then four more; returns how many are answered."""
+        count = len(questions.i)
+        for which in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
+            left = which
+            for _ in range(_TRIES):
+                if not len(left):
+                    break
+                square = self._square
+                self._ask(questions, left, record)
+                left = left[record.errors[left] * square > _SOUND]
+        return min(5, count)
+
+    def _ask(self, questions: _Questions, which: Tensor, record: _Record) -> None:
+        """One batch at the present scale; then the scale is adapted to what came back."""
+        square, s = self._square, math.sqrt(self._square)
+        part = questions.part(which)
+        try:
+            answers = scalar(ask(self._oracle, part.tokens(s)))
+        except BudgetExhausted as end:
+            if end.answers is not None:
+                alpha = part.gates(end.answers, s)
+                record.forms[which[: len(alpha)]] = _logit(alpha) / square
+            raise
+        self._asked += len(answers)
+        alpha = part.gates(answers, s)
+        if bool((alpha - 0.5).abs().min() > 1.0):
+            raise Unsuccessful(
+                Status.MISMATCH, "the answers leave the range that a single head allows"
+            )
+        record.forms[which] = _logit(alpha) / square
+        record.errors[which] = part.errors(alpha, square)
+        self._rescale(record.forms[which], record.errors[which], square)
+
+    def _ask_again(self, questions: _Questions, which: Tensor, record: _Record) -> None:
+        """Repeat what was measured at a scale that has turned out to be a bad one."""
+        for _ in range(_TRIES):
+            which = which[record.errors[which] > _PRECISION * self._largest]
+            part = questions.part(which)
+            alpha = torch.sigmoid(record.forms[which] * self._square)
+            which = which[part.errors(alpha, self._square) < record.errors[which] / 2]
+            if not 0 < len(which) <= 16 + _SPARE * self._asked - self._again:
+                return
+            self._again += len(which)
+            self._ask(questions, which, record)
+
+    def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
+        """Choose s² so that the largest form comes out near 1; leave it if it is near enough."""
+        sound = errors * square <= _SOUND
+        if bool(sound.any()):
+            self._largest = max(self._largest, float(forms[sound].abs().max()))
+        # The first answers are a poor guess at the largest: leave room above them.
+        room = max(self._room, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
+        fitting = 1 / (room * self._largest) if self._largest else math.inf
+        if not bool(sound.all()):  # some are saturated: how far, nobody can tell
+            wanted = min(square / 64, fitting)
+        elif 0.25 < square / fitting < 4 * room:
+            return
+        else:
+            wanted = min(square * 2.0**20, fitting)
+        low, high = _SCALES
+        self._square = 4.0 ** round(math.log(min(max(wanted, low), high), 4))
+
+
+def _logit(alpha: Tensor) -> Tensor:
+    return torch.logit(alpha, eps=_EPSILON)

@@ -1,0 +1,143 @@
+"""One head of low rank, with as many queries as it has unknowns: d + 2rd − r².
+
+Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) draws random
+measurements and solves a convex program (nuclear_norm.py). Queries may adapt, though, and every
+bilinear form is exact, so a cross approximation needs no program. With `Z = Δ W Xᵀ`,
+
+    repeat: measure a column of Z;  if it lies in the span of the earlier ones, stop;
+            choose the row where it sticks out most, and measure that row;
+    Z = C · C[I]⁻¹ · Z[I]      C: the columns, I: the chosen rows
+
+Entries where rows and columns cross are asked once: d + 2rd − r² in all. With the rank unknown
+the column that ends the search is one more, d − r queries. C is orthogonalised before the solve,
+so small singular values of W cost no precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.judge import Step, settle
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import Oracle
+from keyhole.results import Extraction
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Exact extraction of one head of low rank; finds the rank if it is not given.
+
+    `resolution` is the part of a column outside the span of the others, relative to the largest
+    column, below which it counts as rounding.
+    """
+
+    rank: int | None = None
+    seed: int = 0
+    tolerance: float = 1e-8
+    resolution: float = 1e-11
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 0:
+            raise InputError(f"expected a rank of 0 or more, got {self.rank}")
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def expected(self, dim: int) -> int | None:
+        return None if self.rank is None else unknowns(dim, min(self.rank, dim))
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        limit = d if self.rank is None else min(self.rank, d)
+        v = read_values(oracle)
+        stream = torch.Generator().manual_seed(self.seed)
+        probes = ProbeBasis.draw(v, stream)
+        X = random_orthogonal(d, stream)
+        # One column of a matrix of rank 1 says little about the size of the others.
+        cross = _Cross(BilinearForms(oracle, v, room=64), probes.deltas, X)
+
+        def known() -> Step:
+            k = len(cross.rows)
+            columns, rows = cross.factors()
+            W = probes.solve(columns) @ (rows @ X)
+            return Step(Head(W, v), known=unknowns(d, k), floor=unknowns(d, k))
+
+        yield known()
+        while len(cross.rows) < limit and cross.grow(self.resolution):
+            # Looking costs d²k: at powers of two only, and at the end.
+            if len(cross.rows).bit_count() == 1:
+                yield known()
+        yield known()
+
+
+def unknowns(d: int, r: int) -> int:
+    """Degrees of freedom of v and of a d×d matrix of rank r."""
+    return d + 2 * r * d - r * r
+
+
+class _Cross:
+    """Columns and rows of `Z = Δ W Xᵀ`, measured one pair at a time."""
+
+    def __init__(self, forms: BilinearForms, deltas: Tensor, X: Tensor) -> None:
+        self._forms = forms
+        self._deltas = deltas
+        self._X = X
+        self._Zt = torch.full_like(X, math.nan)  # [j, i] = δ_iᵀ W x_j
+        self._span = torch.empty(0, len(X), dtype=torch.float64)  # orthonormal, of the columns
+        self._largest = 0.0
+        self.columns = 0
+        self.rows: list[int] = []
+
+    def grow(self, resolution: float) -> bool:
+        """One more column and row; False if the column brought nothing new."""
+        j = self.columns
+        self._fill([i for i in range(len(self._X)) if i not in self.rows], [j])
+        self.columns += 1
+        column = self._Zt[j]
+        self._largest = max(self._largest, float(torch.linalg.vector_norm(column)))
+        fresh = self._outside(column)
+        norm = torch.linalg.vector_norm(fresh)
+        if norm <= resolution * self._largest:
+            return False
+        self._span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
+        self.rows.append(self._pivot())
+        self._fill([self.rows[-1]], range(self.columns, len(self._X)))
+        return True
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """`Z = columns @ rows`, rank k: an orthonormal basis, and its coefficients from the rows."""
+        k = len(self.rows)
+        basis = self._span[:k].mT
+        return basis, torch.linalg.solve(basis[self.rows], self._Zt[:, self.rows].mT)
+
+    def _outside(self, column: Tensor) -> Tensor:
+        """What is left of a column outside the span, projected twice against rounding."""
+        for _ in range(2):
+            column = column - (column @ self._span.mT) @ self._span
+        return column
+
+    def _pivot(self) -> int:
+        """The row where the newest direction sticks out of what the chosen rows explain."""
+        basis = self._span.mT
+        k = len(self.rows)
+        newest = basis[:, k]
+        if k:
+            weights = torch.linalg.solve(basis[self.rows, :k], newest[self.rows])
+            newest = newest - basis[:, :k] @ weights
+        newest = newest.abs()
+        newest[self.rows] = 0.0
+        return int(newest.argmax())
+
+    def _fill(self, i: list[int], j: range | list[int]) -> None:
+        if not i or not len(j):
+            return
+        part = torch.empty(len(j), len(i), dtype=torch.float64)
+        self._forms.grid(self._deltas[i], self._X[list(j)], part)
+        self._Zt[torch.tensor(list(j)).unsqueeze(1), torch.tensor(i)] = part

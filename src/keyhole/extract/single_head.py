@@ -1,0 +1,72 @@
+"""One head, exactly, with d² + d queries.
+
+Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): for v ≠ 0 the
+parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i` are learnable from value queries:
+
+    v_i = f([e_i])                                                    d queries
+    δᵀWx = logit((f([x+δ ; x]) − vᵀx) / vᵀδ)  for d probes δ, d tokens x   d² queries
+
+and `Z = Δ W Xᵀ` is solved for W. Departures: both bases are rotated at random and the probes
+lean towards v (bilinear.py says why); the theorem's unit vectors would do in exact arithmetic.
+d² + d is also the number of unknowns, so no attack on scores can ask less without knowing more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.judge import Step, settle
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.results import Extraction
+
+
+@dataclass(frozen=True)
+class SingleHead:
+    """Exact extraction of one head from its scores (Theorem 4.1)."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def expected(self, dim: int) -> int:
+        return dim * dim + dim
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        v = read_values(oracle)
+        stream = torch.Generator().manual_seed(self.seed)
+        probes = ProbeBasis.draw(v, stream)
+        X = random_orthogonal(d, stream)
+        Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # row j: Δ W x_j
+
+        def known(columns: int) -> Step:
+            W = probes.solve(Zt[:columns].mT) @ X[:columns]  # zero where W was never measured
+            return Step(Head(W, v), known=d + columns * d, floor=d * d + d)
+
+        yield known(0)
+        forms = BilinearForms(oracle, v)
+        deltas = probes.deltas
+        try:
+            for start, stop in _doubling(d):
+                forms.grid(deltas, X[start:stop], Zt[start:stop])
+                yield known(stop)
+        except BudgetExhausted:
+            yield known(int((~Zt.isnan().any(1)).sum()))
+            raise
+
+
+def _doubling(d: int) -> Iterator[tuple[int, int]]:
+    """0–1, 1–2, 2–4, …: looks at the state on the way, at a cost that is a fraction of the last."""
+    start = 0
+    while start < d:
+        stop = min(d, max(1, 2 * start))
+        yield start, stop
+        start = stop

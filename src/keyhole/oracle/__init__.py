@@ -1,0 +1,34 @@
+"""What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
+
+from keyhole.oracle.counted import Counted
+from keyhole.oracle.degraded import Clipped, Failing, Noisy, Rounded, SignOnly
+from keyhole.oracle.ledger import Ledger
+from keyhole.oracle.open_inference import OpenInference
+from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
+from keyhole.oracle.storage import KINDS, Planted, load, plant, save
+
+__all__ = [
+    "KINDS",
+    "Attention",
+    "BudgetExhausted",
+    "Clipped",
+    "Counted",
+    "Failing",
+    "Head",
+    "Ledger",
+    "MultiHead",
+    "Noisy",
+    "OneLayer",
+    "OpenInference",
+    "Oracle",
+    "OracleError",
+    "Planted",
+    "Rounded",
+    "SignOnly",
+    "ask",
+    "identity_of",
+    "load",
+    "plant",
+    "save",
+]

@@ -1,0 +1,111 @@
+"""What a careful (or an unlucky) server does to its answers: round, blur, threshold, clip, fail."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
+
+
+class _Degraded:
+    """Shared by the wrappers below: the inner oracle, and an identity that names the change."""
+
+    def __init__(self, inner: Oracle, change: str) -> None:
+        self.inner = inner
+        self._change = change
+
+    @property
+    def dim(self) -> int:
+        return self.inner.dim
+
+    @property
+    def identity(self) -> str:
+        return f"{identity_of(self.inner)}|{self._change}"
+
+
+class Rounded(_Degraded):
+    """Answers rounded to `decimals` digits after the point."""
+
+    def __init__(self, inner: Oracle, decimals: int) -> None:
+        if not 0 <= decimals <= 15:
+            raise InputError(f"expected 0 to 15 decimals, got {decimals}")
+        super().__init__(inner, f"rounded:{decimals}")
+        self.decimals = decimals
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return torch.round(ask(self.inner, sequences), decimals=self.decimals)
+
+
+class Noisy(_Degraded):
+    """Answers within ±`tolerance` of the truth, the same each time a question is repeated.
+
+    The error is uniform and a function of the question's bytes and the seed (Theorem 6.1's
+    deterministic oracle): repeating a question teaches nothing.
+    """
+
+    def __init__(self, inner: Oracle, tolerance: float, seed: int = 0) -> None:
+        if not (tolerance >= 0 and math.isfinite(tolerance)):
+            raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+        super().__init__(inner, f"noisy:{tolerance!r}:{seed}")
+        self.tolerance = tolerance
+        self.seed = seed
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        answers = ask(self.inner, sequences)
+        each = answers[0].numel()
+        errors = torch.stack([self._errors(question, each) for question in sequences])
+        return answers + self.tolerance * errors.reshape(answers.shape)
+
+    def _errors(self, question: Tensor, count: int) -> Tensor:
+        data = question.detach().cpu().contiguous().numpy().tobytes()
+        digest = hashlib.blake2b(data, digest_size=8, salt=self.seed.to_bytes(8, "little"))
+        stream = torch.Generator().manual_seed(int.from_bytes(digest.digest()) >> 1)
+        return torch.rand(count, generator=stream, dtype=torch.float64) * 2 - 1
+
+
+class SignOnly(_Degraded):
+    """Whether each answer is positive, as 1.0 or 0.0: a membership query (Appendix B)."""
+
+    def __init__(self, inner: Oracle) -> None:
+        super().__init__(inner, "sign")
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return (ask(self.inner, sequences) > 0).to(torch.float64)
+
+
+class Clipped(_Degraded):
+    """Tokens longer than `max_norm` are shortened to it before the target sees them."""
+
+    def __init__(self, inner: Oracle, max_norm: float) -> None:
+        if not (max_norm > 0 and math.isfinite(max_norm)):
+            raise InputError(f"expected a positive norm, got {max_norm}")
+        super().__init__(inner, f"clipped:{max_norm!r}")
+        self.max_norm = max_norm
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
+        factor = torch.where(norms > self.max_norm, self.max_norm / norms, torch.ones_like(norms))
+        return ask(self.inner, sequences * factor)
+
+
+class Failing(_Degraded):
+    """An endpoint that goes down after `after` answers."""
+
+    def __init__(self, inner: Oracle, after: int) -> None:
+        super().__init__(inner, "failing")
+        self.after = after
+
+    @property
+    def identity(self) -> str:  # an outage changes no answer
+        return identity_of(self.inner)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        if len(sequences) > self.after:
+            raise OracleError("expected an answer, got none: the endpoint is down")
+        self.after -= len(sequences)
+        return ask(self.inner, sequences)

@@ -1,0 +1,231 @@
+"""Memory of queries: every paid answer is on disk before it is used.
+
+A ledger is a SQLite file that belongs to one target. Its keys are digests of the exact bytes of
+the questions. A run that is killed at any point resumes without asking twice; processes that
+share a file take turns at the oracle, so the second finds the first's answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError, KeyholeError
+from keyhole.oracle.protocol import (
+    BudgetExhausted,
+    Oracle,
+    OracleError,
+    ask,
+    check_sequences,
+    identity_of,
+)
+
+VERSION = "1"
+_APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from any other SQLite file
+_TURN_SECONDS = 3600.0  # how long to wait for another process's turn at the oracle
+_VARIABLES = 900  # below SQLite's oldest limit on parameters in one statement
+
+Memory = dict[bytes, tuple[str, bytes]]  # key -> shape of one answer, its float64 bytes
+
+
+class Ledger:
+    """Remembers what `inner` answered, in the file `path`.
+
+    `asked` and `remembered` count the questions of this object: those that went to `inner` and
+    those that cost nothing.
+    """
+
+    def __init__(self, inner: Oracle, path: str | Path) -> None:
+        self.inner = inner
+        self.path = Path(path)
+        self.asked = 0
+        self.remembered = 0
+        self._batch = 64  # questions per commit; grows until a commit covers about a second
+        self._db = _open(self.path)
+        try:
+            self._claim()
+        except BaseException:
+            self._db.close()
+            raise
+
+    @property
+    def dim(self) -> int:
+        return self.inner.dim
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.inner)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return int(self._db.execute("SELECT count(*) FROM answers").fetchone()[0])
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        keys = _keys(sequences)
+        known = self._recall(keys)
+        self.remembered += sum(key in known for key in keys)
+        rows = {key: row for row, key in reversed(list(enumerate(keys))) if key not in known}
+        missing = sorted(rows.items(), key=lambda item: item[1])
+        try:
+            while missing:
+                turn, missing = missing[: self._batch], missing[self._batch :]
+                known |= self._take_turn(turn, sequences)
+        except BudgetExhausted as end:
+            answered = list(itertools.takewhile(self._recall(keys).__contains__, keys))
+            partial = _unpack(self._recall(answered), answered) if answered else None
+            raise BudgetExhausted(end.budget, partial) from end
+        return _unpack(known, keys)
+
+    def _take_turn(self, turn: list[tuple[bytes, int]], sequences: Tensor) -> Memory:
+        """Ask what nobody has asked yet, store it, and only then hand it out."""
+        failure: KeyholeError | None = None
+        with self._transaction():
+            known = self._recall([key for key, _ in turn])  # another process may have asked since
+            self.remembered += len(known)
+            new = [(key, row) for key, row in turn if key not in known]
+            if new:
+                started = time.monotonic()
+                try:
+                    answers = ask(self.inner, sequences[[row for _, row in new]])
+                except (BudgetExhausted, OracleError) as error:
+                    failure, answers = error, error.answers
+                self._pace(time.monotonic() - started)
+                if answers is not None:
+                    known |= self._store([key for key, _ in new], answers)
+        if failure is not None:
+            raise failure
+        return known
+
+    def _store(self, keys: list[bytes], answers: Tensor) -> Memory:
+        """Keep every finite answer; NaN is not an answer, and may be asked again."""
+        self.asked += len(answers)
+        shape = ",".join(map(str, answers.shape[1:]))
+        finite = torch.isfinite(answers).reshape(len(answers), -1).all(1).tolist()
+        data = answers.cpu().contiguous().numpy()
+        good = {
+            key: (shape, data[row].tobytes())
+            for row, (key, fine) in enumerate(zip(keys, finite, strict=False))
+            if fine
+        }
+        rows = [(key, shape, answer) for key, (shape, answer) in good.items()]
+        self._db.executemany("INSERT INTO answers VALUES (?, ?, ?)", rows)
+        return good
+
+    def _recall(self, keys: Sequence[bytes]) -> Memory:
+        known: Memory = {}
+        for start in range(0, len(keys), _VARIABLES):
+            part = keys[start : start + _VARIABLES]
+            marks = ",".join("?" * len(part))
+            rows = self._db.execute(f"SELECT * FROM answers WHERE question IN ({marks})", part)
+            known.update((key, (shape, answer)) for key, shape, answer in rows)
+        return known
+
+    def _pace(self, seconds: float) -> None:
+        if seconds < 0.5:
+            self._batch = min(self._batch * 2, 4096)
+        elif seconds > 2.0:
+            self._batch = max(self._batch // 2, 1)
+
+    def _claim(self) -> None:
+        """Make a new file this target's, or refuse a file that is another's."""
+        mine = {
+            "version": VERSION,
+            "dtype": str(getattr(self.inner, "dtype", torch.float64)).removeprefix("torch."),
+            "dim": str(self.dim),
+            "target": self.identity,
+        }
+        try:
+            with self._transaction():
+                tables = cast(
+                    "list[Any]", self._db.execute("SELECT * FROM sqlite_master").fetchall()
+                )
+                if not tables:
+                    self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                    self._db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
+                    self._db.execute(
+                        "CREATE TABLE answers (question BLOB PRIMARY KEY, shape TEXT, answer BLOB)"
+                        " WITHOUT ROWID"
+                    )
+                    self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
+            if self._db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
+                raise InputError(f"expected a Keyhole ledger, got another SQLite file: {self.path}")
+            theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"expected a Keyhole ledger, got {self.path}: {error}") from error
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise InputError(
+                    f"expected a ledger of {name} {value}, got {name} {theirs.get(name)} in "
+                    f"{self.path}: give this target a ledger of its own"
+                )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        # IMMEDIATE takes the write lock first: whoever holds it has the turn at the oracle.
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if not path.parent.is_dir():
+        raise InputError(f"expected a folder for the ledger, got {path.parent}: it does not exist")
+    try:
+        db = sqlite3.connect(path, timeout=_TURN_SECONDS, isolation_level=None)
+    except sqlite3.OperationalError as error:
+        raise InputError(f"expected a file for the ledger, got {path}: {error}") from error
+    try:
+        db.execute("PRAGMA journal_mode = WAL")  # readers never wait for the one who asks
+        db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
+    return db
+
+
+def _keys(sequences: Tensor) -> list[bytes]:
+    _, n, dim = sequences.shape
+    head = hashlib.blake2b(f"f8:{n}:{dim}:".encode(), digest_size=32)
+    keys: list[bytes] = []
+    for question in sequences.detach().cpu().contiguous().numpy():
+        digest = head.copy()
+        digest.update(question.data)
+        keys.append(digest.digest())
+    return keys
+
+
+def _unpack(known: Memory, keys: Sequence[bytes]) -> Tensor:
+    shapes = {known[key][0] for key in keys}
+    if len(shapes) != 1:
+        raise OracleError(f"expected answers of one shape, got {sorted(shapes)}")
+    shape = [int(size) for size in shapes.pop().split(",") if size]
+    data = bytearray().join(known[key][1] for key in keys)
+    return torch.frombuffer(data, dtype=torch.float64).reshape(len(keys), *shape)

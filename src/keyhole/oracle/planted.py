@@ -1,0 +1,181 @@
+"""Targets whose weights we planted, so that a theft can be measured against the truth.
+
+Each is a frozen set of parameters that answers like an oracle; an extraction hands back the same
+types. They travel as .safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.errors import InputError
+from keyhole.oracle.protocol import check_sequences
+
+
+class Parametric(ABC):
+    """What planted targets share: named parameters, an identity made of them, checked shapes."""
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def dim(self) -> int: ...
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by name, as they are stored."""
+
+    def flags(self) -> dict[str, str]:
+        """What is not a tensor but changes the answers."""
+        return {}
+
+    @property
+    def unknowns(self) -> int:
+        """How many numbers a thief has to learn if nothing is known about the weights."""
+        return sum(tensor.numel() for tensor in self.tensors().values())
+
+    @cached_property
+    def identity(self) -> str:
+        digest = hashlib.blake2b(repr(self.flags()).encode(), digest_size=16)
+        for name, tensor in sorted(self.tensors().items()):
+            digest.update(f"{name}:{tuple(tensor.shape)}:".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return f"{self.kind}:{digest.hexdigest()}"
+
+    def _require(self, name: str, tensor: Tensor, *shape: int | None) -> None:
+        got = tuple(tensor.shape)
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        if len(got) != len(shape) or any(
+            size is not None and size != real for size, real in zip(shape, got, strict=True)
+        ):
+            raise InputError(f"expected {name} of shape ({wanted}), got {got}")
+        if tensor.dtype != torch.float64:
+            raise InputError(f"expected {name} in float64, got {tensor.dtype}: use .double()")
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"expected finite entries in {name}, got NaN or infinity")
+
+
+@dataclass(frozen=True, eq=False)
+class Head(Parametric):
+    """One scoring head: `f(X) = Σ_i softmax_i(x_iᵀ W x_N) · vᵀx_i`."""
+
+    W: Tensor
+    v: Tensor
+    kind = "head"
+
+    def __post_init__(self) -> None:
+        self._require("v", self.v, None)
+        self._require("W", self.W, self.dim, self.dim)
+
+    @property
+    def dim(self) -> int:
+        return self.v.shape[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": self.W, "v": self.v}
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        return attention.output(sequences, self.W.mT, self.v[:, None], last=True).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class MultiHead(Parametric):
+    """Several heads, summed: `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N) · v_hᵀx_i`."""
+
+    W: Sequence[Tensor]
+    v: Sequence[Tensor]
+    kind = "multi-head"
+
+    def __post_init__(self) -> None:
+        if len(self.W) != len(self.v) or not self.v:
+            raise InputError(f"expected a v for each W, got {len(self.W)} W and {len(self.v)} v")
+        for W, v in zip(self.W, self.v, strict=True):
+            self._require("v", v, self.dim)
+            self._require("W", W, self.dim, self.dim)
+
+    @property
+    def dim(self) -> int:
+        return self.v[0].shape[0]
+
+    @cached_property
+    def _stacked(self) -> tuple[Tensor, Tensor]:
+        return torch.stack([W.mT for W in self.W]), torch.stack(list(self.v)).unsqueeze(-1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": torch.stack(list(self.W)), "v": torch.stack(list(self.v))}
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        W, V = self._stacked
+        return attention.output(sequences, W, V, last=True).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class OneLayer(Parametric):
+    """A one-layer Transformer: `F(X) = wᵀ ReLU(A · Σ_i softmax_i(x_iᵀ W x_N) x_i)`, no biases."""
+
+    W: Tensor
+    A: Tensor
+    w: Tensor
+    kind = "one-layer"
+
+    def __post_init__(self) -> None:
+        self._require("w", self.w, None)
+        self._require("A", self.A, self.w.shape[0], None)
+        self._require("W", self.W, self.dim, self.dim)
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": self.W, "A": self.A, "w": self.w}
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        hidden = attention.output(sequences, self.W.mT, self.A.mT, last=True)
+        return torch.relu(hidden) @ self.w
+
+
+@dataclass(frozen=True, eq=False)
+class Attention(Parametric):
+    """An attention layer that answers with vectors: the last token's, or every token's.
+
+    `W` is (H, d, d) and `V` (H, d, m); an output projection is already inside `V`. Here the query
+    stands on the left, as in a layer: `S = X W Xᵀ`.
+    """
+
+    W: Tensor
+    V: Tensor
+    every_token: bool = False
+    causal: bool = False
+    kind = "attention"
+
+    def __post_init__(self) -> None:
+        self._require("V", self.V, None, None, None)
+        self._require("W", self.W, self.V.shape[0], self.dim, self.dim)
+
+    @property
+    def dim(self) -> int:
+        return self.V.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"W": self.W, "V": self.V}
+
+    def flags(self) -> dict[str, str]:
+        return {"every_token": str(self.every_token), "causal": str(self.causal)}
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        return attention.output(
+            sequences, self.W, self.V, causal=self.causal, last=not self.every_token
+        )

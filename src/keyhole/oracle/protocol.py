@@ -1,0 +1,132 @@
+"""What an attacker may ask: the protocol, and the one place where questions are put.
+
+An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to answers:
+(batch,) a score, (batch, m) the last token's vector, or (batch, n, m) a vector for every token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError, KeyholeError
+
+
+@runtime_checkable
+class Oracle(Protocol):
+    @property
+    def dim(self) -> int: ...
+
+    def __call__(self, sequences: Tensor) -> Tensor: ...
+
+
+class OracleError(KeyholeError):
+    """The oracle did not answer as an oracle must. The CLI exits with 3.
+
+    `answers` holds the batch when part of it is good, so that a ledger can keep that part.
+    """
+
+    def __init__(self, message: str, answers: Tensor | None = None) -> None:
+        super().__init__(message)
+        self.answers = answers
+
+
+class BudgetExhausted(KeyholeError):
+    """No queries are left. `answers` holds what was still paid for of the batch, in order."""
+
+    def __init__(self, budget: int, answers: Tensor | None = None) -> None:
+        super().__init__(f"the budget of {budget:,} queries is spent")
+        self.budget = budget
+        self.answers = answers
+
+
+def check_sequences(sequences: object, dim: int) -> Tensor:
+    """Refuse a question that no target can answer, in one line."""
+    if not isinstance(sequences, Tensor):
+        raise InputError(f"expected a torch tensor of sequences, got {type(sequences).__name__}")
+    shape = tuple(sequences.shape)
+    if len(shape) != 3 or shape[2] != dim or shape[1] == 0:
+        raise InputError(f"expected sequences of shape (batch, n, {dim}), got {shape}")
+    if sequences.dtype != torch.float64:
+        raise InputError(f"expected float64 sequences, got {sequences.dtype}: use .double()")
+    if not _finite(sequences):
+        raise InputError("expected finite sequences, got NaN or infinity in the question")
+    return sequences
+
+
+def _finite(values: Tensor) -> bool:
+    # min and max propagate NaN and show infinity, in one pass and without a mask as big as the
+    # batch: this check stands in front of every query.
+    if values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """Put a batch of questions and check the answers; every attack asks through here.
+
+    Whatever the oracle does wrong (an exception, NaN, another length) becomes an OracleError.
+    """
+    count = sequences.shape[0]
+    try:
+        answers: object = oracle(sequences)
+    except KeyholeError:
+        raise
+    except Exception as error:  # an oracle is somebody else's code: anything may come out of it
+        what = " ".join(str(error).split())[:200]
+        raise OracleError(
+            f"expected answers to {count} questions of shape {tuple(sequences.shape[1:])}, "
+            f"got {type(error).__name__}: {what}"
+        ) from error
+    if not isinstance(answers, Tensor):
+        raise OracleError(f"expected a tensor of {count} answers, got {type(answers).__name__}")
+    if answers.ndim == 0 or answers.shape[0] != count or answers.numel() == 0:
+        got = tuple(answers.shape)
+        raise OracleError(f"expected {count} answers (one per sequence), got shape {got}")
+    if not answers.is_floating_point():
+        raise OracleError(f"expected real answers, got {answers.dtype}")
+    answers = answers.detach().to(torch.float64)
+    if not _finite(answers):
+        bad = int((~torch.isfinite(answers)).reshape(count, -1).any(1).sum())
+        raise OracleError(
+            f"expected finite answers, got NaN or infinity in {bad} of {count}", answers
+        )
+    return answers
+
+
+def identity_of(oracle: Oracle) -> str:
+    """A name that two oracles share only if they are the same target.
+
+    `oracle.identity` where there is one; otherwise the type's name and a digest of every tensor
+    that the object (or the closure of a function) holds.
+    """
+    named = getattr(oracle, "identity", None)
+    if isinstance(named, str):
+        return named
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in _tensors(oracle):
+        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    kind = getattr(oracle, "__qualname__", type(oracle).__qualname__)
+    return f"{kind}:dim={oracle.dim}:{digest.hexdigest()}"
+
+
+def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
+    state: dict[str, Any] = dict(vars(oracle)) if hasattr(oracle, "__dict__") else {}
+    if isinstance(oracle, torch.nn.Module):
+        state |= oracle.state_dict()
+    for number, cell in enumerate(getattr(oracle, "__closure__", None) or ()):
+        state[f"closure {number}"] = cell.cell_contents
+    for name in sorted(state):
+        value = state[name]
+        found = cast("list[Any]", value if isinstance(value, list | tuple) else [value])
+        for item in found:
+            if isinstance(item, Tensor):
+                yield name, item
+            elif type(item).__module__ == "numpy" and hasattr(item, "dtype"):
+                yield name, torch.as_tensor(item)

@@ -1,0 +1,115 @@
+"""Planting targets, and carrying them from one machine to another as .safetensors."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer
+
+Planted = Head | MultiHead | OneLayer | Attention
+KINDS = ("head", "multi-head", "one-layer", "attention")
+
+
+def plant(
+    kind: str = "head",
+    *,
+    dim: int = 64,
+    rank: int | None = None,
+    heads: int = 1,
+    width: int = 32,
+    outputs: int | None = None,
+    scale: float = 1.0,
+    every_token: bool = False,
+    causal: bool = False,
+    seed: int = 0,
+) -> Planted:
+    """A random target of known weights; every `W` has spectral norm about `2 · scale`."""
+    if kind not in KINDS:
+        raise InputError(f"expected a kind among {', '.join(KINDS)}, got {kind}")
+    for name, size in {"dim": dim, "heads": heads, "width": width}.items():
+        if size < 1:
+            raise InputError(f"expected {name} of 1 or more, got {size}")
+    if rank is not None and not 1 <= rank <= dim:
+        raise InputError(f"expected a rank from 1 to dim = {dim}, got {rank}")
+    if not math.isfinite(scale):
+        raise InputError(f"expected a finite scale, got {scale}")
+    stream = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    def weights() -> Tensor:
+        if rank is None:
+            return scale / math.sqrt(dim) * normal(dim, dim)
+        # Singular values of a product of two such factors lie around dim.
+        return 2 * scale / dim * normal(dim, rank) @ normal(rank, dim)
+
+    if kind == "head":
+        return Head(weights(), normal(dim))
+    if kind == "multi-head":
+        return MultiHead([weights() for _ in range(heads)], [normal(dim) for _ in range(heads)])
+    if kind == "one-layer":
+        return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
+    W = torch.stack([weights() for _ in range(heads)])
+    V = normal(heads, dim, outputs or dim) / math.sqrt(dim)
+    return Attention(W, V, every_token=every_token, causal=causal)
+
+
+def save(target: Planted, path: str | Path) -> None:
+    """Write a target; `load` gives back one that answers the same bit for bit."""
+    metadata = {"keyhole": "1", "kind": target.kind, **target.flags()}
+    tensors = {name: tensor.contiguous() for name, tensor in target.tensors().items()}
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"expected a file to write the target to, got {path}: {error}") from error
+
+
+def load(path: str | Path) -> Planted:
+    """Read a target that `save` (or `keyhole plant`) wrote."""
+    if not Path(path).is_file():
+        raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
+    if metadata.get("keyhole") != "1" or metadata.get("kind") not in KINDS:
+        raise InputError(
+            f"expected a target written by `keyhole plant`, got {path} with "
+            f"{', '.join(sorted(tensors)) or 'no tensors'}"
+        )
+    return from_tensors(metadata, tensors, path)
+
+
+def from_tensors(
+    metadata: dict[str, str], tensors: dict[str, Tensor], origin: str | Path
+) -> Planted:
+    """The target that `metadata` names, made of `tensors`."""
+
+    def flag(name: str) -> bool:
+        return metadata.get(name) == "True"
+
+    try:
+        match metadata["kind"]:
+            case "head":
+                return Head(tensors["W"], tensors["v"])
+            case "multi-head":
+                return MultiHead(list(tensors["W"]), list(tensors["v"]))
+            case "one-layer":
+                return OneLayer(tensors["W"], tensors["A"], tensors["w"])
+            case _:
+                return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
+    except KeyError as missing:
+        got = ", ".join(sorted(tensors)) or "nothing"
+        raise InputError(f"expected the tensor {missing} in {origin}, got {got}") from missing
+    except InputError as error:
+        raise InputError(f"{error} in {origin}") from error
