@@ -3,11 +3,11 @@
 import importlib
 from types import ModuleType
 
-__all__ = ["attention", "audit", "extract", "oracle", "results"]
+_PARTS = ("attention", "audit", "extract", "oracle", "report", "results")
 
 
 def __getattr__(name: str) -> ModuleType:
     # Subpackages load torch; `keyhole --help` should not wait for it.
-    if name in __all__:
+    if name in _PARTS:
         return importlib.import_module(f"keyhole.{name}")
     raise AttributeError(f"module 'keyhole' has no attribute {name!r}")

@@ -50,7 +50,7 @@ _ADVICE = {
     Status.NOT_APPLICABLE: "This attack reads another kind of answer: try another method.",
     Status.SATURATED: "Attention stays at 0 or 1 at every scale tried: try smaller inputs.",
     Status.BUDGET: "Resume with the same ledger and a larger budget: nothing is asked twice.",
-    Status.ORACLE_FAILED: "Mend the oracle and resume with the same ledger: what it answered is kept.",
+    Status.ORACLE_FAILED: "Mend the oracle and resume: the ledger kept what it answered.",
 }
 
 

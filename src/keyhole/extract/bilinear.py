@@ -181,7 +181,7 @@ class BilinearForms:
             start = done = stop
 
     def _scout(self, questions: _Questions, record: _Record) -> int:
-        """Settle the scale with the first question, then four more; returns how many are answered."""
+        """Settle the scale with one question, then four more; returns how many are answered."""
         count = len(questions.i)
         for which in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
             left = which

@@ -112,7 +112,7 @@ class _Cross:
         return True
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """`Z = columns @ rows`, rank k: an orthonormal basis, and its coefficients from the rows."""
+        """`Z = columns @ rows`: an orthonormal basis, and its coefficients from the rows."""
         k = len(self.rows)
         basis = self._span[:k].mT
         return basis, torch.linalg.solve(basis[self.rows], self._Zt[:, self.rows].mT)

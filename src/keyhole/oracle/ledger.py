@@ -11,11 +11,10 @@ import hashlib
 import itertools
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -160,9 +159,7 @@ class Ledger:
         }
         try:
             with self._transaction():
-                tables = cast(
-                    "list[Any]", self._db.execute("SELECT * FROM sqlite_master").fetchall()
-                )
+                tables = self._db.execute("SELECT * FROM sqlite_master").fetchall()
                 if not tables:
                     self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     self._db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
@@ -184,7 +181,7 @@ class Ledger:
                 )
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None]:
         # IMMEDIATE takes the write lock first: whoever holds it has the turn at the oracle.
         self._db.execute("BEGIN IMMEDIATE")
         try:

@@ -74,7 +74,7 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     """
     count = sequences.shape[0]
     try:
-        answers: object = oracle(sequences)
+        answers = cast("object", oracle(sequences))
     except KeyholeError:
         raise
     except Exception as error:  # an oracle is somebody else's code: anything may come out of it
