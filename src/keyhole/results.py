@@ -154,7 +154,8 @@ class Finding:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
-        return cls(**{**data, "status": Status(data["status"]), "trace": _points(data["trace"])})
+        finding = cls(**data)
+        return replace(finding, status=Status(finding.status), trace=_points(data["trace"]))
 
 
 @dataclass(frozen=True)
