@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from keyhole.errors import InputError
@@ -14,16 +16,24 @@ class Counted:
     A batch that overruns the budget is asked up to its end, and the answers travel with the
     exception: what was paid for is not thrown away.
 
+    `watch` is called with the count after every batch, for whoever shows progress.
+
     `Ledger(Counted(o))` counts what was paid, since remembered answers never reach the counter;
     `Counted(Ledger(o))` counts what was asked.
     """
 
-    def __init__(self, inner: Oracle, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        inner: Oracle,
+        budget: int | None = None,
+        watch: Callable[[int], None] | None = None,
+    ) -> None:
         if budget is not None and budget < 0:
             raise InputError(f"expected a budget of 0 queries or more, got {budget}")
         self.inner = inner
         self.budget = budget
         self.queries = 0
+        self._watch = watch
 
     @property
     def dim(self) -> int:
@@ -46,3 +56,6 @@ class Counted:
         except BudgetExhausted as end:  # a budget further in: the rest never left this machine
             self.queries -= len(sequences) - (0 if end.answers is None else len(end.answers))
             raise
+        finally:
+            if self._watch is not None:
+                self._watch(self.queries)

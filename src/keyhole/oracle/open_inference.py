@@ -70,7 +70,9 @@ class OpenInference:
         try:
             answer = reply["outputs"][0]
             values = torch.tensor(answer["data"], dtype=torch.float64)
-            return values.reshape([int(size) for size in answer["shape"]])
+            shape = [int(size) for size in answer["shape"]]
+            # Servers give a score per sequence as a column; a vector of one number is a score.
+            return values.reshape(shape[:1] if shape[1:] == [1] else shape)
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise OracleError(
                 f"expected outputs with shape and data, got {reply!r:.120}"

@@ -1,0 +1,63 @@
+"""An audit as one self-contained HTML page: no network, no scripts but the plot's own."""
+
+from __future__ import annotations
+
+import jinja2
+import plotly.graph_objects as go
+import plotly.io
+from markupsafe import Markup, escape
+
+from keyhole.audit import Audit
+from keyhole.report import words
+from keyhole.results import Finding
+
+_COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207", "#0e7490", "#4d7c0f")
+_SMALLEST = 1e-17  # errors of exactly zero have to stand somewhere on a logarithmic axis
+
+_pages = jinja2.Environment(
+    loader=jinja2.PackageLoader("keyhole.report"), autoescape=True, undefined=jinja2.StrictUndefined
+)
+
+
+def render(audit: Audit) -> str:
+    """The page; everything that came from a target is escaped."""
+    return _pages.get_template("page.html").render(
+        audit=audit, words=words, plot=_plot(audit.findings)
+    )
+
+
+def _plot(findings: tuple[Finding, ...]) -> Markup | None:
+    """Error on fresh queries against queries asked, with each attack's floor drawn in."""
+    traced = [finding for finding in findings if finding.trace]
+    if not traced:
+        return None
+    figure = go.Figure()
+    for number, finding in enumerate(traced):
+        colour = _COLOURS[number % len(_COLOURS)]
+        label = str(escape(f"{finding.exposure} ({finding.attack})"))
+        queries, errors = zip(*finding.trace, strict=True)
+        figure.add_scatter(
+            x=queries,
+            y=[max(error, _SMALLEST) for error in errors],
+            name=label,
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"size": 8, "symbol": number},
+            hovertemplate="%{x:,} queries<br>error %{y:.1e}<extra></extra>",
+        )
+        if finding.floor is not None:
+            figure.add_vline(x=finding.floor, line={"color": colour, "dash": "dot", "width": 1})
+    figure.update_layout(
+        template="simple_white",
+        height=440,
+        margin={"l": 70, "r": 20, "t": 20, "b": 60},
+        legend={"orientation": "h", "y": -0.25},
+        xaxis={"title": "queries asked (dotted: the number of unknowns)", "type": "log"},
+        yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
+        font={"family": "system-ui, sans-serif", "size": 13},
+    )
+    html: str = plotly.io.to_html(
+        figure, include_plotlyjs=True, full_html=False, div_id="error-against-queries",
+        config={"displaylogo": False, "responsive": True},
+    )  # fmt: skip
+    return Markup(html)  # noqa: S704 - plotly's own output; labels were escaped above

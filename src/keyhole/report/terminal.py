@@ -1,0 +1,31 @@
+"""An audit as a table for the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from keyhole.audit import Audit
+from keyhole.report import words
+
+
+def table(audit: Audit) -> Table:
+    """Exposures in rows; recovered ones in red."""
+    view = Table(title=words.verdict(audit), title_justify="left", title_style="bold")
+    for heading in ("exposure", "attack", "outcome"):
+        view.add_column(heading)
+    for heading in ("error", "queries", "floor", "seconds"):
+        view.add_column(heading, justify="right")
+    for finding in audit.findings:
+        style = "red" if finding.exposed else "green"
+        view.add_row(
+            finding.exposure,
+            finding.attack,
+            f"[{style}]{words.outcome(finding)}[/{style}]",
+            words.error(finding),
+            f"{finding.queries:,}",
+            words.floor(finding),
+            f"{finding.seconds:.2f}",
+        )
+    for skip in audit.skips:
+        view.add_row(skip.exposure, skip.attack, "skipped", "–", "–", "–", "–", style="dim")
+    return view

@@ -1,0 +1,39 @@
+"""The sentences and numbers that every form of the report shares."""
+
+from __future__ import annotations
+
+from keyhole.audit import Audit
+from keyhole.results import Finding, Status
+
+
+def verdict(audit: Audit) -> str:
+    """The one sentence that a reader takes away."""
+    total = len(audit.findings)
+    if total == 0:
+        return "Nothing was checked: no attack applies to this target."
+    if audit.failed:
+        return "Could not check: the target did not answer as it must."
+    if audit.exposed:
+        return f"The weights can be read back through {audit.exposed} of {total} exposures checked."
+    return f"None of the {total} exposures checked gave the weights away."
+
+
+def outcome(finding: Finding) -> str:
+    """What became of the secret, in a word or two."""
+    if finding.status is Status.RECOVERED:
+        return "recovered"
+    if finding.status is Status.INEXACT:
+        return "nearly recovered"
+    if finding.status is Status.BUDGET:
+        return f"{finding.known:.0%} known"
+    if finding.status is Status.ORACLE_FAILED:
+        return "could not check"
+    return "not recovered"
+
+
+def error(finding: Finding) -> str:
+    return "–" if finding.error is None else f"{finding.error:.1e}"
+
+
+def floor(finding: Finding) -> str:
+    return "–" if finding.floor is None else f"{finding.floor:,}"
