@@ -33,7 +33,7 @@ _EPSILON = torch.finfo(torch.float64).eps
 _BATCH_BYTES = 32 << 20
 _SCALES = (2.0**-60, 2.0**60)  # of s², where the search for a scale ends
 _SOUND = 0.1  # a logit known better than this tells the scale; a worse one is saturated
-_TRIES = 16
+_TRIES = 12
 _SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
 
 
@@ -151,7 +151,7 @@ class BilinearForms:
         self._v = v
         self._room = room
         self._square = 1.0  # s²: both tokens are scaled by s
-        self._largest = 0.0  # the largest |δᵀWx| seen
+        self.largest = 0.0  # the largest |δᵀWx| seen that stands out of rounding
         self._asked = 0
         self._again = 0
 
@@ -184,13 +184,17 @@ class BilinearForms:
         """Settle the scale with one question, then four more; returns how many are answered."""
         count = len(questions.i)
         for which in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
-            left = which
             for _ in range(_TRIES):
-                if not len(left):
+                if not len(which):
                     break
                 square = self._square
-                self._ask(questions, left, record)
-                left = left[record.errors[left] * square > _SOUND]
+                self._ask(questions, which, record)
+                which = which[record.errors[which] * square > _SOUND]
+            else:
+                raise Unsuccessful(
+                    Status.SATURATED,
+                    f"the gate stays closed or open down to inputs of {square:.0e}",
+                )
         return min(5, count)
 
     def _ask(self, questions: _Questions, which: Tensor, record: _Record) -> None:
@@ -217,7 +221,7 @@ class BilinearForms:
     def _ask_again(self, questions: _Questions, which: Tensor, record: _Record) -> None:
         """Repeat what was measured at a scale that has turned out to be a bad one."""
         for _ in range(_TRIES):
-            which = which[record.errors[which] > _PRECISION * self._largest]
+            which = which[record.errors[which] > _PRECISION * self.largest]
             part = questions.part(which)
             alpha = torch.sigmoid(record.forms[which] * self._square)
             which = which[part.errors(alpha, self._square) < record.errors[which] / 2]
@@ -229,11 +233,12 @@ class BilinearForms:
     def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
         """Choose s² so that the largest form comes out near 1; leave it if it is near enough."""
         sound = errors * square <= _SOUND
-        if bool(sound.any()):
-            self._largest = max(self._largest, float(forms[sound].abs().max()))
+        clear = forms[sound & (forms.abs() > 8 * errors)]
+        if len(clear):
+            self.largest = max(self.largest, float(clear.abs().max()))
         # The first answers are a poor guess at the largest: leave room above them.
         room = max(self._room, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
-        fitting = 1 / (room * self._largest) if self._largest else math.inf
+        fitting = 1 / (room * self.largest) if self.largest else math.inf
         if not bool(sound.all()):  # some are saturated: how far, nobody can tell
             wanted = min(square / 64, fitting)
         elif 0.25 < square / fitting < 4 * room:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from keyhole.errors import InputError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
@@ -102,7 +103,7 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
             steps.append((counted.queries, step))
     except BudgetExhausted:
         status, reason = Status.BUDGET, f"stopped after {counted.queries:,} queries"
-    except OracleError as error:
+    except (OracleError, InputError) as error:  # a target may also find its questions unfit
         status, reason = Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
         status, reason = end.status, end.reason
@@ -115,7 +116,7 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
             exam = Exam.draw(counted, method.seed)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
-        except OracleError as error:
+        except (OracleError, InputError) as error:
             status, reason = Status.ORACLE_FAILED, str(error)
     last = steps[-1][1] if steps else None
     check = exam.grade(last.model) if exam and last else None

@@ -104,8 +104,8 @@ class _Cross:
         self._largest = max(self._largest, float(torch.linalg.vector_norm(column)))
         fresh = self._outside(column)
         norm = torch.linalg.vector_norm(fresh)
-        if norm <= resolution * self._largest:
-            return False
+        if self._forms.largest == 0 or norm <= resolution * self._largest:
+            return False  # nothing but rounding
         self._span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
         self.rows.append(self._pivot())
         self._fill([self.rows[-1]], range(self.columns, len(self._X)))

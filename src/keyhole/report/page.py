@@ -52,7 +52,11 @@ def _plot(findings: tuple[Finding, ...]) -> Markup | None:
         height=440,
         margin={"l": 70, "r": 20, "t": 20, "b": 60},
         legend={"orientation": "h", "y": -0.25},
-        xaxis={"title": "queries asked (dotted: the number of unknowns)", "type": "log"},
+        xaxis={
+            "title": "queries asked (dotted: the number of unknowns)",
+            "type": "log",
+            "dtick": 1,
+        },
         yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
         font={"family": "system-ui, sans-serif", "size": 13},
     )

@@ -16,7 +16,7 @@ def table(audit: Audit) -> Table:
     for heading in ("error", "queries", "floor", "seconds"):
         view.add_column(heading, justify="right")
     for finding in audit.findings:
-        style = "red" if finding.exposed else "green"
+        style = {"bad": "red", "part": "yellow", "good": "green"}[words.colour(finding)]
         view.add_row(
             finding.exposure,
             finding.attack,

@@ -37,3 +37,11 @@ def error(finding: Finding) -> str:
 
 def floor(finding: Finding) -> str:
     return "–" if finding.floor is None else f"{finding.floor:,}"
+
+
+def colour(finding: Finding) -> str:
+    """bad: given away; part: some of it, or nobody knows; good: kept."""
+    if finding.exposed:
+        return "bad"
+    unclear = (Status.BUDGET, Status.UNVERIFIED, Status.ORACLE_FAILED)
+    return "part" if finding.status in unclear else "good"

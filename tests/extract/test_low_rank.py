@@ -1,0 +1,113 @@
+"""Theorem 5.1: the cross approximation, and the paper's convex program as its baseline."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+from keyhole.extract import Status
+from planted_truth import relative, worst
+
+
+def unknowns(d: int, r: int) -> int:
+    return d + 2 * r * d - r * r
+
+
+@pytest.mark.parametrize(("d", "r"), [(1, 1), (8, 2), (16, 16), (32, 5), (64, 4), (128, 8)])
+def test_as_many_queries_as_unknowns(d, r):
+    for seed in range(3):
+        target = oracle.plant(dim=d, rank=r, seed=seed)
+        known = extract.LowRank(rank=r, seed=seed)(target)
+        found = extract.LowRank(seed=seed)(target)
+        assert known.queries == known.floor == unknowns(d, r)
+        assert unknowns(d, r) <= found.queries <= unknowns(d, r) + 2 * d
+        for result in (known, found):
+            assert result.status is Status.RECOVERED
+            assert worst(result.model, target) <= 1e-11
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    d=st.integers(1, 14),
+    share=st.floats(0, 1),
+    exponent=st.floats(-3, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_finds_any_rank_at_any_scale(d, share, exponent, seed):
+    r = round(share * d)
+    planted = oracle.plant(dim=d, rank=max(r, 1), scale=10**exponent, seed=seed)
+    target = planted if r else oracle.Head(0 * planted.W, planted.v)
+    result = extract.LowRank(seed=seed)(target)
+    assert result.status is Status.RECOVERED
+    assert int(torch.linalg.matrix_rank(result.model.W, rtol=1e-9)) <= r
+    if r:
+        assert relative(result.model.W, target.W) <= 1e-9
+    assert result.queries <= unknowns(d, r) + 2 * d + 32
+
+
+def test_decaying_singular_values():
+    Q = [torch.linalg.qr(oracle.plant(dim=24, seed=seed).W)[0] for seed in (1, 2)]
+    sizes = torch.zeros(24, dtype=torch.float64)
+    sizes[:6] = 10.0 ** -torch.arange(6, dtype=torch.float64)
+    target = oracle.Head(Q[0] @ sizes.diag() @ Q[1], oracle.plant(dim=24).v)
+    result = extract.LowRank()(target)
+    assert result.floor == unknowns(24, 6)
+    assert worst(result.model, target) <= 1e-12
+
+
+def test_a_rank_given_too_low_is_a_mismatch_and_too_high_costs_little():
+    target = oracle.plant(dim=16, rank=4, seed=1)
+    assert extract.LowRank(rank=2)(target).status is Status.MISMATCH
+    generous = extract.LowRank(rank=9)(target)
+    assert generous.status is Status.RECOVERED
+    assert generous.queries <= unknowns(16, 4) + 16
+
+
+def test_the_budget_leaves_the_best_model_so_far():
+    target = oracle.plant(dim=16, rank=4, seed=1)
+    result = extract.LowRank()(oracle.Counted(target, budget=90))
+    assert result.status is Status.BUDGET
+    assert int(torch.linalg.matrix_rank(result.model.W)) == 2
+
+
+@pytest.mark.parametrize("arguments", [{"rank": -1}])
+def test_bad_arguments(arguments):
+    with pytest.raises(InputError, match="expected a rank"):
+        extract.LowRank(**arguments)
+
+
+def test_nuclear_norm_needs_more_and_gives_less():
+    target = oracle.plant(dim=8, rank=1, seed=1)
+    enough = extract.NuclearNorm(rank=1)(target)
+    assert enough.queries == 8 + 5 * 8
+    assert enough.status is Status.RECOVERED
+    assert worst(enough.model, target) <= 1e-5
+    scarce = extract.NuclearNorm(rank=1, oversampling=1.5)(target)
+    assert scarce.status is Status.MISMATCH
+    assert extract.LowRank(rank=1)(target).queries < enough.queries
+
+
+@pytest.mark.parametrize("arguments", [{"rank": 0}, {"rank": 1, "oversampling": 0.0}])
+def test_nuclear_norm_bad_arguments(arguments):
+    with pytest.raises(InputError, match=r"expected .*, got"):
+        extract.NuclearNorm(**arguments)
+
+
+def test_nuclear_norm_without_cvxpy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    with pytest.raises(InputError, match=r"pip install 'keyhole\[convex\]'"):
+        extract.NuclearNorm(rank=1)(oracle.plant(dim=4, rank=1))
+
+
+def test_expected_queries():
+    assert extract.LowRank(rank=3).expected(10) == unknowns(10, 3)
+    assert extract.LowRank().expected(10) is None
+    assert extract.SingleHead().expected(10) == 110
+    assert extract.NuclearNorm(rank=2).expected(10) == 10 + math.ceil(5 * 2 * 10)

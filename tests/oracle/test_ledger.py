@@ -1,0 +1,238 @@
+"""The ledger: durable before used, nothing asked twice, nobody else's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+
+DIM = 4
+TARGET = oracle.plant(dim=DIM, seed=5)
+
+
+def draw(count: int, n: int = 2, seed: int = 0) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(count, n, DIM, dtype=torch.float64, generator=stream)
+
+
+def test_remembers_within_and_across_openings(tmp_path):
+    counted = oracle.Counted(TARGET)
+    with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
+        first = ledger(draw(100))
+        assert torch.equal(ledger(draw(100)), first)
+        assert (ledger.asked, ledger.remembered, len(ledger)) == (100, 100, 100)
+    with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
+        assert torch.equal(ledger(draw(120)), TARGET(draw(120)))
+    assert counted.queries == 120
+
+
+def test_a_question_repeated_in_one_batch_is_asked_once(tmp_path):
+    counted = oracle.Counted(TARGET)
+    ledger = oracle.Ledger(counted, tmp_path / "run.db")
+    answers = ledger(draw(3)[[0, 1, 0, 2, 1]])
+    assert counted.queries == 3
+    assert torch.equal(answers, TARGET(draw(3))[[0, 1, 0, 2, 1]])
+    ledger.close()
+
+
+def test_one_bit_makes_another_question(tmp_path):
+    counted = oracle.Counted(TARGET)
+    with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
+        question = draw(1)
+        ledger(question)
+        ledger(torch.nextafter(question, question + 1))
+        ledger(question.reshape(2, 1, DIM))  # the same bytes as two sequences of one token
+    assert counted.queries == 4
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_vector_answers(tmp_path, every):
+    target = oracle.plant("attention", dim=DIM, every_token=every, outputs=3)
+    with oracle.Ledger(target, tmp_path / "run.db") as ledger:
+        for _ in range(2):
+            assert torch.equal(ledger(draw(5)), target(draw(5)))
+
+
+def test_what_was_paid_for_before_the_budget_ended_is_kept(tmp_path):
+    with (
+        oracle.Ledger(oracle.Counted(TARGET, budget=7), tmp_path / "run.db") as ledger,
+        pytest.raises(oracle.BudgetExhausted) as caught,
+    ):
+        ledger(draw(10))
+    assert torch.equal(caught.value.answers, TARGET(draw(10)[:7]))
+    counted = oracle.Counted(TARGET)
+    with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
+        assert torch.equal(ledger(draw(10)), TARGET(draw(10)))
+    assert counted.queries == 3
+
+
+def test_good_answers_are_kept_and_nan_is_not(tmp_path):
+    class Flaky:
+        dim = DIM
+        identity = TARGET.identity
+        broken = True
+
+        def __call__(self, sequences):
+            answers = TARGET(sequences)
+            if self.broken:
+                answers[4] = torch.nan
+            return answers
+
+    flaky = Flaky()
+    counted = oracle.Counted(flaky)
+    with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
+        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10"):
+            ledger(draw(10))
+        assert len(ledger) == 9
+        flaky.broken = False
+        assert torch.equal(ledger(draw(10)), TARGET(draw(10)))
+    assert counted.queries == 11
+
+
+def test_an_outage_keeps_what_came_before(tmp_path):
+    path = tmp_path / "run.db"
+    with oracle.Ledger(oracle.Failing(TARGET, after=64), path) as ledger:
+        with pytest.raises(oracle.OracleError, match="down"):
+            ledger(draw(100))
+        assert len(ledger) == 64
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (oracle.plant(dim=DIM, seed=6), "expected a ledger of target head:.*, got target head:"),
+        (oracle.plant(dim=DIM + 1, seed=5), "expected a ledger of dim 5, got dim 4"),
+        (oracle.Rounded(TARGET, 3), r"expected a ledger of target .*\|rounded:3"),
+    ],
+)
+def test_a_ledger_of_another_target_is_refused(tmp_path, other, message):
+    oracle.Ledger(TARGET, tmp_path / "run.db").close()
+    with pytest.raises(InputError, match=message) as caught:
+        oracle.Ledger(other, tmp_path / "run.db")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["version", "dtype"])
+def test_a_ledger_of_another_version_or_dtype_is_refused(tmp_path, name):
+    oracle.Ledger(TARGET, tmp_path / "run.db").close()
+    db = sqlite3.connect(tmp_path / "run.db")
+    db.execute("UPDATE meta SET value = 'other' WHERE name = ?", [name])
+    db.commit()
+    db.close()
+    with pytest.raises(InputError, match=f"expected a ledger of {name} .*, got {name} other"):
+        oracle.Ledger(TARGET, tmp_path / "run.db")
+
+
+def test_files_that_are_no_ledger_are_refused(tmp_path):
+    (tmp_path / "text.db").write_text("no database at all, but long enough to have a header" * 9)
+    with pytest.raises(InputError, match=r"expected a Keyhole ledger, got .*text\.db"):
+        oracle.Ledger(TARGET, tmp_path / "text.db")
+    db = sqlite3.connect(tmp_path / "other.db")
+    db.execute("CREATE TABLE notes (body TEXT)")
+    db.commit()
+    db.close()
+    with pytest.raises(InputError, match="expected a Keyhole ledger, got another SQLite file"):
+        oracle.Ledger(TARGET, tmp_path / "other.db")
+    with pytest.raises(InputError, match="expected a folder for the ledger"):
+        oracle.Ledger(TARGET, tmp_path / "no" / "run.db")
+    with pytest.raises(InputError, match="expected a file for the ledger"):
+        oracle.Ledger(TARGET, tmp_path)
+
+
+# A real process attacks a target that writes every question it is about to answer to a log.
+ATTACKER = """
+import hashlib, os, signal, sys, time
+import torch
+from keyhole import extract, oracle
+
+ledger, log, die_at, pause = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+target = oracle.plant(dim=12, seed=5)
+
+class Logged:
+    dim, identity, calls = target.dim, target.identity, 0
+    def __call__(self, sequences):
+        self.calls += 1
+        if self.calls == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(log, "a") as file:
+            for question in sequences:
+                file.write(hashlib.sha256(question.numpy().tobytes()).hexdigest() + "\\n")
+        time.sleep(pause)
+        return target(sequences)
+
+with oracle.Ledger(Logged(), ledger) as memory:
+    result = extract.SingleHead()(memory)
+print(result.status.value, result.queries, result.remembered)
+"""
+QUESTIONS = 12 * 12 + 12 + 40  # the attack's and the judge's
+
+
+def start(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
+    arguments = [str(tmp_path / "run.db"), str(tmp_path / "log"), str(die_at), str(pause)]
+    command = [sys.executable, "-c", ATTACKER, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    out, _ = process.communicate(timeout=120)
+    return out.split()
+
+
+def asked(tmp_path: Path) -> list[str]:
+    return (tmp_path / "log").read_text().split()
+
+
+def test_killed_in_the_middle_and_resumed_asks_nothing_twice(tmp_path):
+    for die_at in (2, 4, 3):  # three attackers, each killed at its n-th call to the oracle
+        killed = start(tmp_path, die_at)
+        finish(killed)
+        assert killed.returncode == -signal.SIGKILL
+    assert 0 < len(asked(tmp_path)) < QUESTIONS
+    status, queries, remembered = finish(start(tmp_path))
+    assert (status, int(queries)) == ("recovered", 156)
+    assert int(remembered) > 0
+    assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
+
+
+def test_killed_from_outside_at_any_moment(tmp_path):
+    process = start(tmp_path, pause=0.05)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (tmp_path / "log").exists():
+        time.sleep(0.02)
+    time.sleep(0.12)
+    os.kill(process.pid, signal.SIGKILL)
+    finish(process)
+    before = len(asked(tmp_path))
+    stored = sqlite3.connect(tmp_path / "run.db")
+    durable = stored.execute("SELECT count(*) FROM answers").fetchone()[0]
+    stored.close()
+    assert finish(start(tmp_path))[0] == "recovered"
+    # Only a batch whose answers had not come back yet may be asked again.
+    assert len(asked(tmp_path)) - QUESTIONS == before - durable
+
+
+def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
+    both = [start(tmp_path, pause=0.02), start(tmp_path, pause=0.02)]
+    results = [finish(process) for process in both]
+    assert [result[0] for result in results] == ["recovered", "recovered"]
+    assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
+
+
+def test_an_extraction_says_what_it_had_for_free(tmp_path):
+    with oracle.Ledger(TARGET, tmp_path / "run.db") as ledger:
+        first = extract.SingleHead()(ledger)
+        again = extract.SingleHead()(ledger)
+    assert (first.queries, first.remembered) == (20, 0)
+    assert (again.queries, again.remembered) == (20, 20)
+    assert json.dumps(again.to_dict())

@@ -1,0 +1,77 @@
+"""Naive NumPy loops, written from the formulas alone: the witness. Never imports keyhole."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def scores(X: np.ndarray, W: np.ndarray) -> np.ndarray:
+    """S_ij = x_iᵀ W x_j."""
+    n, d = X.shape
+    S = np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            for a in range(d):
+                for b in range(d):
+                    S[i, j] += X[i, a] * W[a, b] * X[j, b]
+    return S
+
+
+def attention(X: np.ndarray, W: np.ndarray, V: np.ndarray, causal: bool = False) -> np.ndarray:
+    """O = softmax(X W Xᵀ) X V, row by row."""
+    n = len(X)
+    S = scores(X, W)
+    O = np.zeros((n, V.shape[1]))  # noqa: E741
+    for i in range(n):
+        seen = i + 1 if causal else n
+        weights = softmax(S[i, :seen])
+        for j in range(seen):
+            O[i] += weights[j] * (X[j] @ V)
+    return O
+
+
+def head(X: np.ndarray, W: np.ndarray, v: np.ndarray) -> float:
+    """f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i: the key on the left, the last token asks."""
+    weights = softmax(np.array([x @ W @ X[-1] for x in X]))
+    return float(sum(weight * (v @ x) for weight, x in zip(weights, X, strict=True)))
+
+
+def multi_head(X: np.ndarray, Ws: np.ndarray, vs: np.ndarray) -> float:
+    return sum(head(X, W, v) for W, v in zip(Ws, vs, strict=True))
+
+
+def one_layer(X: np.ndarray, W: np.ndarray, A: np.ndarray, w: np.ndarray) -> float:
+    """F(X) = wᵀ ReLU(A · attn(X)), attn(X) = Σ_i softmax_i(x_iᵀ W x_N) x_i."""
+    attended = np.array([head(X, W, unit) for unit in np.eye(X.shape[1])])
+    return float(w @ np.maximum(A @ attended, 0.0))
+
+
+def steal_head(oracle, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """Theorem 4.1 as the paper states it: unit vectors, one query at a time.
+
+    `oracle` takes an n×d array and returns a float.
+    """
+    v = np.array([oracle(unit[None]) for unit in np.eye(d)])
+    k = int(np.abs(v).argmax())
+    W = np.zeros((d, d))
+    for j in range(d):
+        x = np.eye(d)[j]
+
+        def form(delta: np.ndarray, x: np.ndarray = x) -> float:
+            alpha = (oracle(np.stack([x + delta, x])) - v @ x) / (v @ delta)
+            return float(np.log(alpha / (1 - alpha)))
+
+        anchor = form(np.eye(d)[k])
+        for i in range(d):
+            if i == k:
+                W[i, j] = anchor
+            elif v[i] == 0:  # this probe alone is blind: lean on the anchor, then take it away
+                W[i, j] = form(np.eye(d)[k] + np.eye(d)[i]) - anchor
+            else:
+                W[i, j] = form(np.eye(d)[i])
+    return W, v
