@@ -268,11 +268,14 @@ def _method(name: MethodName, rank: int | None, seed: int) -> Method:
 @contextmanager
 def _opened(target: str, budget: int | None, ledger: Path | None) -> Generator[Oracle]:
     """The target with a counter that knows the budget, and a ledger around it if there is one."""
-    from keyhole.oracle import Counted, Ledger
+    from keyhole.oracle import Counted, Ledger, OpenInference
     from keyhole.oracle.target import open_target
 
     with ExitStack() as stack:
-        oracle: Oracle = Counted(open_target(target), budget)
+        opened = open_target(target)
+        if isinstance(opened, OpenInference):
+            stack.callback(opened.close)
+        oracle: Oracle = Counted(opened, budget)
         if ledger is not None:
             oracle = stack.enter_context(Ledger(oracle, ledger))
         try:

@@ -192,8 +192,7 @@ class BilinearForms:
                 which = which[record.errors[which] * square > _SOUND]
             else:
                 raise Unsuccessful(
-                    Status.SATURATED,
-                    f"the gate stays closed or open down to inputs of {square:.0e}",
+                    Status.SATURATED, "attention stays at 0 or 1 however small the inputs are"
                 )
         return min(5, count)
 

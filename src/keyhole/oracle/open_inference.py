@@ -44,15 +44,23 @@ class OpenInference:
         self._batch = batch
         self._retries = retries
         self._client = httpx.Client(timeout=timeout, headers=headers)
-        metadata = self._send("GET", self.identity)
-        self._input, served = _input_of(metadata, self.identity)
-        if dim is None and served is None:
-            raise InputError(f"expected a dimension in the metadata of {self.identity}: give dim=")
+        try:
+            self._input, self.dim = self._inspect(dim)
+        except BaseException:
+            self.close()
+            raise
+
+    def _inspect(self, dim: int | None) -> tuple[str, int]:
+        name, served = _input_of(self._send("GET", self.identity), self.identity)
         if dim is not None and served is not None and dim != served:
             raise InputError(f"expected dimension {dim}, got {served} from {self.identity}")
-        self.dim = dim if dim is not None else cast("int", served)
+        known = dim if dim is not None else served
+        if known is None:
+            raise InputError(f"expected a dimension in the metadata of {self.identity}: give dim=")
+        return name, known
 
     def close(self) -> None:
+        """Give the connections back; contextlib.closing() does it at the end of a block."""
         self._client.close()
 
     def __call__(self, sequences: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
+from rich.text import Text
 
 from keyhole.audit import Audit
 from keyhole.report import words
@@ -18,14 +19,16 @@ def table(audit: Audit) -> Table:
     for finding in audit.findings:
         style = {"bad": "red", "part": "yellow", "good": "green"}[words.colour(finding)]
         view.add_row(
-            finding.exposure,
-            finding.attack,
-            f"[{style}]{words.outcome(finding)}[/{style}]",
+            Text(finding.exposure),  # Text: what came from a target is never taken for markup
+            Text(finding.attack),
+            Text(words.outcome(finding), style=style),
             words.error(finding),
             f"{finding.queries:,}",
             words.floor(finding),
             f"{finding.seconds:.2f}",
         )
     for skip in audit.skips:
-        view.add_row(skip.exposure, skip.attack, "skipped", "–", "–", "–", "–", style="dim")
+        view.add_row(
+            Text(skip.exposure), Text(skip.attack), "skipped", "–", "–", "–", "–", style="dim"
+        )
     return view

@@ -1,0 +1,98 @@
+"""What every benchmark does with its rows: print a table, write JSON, say what fell short.
+
+A benchmark is a module with `run(quick) -> list[Row]` and, at its end, `show.main(run)`. Both
+sides of a ratio are measured in the same run: machines are noisy, absolute times mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keyhole.oracle import Oracle
+from keyhole.results import environment
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `met` is None where a figure is only reported."""
+
+    what: str
+    measured: str
+    target: str = ""
+    met: bool | None = None
+
+
+class Stopwatch:
+    """The oracle alone: how long the same batches take without the attack around them."""
+
+    def __init__(self, inner: Oracle) -> None:
+        self.inner = inner
+        self.dim = inner.dim
+        self.seconds = 0.0
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        started = time.perf_counter()
+        answers = self.inner(sequences)
+        self.seconds += time.perf_counter() - started
+        return answers
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    """The largest error, relative to the largest entry of the planted truth."""
+    return float((found - truth).abs().max() / truth.abs().max())
+
+
+def main(run: Callable[[bool], list[Row]], title: str) -> None:
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--quick", action="store_true", help="small sizes, seconds: for the tests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    rows = run(arguments.quick)
+    seconds = time.perf_counter() - started
+    print(_table(title.splitlines()[0], rows))
+    print(f"{seconds:.0f} s, commit {_commit()}, {torch.get_num_threads()} threads")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        data = {
+            "title": title.splitlines()[0],
+            "quick": arguments.quick,
+            "seconds": seconds,
+            "commit": _commit(),
+            "environment": environment(),
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(data, indent=2))
+
+
+def _table(title: str, rows: list[Row]) -> str:
+    cells = [("what", "measured", "target", "")]
+    marks = {True: "met", False: "NOT MET", None: ""}
+    cells += [(row.what, row.measured, row.target, marks[row.met]) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    lines = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in cells
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([f"\n{title}\n", lines[0], rule, *lines[1:], ""])
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -1,0 +1,93 @@
+"""Extraction over the network, from a real MLServer on the loopback address."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+import torch
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+from keyhole.oracle import OpenInference, OracleError
+from keyhole.results import Status
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A planted head behind `keyhole serve`, stopped when the tests are done."""
+    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
+    folder = tmp_path_factory.mktemp("served")
+    target = oracle.plant(dim=8, seed=3)
+    oracle.save(target, folder / "t.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(300):
+        try:
+            if httpx.get(f"{url}/v2/models/target/ready").is_success:
+                break
+        except httpx.TransportError:
+            time.sleep(0.2)
+    else:
+        process.kill()
+        pytest.fail((folder / "log").read_text())
+    yield url, target
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=30)
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def test_answers_cross_the_network_bit_for_bit(served):
+    url, target = served
+    remote = OpenInference(url, "target", batch=7)
+    assert remote.dim == 8
+    sequences = torch.randn(20, 3, 8, dtype=torch.float64)
+    assert torch.equal(remote(sequences), target(sequences))
+    remote.close()
+
+
+def test_a_head_is_stolen_over_the_network(served, tmp_path):
+    url, target = served
+    with (
+        closing(OpenInference(url, "target")) as remote,
+        oracle.Ledger(remote, tmp_path / "run.db") as ledger,
+    ):
+        result = extract.SingleHead()(ledger)
+    assert result.status is Status.RECOVERED
+    assert torch.allclose(result.model.W, target.W, rtol=0, atol=1e-12)
+
+
+def test_what_the_server_refuses_is_one_line(served):
+    url, _ = served
+    with pytest.raises(OracleError, match="got 404") as caught:
+        OpenInference(url, "nobody")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="expected dimension 9, got 8"):
+        OpenInference(url, "target", dim=9)
+    with pytest.raises(InputError, match="expected a URL"):
+        OpenInference("localhost", "target")
+    remote = OpenInference(url, "target")
+    with pytest.raises(InputError, match=re.escape("expected sequences of shape (batch, n, 8)")):
+        remote(torch.zeros(1, 2, 9, dtype=torch.float64))
+    remote.close()
+
+
+def test_a_dead_server_ends_in_a_status(served):
+    url, _ = served
+    remote = OpenInference(url, "target", retries=1)
+    remote.identity = "http://127.0.0.1:9/v2/models/target"
+    result = extract.SingleHead()(remote)
+    assert result.status is Status.ORACLE_FAILED
+    remote.close()

@@ -1,0 +1,167 @@
+"""The command line as a person meets it: real processes, exit codes, one line when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from keyhole import oracle
+from keyhole.cli import app
+from keyhole.results import Extraction
+
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+
+
+def keyhole(
+    *arguments: object, cwd: Path, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "keyhole", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    path = tmp_path / "target.safetensors"
+    oracle.save(oracle.plant(dim=8, rank=2, seed=1), path)
+    return path
+
+
+def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
+    done = keyhole("extract", target, "--json", "--out", "r.json", cwd=tmp_path)
+    assert done.returncode == 1  # something was given away
+    assert json.loads(done.stdout)["queries"] == 72
+    assert "recovered: worst error" in done.stderr
+    result = Extraction.load(tmp_path / "r.json")
+    assert torch.allclose(result.model.W, oracle.load(target).W, rtol=0, atol=1e-12)
+
+
+def test_extract_with_each_method(target, tmp_path):
+    low = keyhole("extract", target, "--method", "low-rank", "--json", cwd=tmp_path)
+    assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
+    given = keyhole("extract", target, "--method", "low-rank", "--rank", 2, "--json", cwd=tmp_path)
+    assert json.loads(given.stdout)["queries"] == 36
+    convex = keyhole(
+        "extract", target, "--method", "nuclear-norm", "--rank", 2, "--json", cwd=tmp_path
+    )
+    assert json.loads(convex.stdout)["queries"] == 8 + 5 * 2 * 8
+
+
+def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path):
+    first = keyhole("extract", target, "--budget", 30, "--ledger", "run.db", "--json", cwd=tmp_path)
+    assert first.returncode == 0
+    assert json.loads(first.stdout)["status"] == "budget exhausted"
+    assert "stopped after 30 queries" in first.stderr
+    second = keyhole("extract", target, "--ledger", "run.db", "--json", cwd=tmp_path)
+    assert second.returncode == 1
+    assert json.loads(second.stdout)["remembered"] == 30
+
+
+def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path):
+    done = keyhole("audit", target, "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == json.loads((tmp_path / "keyhole-report.json").read_text())
+    page = (tmp_path / "keyhole-report.html").read_text()
+    again = keyhole("report", "keyhole-report.json", "--page", "again.html", cwd=tmp_path)
+    assert again.returncode == 0
+    assert (tmp_path / "again.html").read_text() == page
+
+
+def test_a_clean_target_exits_with_zero(tmp_path):
+    blind = oracle.Head(oracle.plant(dim=4).W, torch.zeros(4, dtype=torch.float64))
+    oracle.save(blind, tmp_path / "t.safetensors")
+    assert keyhole("audit", "t.safetensors", cwd=tmp_path).returncode == 0
+    assert keyhole("extract", "t.safetensors", cwd=tmp_path).returncode == 0
+
+
+WRONG = {
+    "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
+    "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
+    "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
+    "no such method": (["extract", "demo", "--method", "magic"], 2, "magic"),
+    "no such command": (["frobnicate"], 2, "frobnicate"),
+    "rank missing": (["extract", "demo", "--method", "nuclear-norm"], 2, "expected --rank"),
+    "bad rank": (["plant", "x.safetensors", "--dim", "3", "--rank", "9"], 2, "expected a rank"),
+    "bad budget": (["extract", "demo", "--budget", "-1"], 2, "expected a budget"),
+    "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),
+    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
+    "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
+    "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
+    "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
+    (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
+    eye = torch.eye(2, dtype=torch.float64)
+    metadata = {"keyhole": "1", "kind": "head"}
+    save_file(
+        {"W": eye * torch.nan, "v": eye[0].clone()}, tmp_path / "nan.safetensors", metadata=metadata
+    )
+    save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
+    done = keyhole(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert re.search(words, done.stderr)
+    if done.stderr.startswith("keyhole:"):
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_server_that_is_not_there_is_a_failure(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = keyhole("extract", f"http://127.0.0.1:{port}/v2/models/m", cwd=tmp_path)
+    assert done.returncode == 3
+    assert re.fullmatch(r"keyhole: expected an answer from .*, got ConnectError.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example(command, tmp_path):
+    done = keyhole(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
+def test_the_examples_run(command, tmp_path):
+    example = keyhole(command, "--help", cwd=tmp_path).stdout.rsplit("Example:", 1)[1]
+    lines = [line.split()[1:] for line in example.strip().splitlines()]
+    assert lines
+    for arguments in lines:
+        done = keyhole(*arguments, cwd=tmp_path)
+        assert done.returncode in (0, 1), done.stderr
+
+
+def test_ctrl_c_leaves_a_ledger_that_resumes(tmp_path):
+    oracle.save(oracle.plant(dim=192, seed=1), tmp_path / "big.safetensors")
+    command = [sys.executable, "-m", "keyhole", "extract", "big.safetensors", "--ledger", "run.db"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    ledger = tmp_path / "run.db-wal"
+    while time.monotonic() < deadline and not (ledger.exists() and ledger.stat().st_size > 1 << 18):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(r"stopped; [\d,]+ answers are in run.db: the same command resumes", words)
+    assert "Traceback" not in words
+    again = keyhole(*command[3:], "--json", cwd=tmp_path)
+    assert json.loads(again.stdout)["status"] == "recovered"
+    assert json.loads(again.stdout)["remembered"] > 0
