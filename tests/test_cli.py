@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -145,6 +146,12 @@ def test_the_examples_run(command, tmp_path):
     for arguments in lines:
         done = keyhole(*arguments, cwd=tmp_path)
         assert done.returncode in (0, 1), done.stderr
+
+
+def test_version(tmp_path):
+    assert keyhole("--version", cwd=tmp_path).stdout.strip() == importlib.metadata.version(
+        "keyhole"
+    )
 
 
 def test_ctrl_c_leaves_a_ledger_that_resumes(tmp_path):

@@ -5,6 +5,7 @@ Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, 3
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="What a Transformer's attention gives away, before someone else finds out.",
 )
 people = Console(stderr=True)
 
@@ -87,72 +87,19 @@ def _say(message: str, style: str | None = None) -> None:
     people.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command(
-    epilog="\b\nExample:\n  keyhole plant target.safetensors --dim 32 --rank 4 --seed 7",
-)
-def plant(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
-    kind: Annotated[str, typer.Option(help="head, multi-head, one-layer or attention.")] = "head",
-    dim: Annotated[int, typer.Option(help="Dimension of a token.")] = 64,
-    rank: Annotated[int | None, typer.Option(help="Rank of every W; full if not given.")] = None,
-    heads: Annotated[int, typer.Option(help="Number of heads (multi-head, attention).")] = 1,
-    width: Annotated[int, typer.Option(help="Hidden units (one-layer).")] = 32,
-    scale: Annotated[float, typer.Option(help="Scale of W; 1 gives a norm of about 2.")] = 1.0,
-    every_token: Annotated[
-        bool, typer.Option("--every-token", help="Answer for every token (attention).")
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(importlib.metadata.version("keyhole"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal mask (attention).")] = False,
-    seed: Seed = 0,
 ) -> None:
-    """Plant a target of known weights, to rehearse an attack on."""
-    from keyhole import oracle
-
-    target = oracle.plant(
-        kind, dim=dim, rank=rank, heads=heads, width=width, scale=scale,
-        every_token=every_token, causal=causal, seed=seed,
-    )  # fmt: skip
-    oracle.save(target, path)
-    _say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
-
-
-@app.command(
-    epilog="\b\nExample:\n"
-    "  keyhole plant target.safetensors --dim 32 --rank 4\n"
-    "  keyhole extract target.safetensors --method low-rank --ledger run.db --json",
-)
-def extract(
-    target: Target,
-    method: Annotated[MethodName, typer.Option(help="The attack.")] = MethodName.SINGLE_HEAD,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
-    ] = None,
-    budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
-    ledger: LedgerFile = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Save the result as JSON, the weights beside it."),
-    ] = None,
-    seed: Seed = 0,
-    as_json: Json = False,
-) -> None:
-    """Read the weights back from black-box answers."""
-    from keyhole.results import Status, dump
-
-    attack = _method(method, rank, seed)
-    with _opened(target, budget, ledger) as oracle, _progress() as track:
-        show = track(method.value, attack.expected(oracle.dim))
-        from keyhole.oracle import Counted
-
-        result = attack(Counted(oracle, watch=show))
-    if out is not None:
-        result.save(out)
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    _say(_summary(result))
-    if result.status is Status.ORACLE_FAILED:
-        raise typer.Exit(FAILURE)
-    found = result.status in (Status.RECOVERED, Status.INEXACT)
-    raise typer.Exit(FINDINGS if found else CLEAN)
+    """What a Transformer's attention gives away, before someone else finds out."""
 
 
 @app.command(epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html")
@@ -197,6 +144,46 @@ def audit(
 
 @app.command(
     epilog="\b\nExample:\n"
+    "  keyhole plant target.safetensors --dim 32 --rank 4\n"
+    "  keyhole extract target.safetensors --method low-rank --ledger run.db --json",
+)
+def extract(
+    target: Target,
+    method: Annotated[MethodName, typer.Option(help="The attack.")] = MethodName.SINGLE_HEAD,
+    rank: Annotated[
+        int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
+    ] = None,
+    budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
+    ledger: LedgerFile = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the result as JSON, the weights beside it."),
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Read the weights back from black-box answers."""
+    from keyhole.results import Status, dump
+
+    attack = _method(method, rank, seed)
+    with _opened(target, budget, ledger) as oracle, _progress() as track:
+        show = track(method.value, attack.expected(oracle.dim))
+        from keyhole.oracle import Counted
+
+        result = attack(Counted(oracle, watch=show))
+    if out is not None:
+        result.save(out)
+    if as_json:
+        typer.echo(dump(result.to_dict()))
+    _say(_summary(result))
+    if result.status is Status.ORACLE_FAILED:
+        raise typer.Exit(FAILURE)
+    found = result.status in (Status.RECOVERED, Status.INEXACT)
+    raise typer.Exit(FINDINGS if found else CLEAN)
+
+
+@app.command(
+    epilog="\b\nExample:\n"
     "  keyhole audit demo\n"
     "  keyhole report keyhole-report.json --page again.html",
 )
@@ -220,6 +207,34 @@ def report(
         typer.echo(dump(found.to_dict()))
     people.print(reports.table(found))
     _say(f"page: {page}")
+
+
+@app.command(
+    epilog="\b\nExample:\n  keyhole plant target.safetensors --dim 32 --rank 4 --seed 7",
+)
+def plant(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
+    kind: Annotated[str, typer.Option(help="head, multi-head, one-layer or attention.")] = "head",
+    dim: Annotated[int, typer.Option(help="Dimension of a token.")] = 64,
+    rank: Annotated[int | None, typer.Option(help="Rank of every W; full if not given.")] = None,
+    heads: Annotated[int, typer.Option(help="Number of heads (multi-head, attention).")] = 1,
+    width: Annotated[int, typer.Option(help="Hidden units (one-layer).")] = 32,
+    scale: Annotated[float, typer.Option(help="Scale of W; 1 gives a norm of about 2.")] = 1.0,
+    every_token: Annotated[
+        bool, typer.Option("--every-token", help="Answer for every token (attention).")
+    ] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask (attention).")] = False,
+    seed: Seed = 0,
+) -> None:
+    """Plant a target of known weights, to rehearse an attack on."""
+    from keyhole import oracle
+
+    target = oracle.plant(
+        kind, dim=dim, rank=rank, heads=heads, width=width, scale=scale,
+        every_token=every_token, causal=causal, seed=seed,
+    )  # fmt: skip
+    oracle.save(target, path)
+    _say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
 
 
 @app.command(
