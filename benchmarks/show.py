@@ -29,6 +29,7 @@ class Row:
     measured: str
     target: str = ""
     met: bool | None = None
+    details: str = ""
 
 
 class Stopwatch:
@@ -75,10 +76,12 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
 
 
 def _table(title: str, rows: list[Row]) -> str:
-    cells = [("what", "measured", "target", "")]
+    cells = [("what", "measured", "target", "", "details")]
     marks = {True: "met", False: "NOT MET", None: ""}
-    cells += [(row.what, row.measured, row.target, marks[row.met]) for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    cells += [(row.what, row.measured, row.target, marks[row.met], row.details) for row in rows]
+    if not any(row.details for row in rows):
+        cells = [line[:4] for line in cells]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = [
         "| "
         + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))

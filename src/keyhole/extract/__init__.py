@@ -3,6 +3,8 @@
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.nuclear_norm import NuclearNorm
+from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
 from keyhole.results import Check, Extraction, Status
 
@@ -12,6 +14,8 @@ __all__ = [
     "LowRank",
     "Method",
     "NuclearNorm",
+    "OneLayerTransformer",
+    "ReluNetwork",
     "SingleHead",
     "Status",
     "judge",

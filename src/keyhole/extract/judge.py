@@ -65,11 +65,11 @@ class Exam:
         return sum(len(answers) for _, answers in self.papers)
 
     @classmethod
-    def draw(cls, oracle: Oracle, seed: int) -> Exam:
+    def draw(cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS) -> Exam:
         """Sequences of several lengths, tokens of norm about 1 and about √d."""
         stream = torch.Generator().manual_seed(seed ^ _JUDGE_STREAM)
         papers: list[tuple[Tensor, Tensor]] = []
-        for length in LENGTHS:
+        for length in lengths:
             for size in (1 / math.sqrt(oracle.dim), 1.0):
                 shape = (_PER_KIND, length, oracle.dim)
                 sequences = size * torch.randn(shape, generator=stream, dtype=torch.float64)
@@ -91,8 +91,8 @@ def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
     return Exam.draw(oracle, seed).grade(model)
 
 
-def settle(method: Method, oracle: Oracle) -> Extraction:
-    """Run an attack and judge what it proposes."""
+def settle(method: Method, oracle: Oracle, lengths: tuple[int, ...] = LENGTHS) -> Extraction:
+    """Run an attack and judge what it proposes, on sequences of the lengths that it speaks of."""
     started = time.perf_counter()
     counted = Counted(oracle)
     free = remembered(oracle)
@@ -113,7 +113,7 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
     exam: Exam | None = None
     if status is Status.UNVERIFIED:
         try:
-            exam = Exam.draw(counted, method.seed)
+            exam = Exam.draw(counted, method.seed, lengths)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
         except (OracleError, InputError) as error:

@@ -4,7 +4,7 @@ from keyhole.oracle.counted import Counted
 from keyhole.oracle.degraded import Clipped, Failing, Noisy, Rounded, SignOnly
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer
+from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.storage import KINDS, Planted, load, plant, save
 
@@ -24,6 +24,7 @@ __all__ = [
     "Oracle",
     "OracleError",
     "Planted",
+    "ReluFfn",
     "Rounded",
     "SignOnly",
     "ask",

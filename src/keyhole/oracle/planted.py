@@ -147,6 +147,30 @@ class OneLayer(Parametric):
 
 
 @dataclass(frozen=True, eq=False)
+class ReluFfn(Parametric):
+    """A two-layer ReLU network on the last token alone: `φ(x) = wᵀ ReLU(A x)`, no biases."""
+
+    A: Tensor
+    w: Tensor
+    kind = "relu"
+
+    def __post_init__(self) -> None:
+        self._require("w", self.w, None)
+        self._require("A", self.A, self.w.shape[0], None)
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"A": self.A, "w": self.w}
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        return torch.relu(sequences[:, -1] @ self.A.mT) @ self.w
+
+
+@dataclass(frozen=True, eq=False)
 class Attention(Parametric):
     """An attention layer that answers with vectors: the last token's, or every token's.
 

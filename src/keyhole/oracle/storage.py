@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer
+from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 
-Planted = Head | MultiHead | OneLayer | Attention
-KINDS = ("head", "multi-head", "one-layer", "attention")
+Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
+KINDS = ("head", "multi-head", "one-layer", "relu", "attention")
 
 
 def plant(
@@ -57,6 +57,8 @@ def plant(
         return MultiHead([weights() for _ in range(heads)], [normal(dim) for _ in range(heads)])
     if kind == "one-layer":
         return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
+    if kind == "relu":
+        return ReluFfn(normal(width, dim) / math.sqrt(dim), normal(width))
     W = torch.stack([weights() for _ in range(heads)])
     V = normal(heads, dim, outputs or dim) / math.sqrt(dim)
     return Attention(W, V, every_token=every_token, causal=causal)
@@ -106,6 +108,8 @@ def from_tensors(
                 return MultiHead(list(tensors["W"]), list(tensors["v"]))
             case "one-layer":
                 return OneLayer(tensors["W"], tensors["A"], tensors["w"])
+            case "relu":
+                return ReluFfn(tensors["A"], tensors["w"])
             case _:
                 return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
     except KeyError as missing:
