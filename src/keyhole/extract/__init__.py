@@ -1,9 +1,11 @@
 """Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
 
+from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
 from keyhole.results import Check, Extraction, Status
@@ -11,10 +13,12 @@ from keyhole.results import Check, Extraction, Status
 __all__ = [
     "Check",
     "Extraction",
+    "FullOutput",
     "LowRank",
     "Method",
     "NuclearNorm",
     "OneLayerTransformer",
+    "OrthogonalHeads",
     "ReluNetwork",
     "SingleHead",
     "Status",

@@ -26,6 +26,7 @@ from keyhole.results import Check, Extraction, Status, Unsuccessful
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function
 _PER_KIND = 4
+_BEYOND = 1e99  # an infinite error, kept finite so that results can be written as JSON
 _JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
 
 
@@ -81,9 +82,20 @@ class Exam:
         errors: list[Tensor] = []
         for sequences, answers in self.papers:
             scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-            errors.append((ask(model, sequences) - answers).abs().reshape(-1) / scale)
+            errors.append((_differences(model, sequences, answers) / scale).clamp(max=_BEYOND))
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
+
+
+def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
+    """How far a model is off; infinitely, if it overflows or answers in another shape."""
+    try:
+        given = ask(model, sequences)
+    except OracleError:
+        given = answers.new_empty(0)
+    if given.shape != answers.shape:
+        return answers.new_full((1,), _BEYOND)
+    return (given - answers).abs().reshape(-1)
 
 
 def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:

@@ -1,0 +1,296 @@
+"""Many heads in orthogonal subspaces, with or without knowing the subspaces.
+
+Appendix C of *Provably Learning Attention with Queries* (arXiv 2601.16873). Assumption C.1: head h
+has `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h. On sequences inside
+one subspace only its head answers (Proposition C.2), so with known bases Theorem 4.1 inside each
+of them takes Σ_h (k_h² + k_h) queries.
+
+Without bases the paper conjectures a route by Hessians. Here it gives, of each head, a part of
+its subspace that holds v_h (hessian_blocks.py). That is enough:
+
+    v_h′ᵀδ = 0 for all h′ ≠ h   ⇒   f([x+δ ; x]) = vᵀx + σ(δᵀW_hx)·v_hᵀδ   for every x,
+
+so head h alone answers, as in Theorem 4.1. Its rows `W_hᵀδ` lie in its subspace again: they are
+the next δ, until nothing new comes. In all about d + d(d+1)·levels + d²/2 … d² queries.
+
+A head with W_h = 0 curves nothing; it is what is left of v. docs/orthogonal_heads.md says, with
+figures, where this works and where it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.hessian_blocks import QuadraticForms, finest_blocks
+from keyhole.extract.judge import Step, settle
+from keyhole.oracle.planted import MultiHead
+from keyhole.oracle.protocol import Oracle, ask
+from keyhole.results import Extraction, Status, Unsuccessful
+
+_LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
+_ORTHOGONAL = 1e-8
+_SILENT = 1e-13  # a v_h shorter than this, beside the whole of v, is rounding
+
+
+@dataclass(frozen=True)
+class OrthogonalHeads:
+    """Extraction of heads in orthogonal subspaces (Appendix C).
+
+    `bases` holds one d×k matrix with orthonormal columns per head, or is None. Without them,
+    `points` is the number of x at which Hessians are taken, `levels` the number of answers per
+    entry of each (Richardson's steps), and `precision` the relative error of an answer, from
+    which follows what counts as zero.
+    """
+
+    bases: Sequence[Tensor] | None = field(default=None, repr=False)
+    seed: int = 0
+    tolerance: float = 1e-8
+    points: int = 2
+    levels: int = 2
+    precision: float = 1e-16
+
+    def __post_init__(self) -> None:
+        if self.points < 1:
+            raise InputError(f"expected 1 point or more, got {self.points}")
+        if self.levels < 1:
+            raise InputError(f"expected 1 level or more, got {self.levels}")
+        if not 0 < self.precision < 1:
+            raise InputError(f"expected a precision between 0 and 1, got {self.precision}")
+        if self.bases is not None:
+            _check_bases(self.bases)
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def expected(self, dim: int) -> int | None:  # noqa: ARG002
+        if self.bases is None:
+            return None
+        return sum(k * k + k for k in (basis.shape[1] for basis in self.bases))
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        try:
+            if self.bases is None:
+                yield from self._search(oracle)
+            else:
+                yield from self._inside(oracle, self.bases)
+        except _LinAlgError as error:  # from answers that overflow or make no sense
+            raise Unsuccessful(Status.MISMATCH, f"no weights fit the answers: {error}") from error
+
+    def _inside(self, oracle: Oracle, bases: Sequence[Tensor]) -> Iterator[Step]:
+        """Theorem 4.1 in each subspace; heads with v_h = 0 answer nothing and are left out."""
+        d = oracle.dim
+        if bases[0].shape[0] != d:
+            raise InputError(f"expected bases of {d} rows, got {bases[0].shape[0]}")
+        floor = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
+        v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
+        values = v.split([basis.shape[1] for basis in bases])
+        stream = torch.Generator().manual_seed(self.seed)
+        nothing = torch.zeros(d, d, dtype=torch.float64)
+        heads = [
+            (nothing, basis @ v_h, basis)
+            for basis, v_h in zip(bases, values, strict=True)
+            if _length(v_h) > _SILENT * _length(v)
+        ]
+        known = len(v)
+        yield Step(_heads([(W, v) for W, v, _ in heads]), known, floor)
+        for h, (_, v_h, basis) in enumerate(heads):
+            W = _one_head(_Inside(oracle, basis), basis.mT @ v_h, stream)
+            heads[h] = basis @ W @ basis.mT, v_h, basis
+            known += basis.shape[1] ** 2
+            yield Step(_heads([(W, v) for W, v, _ in heads]), known, floor)
+
+    def _search(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        stream = torch.Generator().manual_seed(self.seed)
+        v = read_values(oracle)
+        nothing = torch.zeros(d, d, dtype=torch.float64)
+        yield Step(MultiHead([nothing], [v]), known=d, floor=d * d + d)
+        blocks = self._blocks(oracle, v, stream)
+        heads: list[_Growth] = []
+        for h, block in enumerate(blocks):
+            others = [head.basis for head in heads] + [block.mT for block in blocks[h + 1 :]]
+            heads.append(_Growth(oracle, v, block, others, self.resolution))
+            heads[-1].run(block.mT)
+            yield _step(heads, v, self.resolution)
+        if not heads:  # nothing curves: W = 0, as the first step says
+            return
+        # Directions that no row led to may still be columns of some W_h; but not those where a
+        # head without scores would answer too.
+        rest = _rest(heads, v, self.resolution)
+        left = _complement([*(head.basis for head in heads), rest], d)
+        if len(left):
+            for head in heads:
+                head.extend(left, stream)
+            yield _step(heads, v, self.resolution)
+
+    @property
+    def step(self) -> float:
+        """The size of scores where rounding, ε/z, and truncation, z^(2·levels), balance."""
+        return self.precision ** (1 / (2 * self.levels + 1))
+
+    @property
+    def floor(self) -> float:
+        """The error of a Hessian, relative to its largest singular value."""
+        return 10 * self.precision / self.step
+
+    @property
+    def resolution(self) -> float:
+        """What counts as zero in rows of W_h, beside the largest: errors of Hessians grow."""
+        return min(max(1e-7, 100 * self.floor), 1e-2)
+
+    def _blocks(self, oracle: Oracle, v: Tensor, stream: torch.Generator) -> list[Tensor]:
+        """A part of each head's subspace (d×k) that holds its v_h."""
+        forms = QuadraticForms(oracle, v, self.step, self.levels)
+        xs = random_orthogonal(oracle.dim, stream)[: self.points]
+        hessians = [forms.hessian(x, stream) for x in xs]
+        blocks = finest_blocks(hessians, self.floor, stream)
+        return [block for block in blocks if _length(block.mT @ v) > self.resolution * _length(v)]
+
+
+def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
+    """Theorem 4.1 with v known: d² queries."""
+    probes = ProbeBasis.draw(v, stream)
+    X = random_orthogonal(len(v), stream)
+    Zt = torch.empty(len(v), len(v), dtype=torch.float64)  # row j: Δ W x_j
+    BilinearForms(oracle, v).grid(probes.deltas, X, Zt)
+    return probes.solve(Zt.mT) @ X
+
+
+class _Inside:
+    """The oracle on sequences inside one subspace, in its coordinates."""
+
+    def __init__(self, oracle: Oracle, basis: Tensor) -> None:
+        self._oracle = oracle
+        self._basis = basis
+
+    @property
+    def dim(self) -> int:
+        return self._basis.shape[1]
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return ask(self._oracle, sequences @ self._basis.mT)
+
+
+class _Alone:
+    """The oracle less what other heads add to `[x+δ ; x]` where their v_hᵀδ is zero: `v_hᵀx`."""
+
+    def __init__(self, oracle: Oracle, others: Tensor) -> None:
+        self._oracle = oracle
+        self._others = others
+
+    @property
+    def dim(self) -> int:
+        return self._oracle.dim
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return ask(self._oracle, sequences) - sequences[:, -1] @ self._others
+
+
+class _Growth:
+    """One head: rows of W_h, each of which may show a new direction of its subspace."""
+
+    def __init__(
+        self, oracle: Oracle, v: Tensor, block: Tensor, others: list[Tensor], resolution: float
+    ) -> None:
+        self.v = block @ (block.mT @ v)
+        self._forms = BilinearForms(_Alone(oracle, v - self.v), self.v)
+        # W_h x = 0 for x in the other subspaces, as far as they are known.
+        self._X = _complement(others, len(v))
+        self._resolution = resolution
+        self._unit = self.v / _length(self.v)
+        self._along_v = self._measure(self._unit.unsqueeze(0))
+        self.basis = self._unit.unsqueeze(0)  # orthonormal rows
+        self._rows = self._along_v  # W_hᵀ of each
+
+    def weights(self) -> Tensor:
+        return self.basis.mT @ self._rows
+
+    def run(self, part: Tensor) -> None:
+        """Follow the rows of W_h, starting from a part of its subspace, until nothing is new."""
+        fresh = self._outside(torch.cat([part, self._along_v]))
+        while len(fresh) and len(self.basis) < len(self._X):
+            fresh = self._outside(self._add(fresh))
+
+    def extend(self, directions: Tensor, stream: torch.Generator) -> None:
+        """Add directions that this head may have too: one query asks whether it has any."""
+        mix = torch.randn(len(directions), generator=stream, dtype=torch.float64) @ directions
+        x = torch.randn(len(self._X), generator=stream, dtype=torch.float64) @ self._X
+        mix, x = mix / _length(mix), x / _length(x)
+        form = self._forms.pairs((mix + self._unit).unsqueeze(0), x.unsqueeze(0))[0]
+        if (form - self._along_v[0] @ x).abs() > self._resolution * _length(self._rows):
+            self._add(directions)
+
+    def _add(self, directions: Tensor) -> Tensor:
+        rows = self._measure(directions + self._unit) - self._along_v
+        self.basis = torch.cat([self.basis, directions])
+        self._rows = torch.cat([self._rows, rows])
+        return rows
+
+    def _measure(self, deltas: Tensor) -> Tensor:
+        """`δᵀW_h` for each δ."""
+        out = torch.empty(len(self._X), len(deltas), dtype=torch.float64)
+        self._forms.grid(deltas, self._X, out)
+        return out.mT @ self._X
+
+    def _outside(self, rows: Tensor) -> Tensor:
+        """Orthonormal directions of the rows that the basis does not hold yet."""
+        size = torch.linalg.vector_norm(rows, dim=1).max()
+        for _ in range(2):
+            rows = rows - (rows @ self.basis.mT) @ self.basis
+        _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
+        return directions[sizes > self._resolution * size]
+
+
+def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
+    """The direction of what the heads leave of v, as a row; none if they leave nothing."""
+    rest = v - torch.stack([head.v for head in heads]).sum(0)
+    return (rest / _length(rest)).unsqueeze(0)[: int(_length(rest) > resolution * _length(v))]
+
+
+def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
+    """What is known: the heads so far, and one with W = 0 for what they leave of v."""
+    d = len(v)
+    parts = [(head.weights(), head.v) for head in heads]
+    for unit in _rest(heads, v, resolution):
+        parts.append((torch.zeros(d, d, dtype=torch.float64), (v @ unit) * unit))
+    known = d + sum(len(head.basis) ** 2 for head in heads)
+    return Step(_heads(parts), known, max(known, d * d + d))
+
+
+def _complement(parts: list[Tensor], d: int) -> Tensor:
+    """Orthonormal rows that span what the given rows leave."""
+    if not parts:
+        return torch.eye(d, dtype=torch.float64)
+    _, sizes, right = torch.linalg.svd(torch.cat(parts), full_matrices=True)
+    return right[int((sizes > 0.5).sum()) :]
+
+
+def _length(vector: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vector)
+
+
+def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
+    finite = all(bool(torch.isfinite(W).all() and torch.isfinite(v).all()) for W, v in parts)
+    if not (parts and finite):
+        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
+    return MultiHead([W for W, _ in parts], [v for _, v in parts])
+
+
+def _check_bases(bases: Sequence[Tensor]) -> None:
+    if not len(bases):
+        raise InputError("expected a basis for each head, got none")
+    for basis in bases:
+        if basis.ndim != 2 or basis.shape[0] != bases[0].shape[0] or basis.dtype != torch.float64:
+            shape, kind = tuple(basis.shape), basis.dtype
+            raise InputError(f"expected float64 bases of shape (d, k), got {shape} in {kind}")
+    every = torch.cat(list(bases), dim=1)
+    eye = torch.eye(every.shape[1], dtype=torch.float64)
+    apart = float((every.mT @ every - eye).abs().max())
+    if not apart <= _ORTHOGONAL:
+        raise InputError(f"expected orthonormal, mutually orthogonal bases, got {apart:.1e} off")
