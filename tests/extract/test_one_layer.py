@@ -248,7 +248,7 @@ MISFITS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_other_functions_are_never_recovered(name: str) -> None:
     result = OneLayerTransformer()(Function(MISFITS[name]))
-    assert result.status in (Status.MISMATCH, Status.INEXACT)
+    assert result.status in (Status.MISMATCH, Status.INEXACT, Status.SATURATED)
     assert result.queries < 20_000
 
 
