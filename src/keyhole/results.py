@@ -79,6 +79,8 @@ class Extraction:
     `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
     free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns: no
     attack can need fewer scores. `trace` holds (queries, worst fresh-query error) along the way.
+    `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
+    one under the method's assumptions; None means that nothing is promised.
     """
 
     status: Status
@@ -92,6 +94,8 @@ class Extraction:
     floor: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
+    guarantee: float | None = None
+    guarantee_v: float | None = None
     environment: dict[str, str] = field(default_factory=lambda: environment())
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +131,8 @@ class Extraction:
 
 
 _PLAIN = (
-    "reason", "method", "queries", "seconds", "remembered", "floor", "known", "environment"
+    "reason", "method", "queries", "seconds", "remembered", "floor", "known", "guarantee",
+    "guarantee_v", "environment",
 )  # fmt: skip
 
 

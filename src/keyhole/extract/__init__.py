@@ -7,7 +7,9 @@ from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
+from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.tolerant import Tolerant
 from keyhole.results import Check, Extraction, Status
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "OneLayerTransformer",
     "OrthogonalHeads",
     "ReluNetwork",
+    "SignOnly",
     "SingleHead",
     "Status",
+    "Tolerant",
     "judge",
 ]

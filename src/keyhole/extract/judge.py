@@ -3,15 +3,16 @@
 `settle` runs an attack step by step, turns every way of failing into a Status, and measures the
 result (and each step on the way, for the plot of error against queries) on the same fresh
 questions. Their answers are asked for once. The truth is never looked at: only tests and
-benchmarks, which planted it, may compare parameters.
+benchmarks, which planted it, may compare parameters. `Exam` is for exact scores; exams.py holds
+those for answers that are blurred or thresholded.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -32,11 +33,19 @@ _JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attac
 
 @dataclass(frozen=True)
 class Step:
-    """What an attack knows at some point: a model, and the number of unknowns it settles."""
+    """What an attack knows at some point: a model, and the number of unknowns it settles.
+
+    `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
+    proved from the answers and what was assumed about them. `remark` is what was found out besides
+    the weights; it joins the reason of a judged result.
+    """
 
     model: Planted
     known: int
     floor: int
+    guarantee: float | None = None
+    guarantee_v: float | None = None
+    remark: str = ""
 
 
 class Method(Protocol):
@@ -55,9 +64,23 @@ class Method(Protocol):
     def __call__(self, oracle: Oracle) -> Extraction: ...
 
 
+class Examination(Protocol):
+    """Fresh questions with their answers, to judge any number of models by."""
+
+    @property
+    def queries(self) -> int: ...
+
+    def grade(self, model: Oracle) -> Check: ...
+
+    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]: ...
+
+
+Examine = Callable[[Oracle, int, Step], Examination]
+
+
 @dataclass(frozen=True)
 class Exam:
-    """Fresh questions with their answers, to judge any number of models by."""
+    """Questions for an oracle that answers exactly: short tokens first, then as many long ones."""
 
     papers: tuple[tuple[Tensor, Tensor], ...]
 
@@ -71,20 +94,26 @@ class Exam:
         stream = torch.Generator().manual_seed(seed ^ _JUDGE_STREAM)
         papers: list[tuple[Tensor, Tensor]] = []
         for length in lengths:
-            for size in (1 / math.sqrt(oracle.dim), 1.0):
-                shape = (_PER_KIND, length, oracle.dim)
-                sequences = size * torch.randn(shape, generator=stream, dtype=torch.float64)
-                papers.append((sequences, ask(oracle, sequences)))
+            shape = (2, _PER_KIND, length, oracle.dim)
+            sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
+            sequences[0] /= math.sqrt(oracle.dim)
+            sequences = sequences.flatten(0, 1)
+            papers.append((sequences, ask(oracle, sequences)))
         return cls(tuple(papers))
 
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, each relative to the largest answer of its kind."""
+        smallest = torch.finfo(torch.float64).tiny
         errors: list[Tensor] = []
         for sequences, answers in self.papers:
-            scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-            errors.append((_differences(model, sequences, answers) / scale).clamp(max=_BEYOND))
+            wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
+            scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
+            errors.append((wrong / scale.clamp(min=smallest)).clamp(max=_BEYOND).flatten())
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
+
+    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002
+        return verdict(check, accepted)
 
 
 def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
@@ -94,8 +123,8 @@ def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
     except OracleError:
         given = answers.new_empty(0)
     if given.shape != answers.shape:
-        return answers.new_full((1,), _BEYOND)
-    return (given - answers).abs().reshape(-1)
+        return torch.full_like(answers, _BEYOND)
+    return (given - answers).abs()
 
 
 def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
@@ -103,62 +132,99 @@ def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
     return Exam.draw(oracle, seed).grade(model)
 
 
-def settle(method: Method, oracle: Oracle, lengths: tuple[int, ...] = LENGTHS) -> Extraction:
-    """Run an attack and judge what it proposes, on sequences of the lengths that it speaks of."""
+def exact(oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG001
+    """The exam for answers that are what they are."""
+    return Exam.draw(oracle, seed)
+
+
+def settle(
+    method: Method,
+    oracle: Oracle,
+    *,
+    examine: Examine = exact,
+    accepted: float | None = None,
+) -> Extraction:
+    """Run an attack and judge what it proposes.
+
+    `accepted` is the error up to which a model counts as recovered: `method.tolerance` unless
+    that name means something else there.
+    """
     started = time.perf_counter()
     counted = Counted(oracle)
     free = remembered(oracle)
-    steps: list[tuple[int, Step]] = []
-    status, reason = Status.UNVERIFIED, ""
-    try:
-        for step in method.steps(counted):
-            steps.append((counted.queries, step))
-    except BudgetExhausted:
-        status, reason = Status.BUDGET, f"stopped after {counted.queries:,} queries"
-    except (OracleError, InputError) as error:  # a target may also find its questions unfit
-        status, reason = Status.ORACLE_FAILED, str(error)
-    except Unsuccessful as end:
-        status, reason = end.status, end.reason
+    steps, status, reason = _attempt(method, counted)
     queries, free = counted.queries, remembered(oracle) - free
     seconds = time.perf_counter() - started
 
-    exam: Exam | None = None
-    if status is Status.UNVERIFIED:
+    last = steps[-1][1] if steps else None
+    checks: list[Check] = []
+    if status is Status.UNVERIFIED and last:
         try:
-            exam = Exam.draw(counted, method.seed, lengths)
+            exam = examine(counted, method.seed, last)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
         except (OracleError, InputError) as error:
             status, reason = Status.ORACLE_FAILED, str(error)
-    last = steps[-1][1] if steps else None
-    check = exam.grade(last.model) if exam and last else None
-    if check:
-        status, reason = _verdict(check, method.tolerance)
-    if status is Status.BUDGET:
-        share = f"{last.known / last.floor:.0%} of the unknowns are" if last else "nothing is"
-        reason += f"; {share} known"
+        else:
+            checks = [exam.grade(step.model) for _, step in steps]
+            limit = method.tolerance if accepted is None else accepted
+            status, reason = exam.verdict(checks[-1], last, limit)
+    if status is Status.MISMATCH and last:  # then what its promise rests on does not hold
+        last = replace(last, guarantee=None, guarantee_v=None)
     return Extraction(
         status=status,
-        reason=reason,
+        reason=_explained(status, reason, last),
         method=repr(method),
         model=last.model if last else None,
         queries=queries,
         seconds=seconds,
-        check=check,
+        check=checks[-1] if checks else None,
         remembered=free,
         floor=last.floor if last else None,
         known=last.known / last.floor if last else 0.0,
-        trace=tuple((count, exam.grade(step.model).worst) for count, step in steps) if exam else (),
+        trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
+        guarantee=last.guarantee if last else None,
+        guarantee_v=last.guarantee_v if last else None,
     )
 
 
-def _verdict(check: Check, tolerance: float) -> tuple[Status, str]:
+def _attempt(method: Method, counted: Counted) -> tuple[list[tuple[int, Step]], Status, str]:
+    """What an attack proposes after how many queries, and how it ended."""
+    steps: list[tuple[int, Step]] = []
+    try:
+        for step in method.steps(counted):
+            steps.append((counted.queries, step))
+    except BudgetExhausted:
+        return steps, Status.BUDGET, f"stopped after {counted.queries:,} queries"
+    except (OracleError, InputError) as error:  # a target may also find its questions unfit
+        return steps, Status.ORACLE_FAILED, str(error)
+    except Unsuccessful as end:
+        return steps, end.status, end.reason
+    return steps, Status.UNVERIFIED, ""
+
+
+def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Status, str]:
+    """`excused`: the largest error with which a model still counts as an approximation."""
     measured = f"worst error {check.worst:.1e} on {check.queries} fresh queries"
-    if check.worst <= tolerance:
+    if check.worst <= accepted:
         return Status.RECOVERED, measured
-    if check.worst <= NEARLY:
+    if check.worst <= excused:
         return Status.INEXACT, measured
     return Status.MISMATCH, measured
+
+
+def _explained(status: Status, reason: str, last: Step | None) -> str:
+    """The reason, with what is known besides."""
+    if status is Status.BUDGET:
+        share = f"{last.known / last.floor:.0%} of the unknowns are" if last else "nothing is"
+        return f"{reason}; {share} known"
+    if last is None or status not in (Status.RECOVERED, Status.INEXACT):
+        return reason
+    if last.remark:
+        reason = f"{reason}; {last.remark}"
+    if last.guarantee is not None and last.guarantee_v is not None:
+        reason += f"; W is within {last.guarantee:.1e} and v within {last.guarantee_v:.1e}, proved"
+    return reason
 
 
 def remembered(oracle: Oracle) -> int:

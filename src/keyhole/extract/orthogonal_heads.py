@@ -66,6 +66,9 @@ class OrthogonalHeads:
             _check_bases(self.bases)
 
     def __call__(self, oracle: Oracle) -> Extraction:
+        if self.bases is not None and self.bases[0].shape[0] != oracle.dim:
+            got = self.bases[0].shape[0]
+            raise InputError(f"expected bases of {oracle.dim} rows, got {got}")
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int | None:  # noqa: ARG002
@@ -85,8 +88,6 @@ class OrthogonalHeads:
     def _inside(self, oracle: Oracle, bases: Sequence[Tensor]) -> Iterator[Step]:
         """Theorem 4.1 in each subspace; heads with v_h = 0 answer nothing and are left out."""
         d = oracle.dim
-        if bases[0].shape[0] != d:
-            raise InputError(f"expected bases of {d} rows, got {bases[0].shape[0]}")
         floor = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
         v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
         values = v.split([basis.shape[1] for basis in bases])

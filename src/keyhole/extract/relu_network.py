@@ -38,7 +38,7 @@ from keyhole.errors import InputError
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.extract.folds import Folds, neurons
 from keyhole.extract.half_circle import Pieces, find_pieces
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import Exam, Step, settle
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Extraction, Status, Unsuccessful
@@ -79,7 +79,7 @@ class ReluNetwork:
             raise InputError(f"expected a resolution between 0 and 1, got {self.resolution}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, _LENGTHS)
+        return settle(self, oracle, examine=_one_token)
 
     def expected(self, dim: int) -> int | None:
         """About; the search on the circle depends on where the kinks lie."""
@@ -143,6 +143,10 @@ class ReluNetwork:
                 Status.MISMATCH, f"{found:,} hyperplanes found, {limit:,} neurons expected"
             )
         return pieces
+
+
+def _one_token(oracle: Oracle, seed: int, step: Step) -> Exam:  # noqa: ARG001
+    return Exam.draw(oracle, seed, _LENGTHS)
 
 
 def _partial(target: _Target, known: int, floor: int) -> Step:

@@ -45,18 +45,25 @@ class Noisy(_Degraded):
     """Answers within ±`tolerance` of the truth, the same each time a question is repeated.
 
     The error is uniform and a function of the question's bytes and the seed (Theorem 6.1's
-    deterministic oracle): repeating a question teaches nothing.
+    deterministic oracle): repeating a question teaches nothing. With `fresh` every answer has a
+    new error, drawn from one seeded stream: then repetition helps.
     """
 
-    def __init__(self, inner: Oracle, tolerance: float, seed: int = 0) -> None:
+    def __init__(
+        self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
+    ) -> None:
         if not (tolerance >= 0 and math.isfinite(tolerance)):
             raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
-        super().__init__(inner, f"noisy:{tolerance!r}:{seed}")
+        super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed
+        self._stream = torch.Generator().manual_seed(seed) if fresh else None
 
     def __call__(self, sequences: Tensor) -> Tensor:
         answers = ask(self.inner, sequences)
+        if self._stream is not None:
+            errors = torch.rand(answers.shape, generator=self._stream, dtype=torch.float64)
+            return answers + self.tolerance * (errors * 2 - 1)
         each = answers[0].numel()
         errors = torch.stack([self._errors(question, each) for question in sequences])
         return answers + self.tolerance * errors.reshape(answers.shape)

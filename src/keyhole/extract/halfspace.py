@@ -1,0 +1,165 @@
+"""The direction of v from the signs of single tokens: learning a halfspace (Appendix B).
+
+Two ways, for sign_only.py: the average of *Provably Learning Attention with Queries* (arXiv
+2601.16873), whose error falls with the root of the number of queries, and bisection, which gains
+a bit of one coordinate with every query.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
+from keyhole.oracle.protocol import Oracle, ask
+from keyhole.results import Status, Unsuccessful
+
+EPSILON = torch.finfo(torch.float64).eps
+_LEVELS = 200  # of bisection: an oracle may be anything
+_CHANCE = 0.01  # that an average of signs is further off than promised
+
+
+class Direction(Protocol):
+    """An estimate of v/‖v‖ and a bound on the length of its error."""
+
+    @property
+    def v(self) -> Tensor: ...
+
+    @property
+    def error(self) -> float: ...
+
+    def sharpen(self, error: float) -> None: ...
+
+
+def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """Which of the scores are positive."""
+    rows = batch_rows(sequences.shape[1], sequences.shape[2])
+    answers = torch.cat([scalar(ask(oracle, part)) for part in sequences.split(rows)])
+    if not bool(((answers == 0) | (answers == 1)).all()):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "expected signs, 1.0 or 0.0, got answers of other values"
+        )
+    return answers == 1
+
+
+def samples(d: int, accuracy: float) -> int:
+    return math.ceil(math.pi * d * math.log(2 * d / _CHANCE) / accuracy**2)
+
+
+class Average:
+    """The paper's estimate of v: `E[sign(vᵀx)·x]` points along v for x uniform on the sphere.
+
+    By Hoeffding each coordinate is within `error`, except with probability 1%.
+    """
+
+    def __init__(self, oracle: Oracle, accuracy: float, stream: torch.Generator) -> None:
+        d = oracle.dim
+        left = count = samples(d, accuracy)
+        total = torch.zeros(d, dtype=torch.float64)
+        while left:
+            rows = min(left, batch_rows(1, d))
+            x = torch.randn(rows, d, generator=stream, dtype=torch.float64)
+            x /= torch.linalg.vector_norm(x, dim=1, keepdim=True)
+            total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
+            left -= rows
+        norm = float(torch.linalg.vector_norm(total)) / count
+        if norm * math.sqrt(d) < 0.4:  # it is about √(2/π) = 0.8 for a halfspace
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
+            )
+        self.v = total / (norm * count)
+        self.error = accuracy
+
+    def sharpen(self, error: float) -> None:
+        """What it has is all it gets: each further bit would cost four times as much."""
+
+
+class Ratios:
+    """v by bisection: `q_iᵀv / q_kᵀv` in [0, 1] for an orthonormal basis turned towards v."""
+
+    def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
+        self._oracle = oracle
+        Q = random_orthogonal(oracle.dim, stream)
+        Q = torch.where(self._positive(Q).unsqueeze(1), Q, -Q)
+        towards = Q.sum(0)  # vᵀ of it is Σ|q_iᵀv| > 0, unless v = 0
+        with_v, against_v = self._positive(torch.stack([towards, -towards])).tolist()
+        if not with_v and not against_v:
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, "v = 0: no score is positive, whatever W may be"
+            )
+        if against_v:
+            raise Unsuccessful(
+                Status.MISMATCH, "the signs of single tokens are not those of a linear function"
+            )
+        largest = self._largest(Q)
+        others = [i for i in range(len(Q)) if i != largest]
+        self._top, self._Q = Q[largest], Q[others]
+        self._low = torch.zeros(len(others), dtype=torch.float64)
+        self._high = torch.ones(len(others), dtype=torch.float64)
+
+    @property
+    def _raw(self) -> Tensor:
+        return self._top + (self._low + self._high) / 2 @ self._Q
+
+    @property
+    def v(self) -> Tensor:
+        return self._raw / torch.linalg.vector_norm(self._raw)
+
+    @property
+    def error(self) -> float:
+        """Bounds ‖v̂ − v‖: the sine of the angle is at most the error over the length."""
+        norm = float(torch.linalg.vector_norm(self._raw))
+        error = float(torch.linalg.vector_norm(self._high - self._low)) / 2
+        sine = min(1.0, error / norm)
+        return 2 * math.sin(math.asin(sine) / 2) + len(self._top) * EPSILON
+
+    def sharpen(self, error: float) -> None:
+        """Bisect until `self.error` is at most `error`."""
+        norm = float(torch.linalg.vector_norm(self._raw))
+        width = 2 * error * (norm - error) / math.sqrt(max(1, len(self._Q)))
+        width = max(width, 4 * EPSILON)
+
+        def above(which: Tensor, middle: Tensor) -> Tensor:
+            return self._positive(self._Q[which] - middle[which].unsqueeze(1) * self._top)
+
+        for _ in bisect(self._low, self._high, lambda: width, centre, above):
+            pass
+
+    def _positive(self, tokens: Tensor) -> Tensor:
+        return signs(self._oracle, tokens.unsqueeze(1))
+
+    def _largest(self, Q: Tensor) -> int:
+        """Which q_iᵀv is the largest, by a tournament: d − 1 queries in log₂ d batches."""
+        left = torch.arange(len(Q))
+        while len(left) > 1:
+            a, b, odd = left[: len(left) // 2], left[len(left) // 2 :][: len(left) // 2], left[-1:]
+            winners = torch.where(self._positive(Q[a] - Q[b]), a, b)
+            left = torch.cat([winners, odd]) if len(left) % 2 else winners
+        return int(left[0])
+
+
+def centre(low: Tensor, high: Tensor) -> Tensor:
+    return low + (high - low) / 2
+
+
+def bisect(
+    low: Tensor,
+    high: Tensor,
+    width: Callable[[], Tensor | float],
+    split: Callable[[Tensor, Tensor], Tensor],
+    above: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[int]:
+    """Narrow brackets in place, all at once, until none is wider than `width()`; yields levels."""
+    for level in range(_LEVELS):
+        which = (high - low > width()).nonzero().squeeze(1)
+        if not len(which):
+            return
+        middle = split(low, high)
+        upper = above(which, middle)
+        low[which] = torch.where(upper, middle[which], low[which])
+        high[which] = torch.where(upper, high[which], middle[which])
+        yield level

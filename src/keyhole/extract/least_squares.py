@@ -1,0 +1,168 @@
+"""All parameters of one head at once, by nonlinear least squares on every answer paid for.
+
+For Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) when errors are
+random: solving each answer for one form, as the theorem does, wastes what answers say jointly
+(every one depends on v). Gauss–Newton on
+
+    Σ_k (f_θ(X_k) − a_k)²,   f = ξ·vᵀx + α·g·vᵀδ,  α = σ(gξ·δᵀWx),  θ = (v, W)
+
+needs J only as products: with D and X the lists of δ and x, `D·dW·Xᵀ` holds every δᵀdWx, so a
+step of conjugate gradients costs a few products of d×d matrices, and nothing is ever stored of
+the size d²×d².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_STEPS = 8
+_INNER = 100  # conjugate gradients
+_TINY = 1e-16  # of the squared gradient: where the inner loop ends
+_EXACT = 1e-30  # of the squared answers: residuals that are only rounding
+_HALVINGS = 8
+_GAIN = 1e-4  # relative gain of a step below which it is the last
+
+Theta = tuple[Tensor, Tensor]  # v, W
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Answers around some θ: residuals, and products with the Jacobian and its transpose."""
+
+    residual: Tensor
+    push: Callable[[Theta], Tensor]
+    pull: Callable[[Tensor], Theta]
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Sequences of one token (rows of `tokens`) and their answers, `vᵀx`."""
+
+    tokens: Tensor
+    answers: Tensor
+
+    def residual(self, theta: Theta) -> Tensor:
+        return self.tokens @ theta[0] - self.answers
+
+    def at(self, theta: Theta) -> Linear:
+        nothing = torch.zeros_like(theta[1])
+        return Linear(
+            self.residual(theta),
+            lambda change: self.tokens @ change[0],
+            lambda r: (self.tokens.mT @ r, nothing),
+        )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sequences `[ξx_j + gδ_i ; ξx_j]` and their answers; i, j, ξ, g have an entry for each."""
+
+    deltas: Tensor
+    xs: Tensor
+    i: Tensor
+    j: Tensor
+    xi: Tensor
+    g: Tensor
+    answers: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Pairs]) -> Pairs:
+        """Several lists of questions on the same δ and x as one."""
+        columns = zip(*((p.i, p.j, p.xi, p.g, p.answers) for p in parts), strict=True)
+        return cls(parts[0].deltas, parts[0].xs, *(torch.cat(column) for column in columns))
+
+    def residual(self, theta: Theta) -> Tensor:
+        alpha, signal = self._gates(theta)
+        return self.xi * (self.xs @ theta[0])[self.j] + alpha * signal - self.answers
+
+    def at(self, theta: Theta) -> Linear:
+        alpha, signal = self._gates(theta)
+        on_form = alpha * (1 - alpha) * signal * self.g * self.xi  # ∂f/∂(δᵀWx)
+        on_delta = alpha * self.g  # ∂f/∂(vᵀδ); for vᵀx it is ξ
+
+        def push(change: Theta) -> Tensor:
+            dv, dW = change
+            moved = self.xi * (self.xs @ dv)[self.j] + on_delta * (self.deltas @ dv)[self.i]
+            return moved + on_form * (self.deltas @ dW @ self.xs.mT)[self.i, self.j]
+
+        def pull(r: Tensor) -> Theta:
+            x = torch.zeros(len(self.xs), dtype=r.dtype).index_add(0, self.j, self.xi * r)
+            delta = torch.zeros(len(self.deltas), dtype=r.dtype).index_add(0, self.i, on_delta * r)
+            form = torch.zeros(len(self.deltas), len(self.xs), dtype=r.dtype)
+            form.index_put_((self.i, self.j), on_form * r, accumulate=True)
+            return self.xs.mT @ x + self.deltas.mT @ delta, self.deltas.mT @ form @ self.xs
+
+        return Linear(self.residual(theta), push, pull)
+
+    def _gates(self, theta: Theta) -> tuple[Tensor, Tensor]:
+        """α and g·vᵀδ for every answer."""
+        v, W = theta
+        forms = (self.deltas @ W @ self.xs.mT)[self.i, self.j]
+        return torch.sigmoid(self.g * self.xi * forms), self.g * (self.deltas @ v)[self.i]
+
+
+Answers = Sequence[Singles | Pairs]
+
+
+def refine(v: Tensor, W: Tensor, answers: Answers) -> Theta:
+    """The nearest minimum of the squared residuals, by Gauss–Newton from (v, W)."""
+    theta = v, W
+    cost = _cost(theta, answers)
+    rounding = _EXACT * sum(float(part.answers.square().sum()) for part in answers)
+    for _ in range(_STEPS):
+        if cost <= rounding:
+            break
+        change = _gauss_newton(theta, answers)
+        for halving in range(_HALVINGS):
+            step = 0.5**halving
+            trial = theta[0] - step * change[0], theta[1] - step * change[1]
+            new = _cost(trial, answers)
+            if new < cost:
+                break
+        else:
+            return theta
+        theta, gain, cost = trial, cost - new, new
+        if gain <= _GAIN * cost:
+            return theta
+    return theta
+
+
+def _cost(theta: Theta, answers: Answers) -> float:
+    return sum(float(part.residual(theta).square().sum()) for part in answers)
+
+
+def _gauss_newton(theta: Theta, answers: Answers) -> Theta:
+    """The minimiser of ‖J·change − residual‖, by conjugate gradients on the normal equations."""
+    parts = [part.at(theta) for part in answers]
+    r = [part.residual for part in parts]
+    change = torch.zeros_like(theta[0]), torch.zeros_like(theta[1])
+    gradient = _pull(parts, r)
+    direction, size = gradient, _square(gradient)
+    least = _TINY * size
+    for _ in range(_INNER):
+        moved = [part.push(direction) for part in parts]
+        curvature = sum(float(m.square().sum()) for m in moved)
+        if size <= least or not curvature > 0:
+            break
+        length = size / curvature
+        change = change[0] + length * direction[0], change[1] + length * direction[1]
+        r = [each - length * m for each, m in zip(r, moved, strict=True)]
+        gradient = _pull(parts, r)
+        old, size = size, _square(gradient)
+        ratio = size / old
+        direction = gradient[0] + ratio * direction[0], gradient[1] + ratio * direction[1]
+    return change
+
+
+def _pull(parts: list[Linear], r: list[Tensor]) -> Theta:
+    pulled = [part.pull(each) for part, each in zip(parts, r, strict=True)]
+    v, W = torch.stack([p[0] for p in pulled]), torch.stack([p[1] for p in pulled])
+    return v.sum(0), W.sum(0)
+
+
+def _square(theta: Theta) -> float:
+    return float(theta[0].square().sum() + theta[1].square().sum())

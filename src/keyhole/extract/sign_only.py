@@ -1,0 +1,244 @@
+"""One head from the signs of its scores: one bit per query.
+
+Theorem B.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873, Appendix B). Signs
+do not change with the length of v, so ‖v‖ = 1 is taken. With `x = λ·x_j` and `δ = (c/λ)·p_i`,
+
+    f([x+δ ; x]) > 0  ⟺  σ(z) > λ²·|vᵀx_j| / (c·vᵀp_i),   z = c·p_iᵀWx_j,  vᵀp_i > 0 > vᵀx_j,
+
+and z does not depend on λ: choosing λ compares z with any threshold t, λ² = σ(t)·c·vᵀp_i/|vᵀx_j|.
+
+Departures:
+
+- v. The paper averages signs, O(d/ε²) queries: `values="average"`, for comparison. Bisecting the
+  ratios of its coordinates, in a random basis and to the largest, needs O(d·log 1/ε).
+- Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x run through random orthonormal
+  bases of which every element has the same inner product with v.
+- Brackets. The paper bisects λ in an interval that a known ‖W‖ ≤ B gives. Here a few entries find
+  the scale first, and thresholds halve the probability mass of a Student distribution of that
+  scale: no bound is needed, no level is spent on an empty range, outliers take a few more.
+- `accuracy` is promised for every entry of W and of v: widths of brackets and the error of v are
+  carried through to `guarantee`. That costs up to log₂ d bits an entry above the floor, which is
+  (d² + d)·log₂(1/ε) queries for entries of size 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import ProbeBasis
+from keyhole.extract.exams import SignExam
+from keyhole.extract.halfspace import (
+    EPSILON,
+    Average,
+    Direction,
+    Ratios,
+    bisect,
+    centre,
+    samples,
+    signs,
+)
+from keyhole.extract.judge import Examination, Step, settle
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.results import Extraction, Status, Unsuccessful
+
+_SHARE = 0.15  # of the error allowed to a form, for what an inexact v does to it
+_SCOUTS = 8
+_LOOK = 3  # levels of bisection between two looks at the state
+_SCALES = 32  # factors of four tried on the way to a scale
+_AVERAGE_LIMIT = 1e-3  # below this accuracy averaging would take millions of queries per entry
+
+
+@dataclass(frozen=True)
+class SignOnly:
+    """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
+
+    `accuracy` bounds the error of every entry of W and v. The oracle answers 1.0 where the score
+    is positive and 0.0 elsewhere; the model answers with scores, `oracle.SignOnly(model)` like
+    the oracle.
+    """
+
+    accuracy: float = 1e-6
+    values: Literal["bisect", "average"] = "bisect"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1e-12 <= self.accuracy < 1:
+            raise InputError(f"expected an accuracy from 1e-12 to 1, got {self.accuracy}")
+        if self.values not in ("bisect", "average"):
+            raise InputError(f"expected values 'bisect' or 'average', got {self.values!r}")
+        if self.values == "average" and self.accuracy < _AVERAGE_LIMIT:
+            raise InputError(
+                f"expected an accuracy of {_AVERAGE_LIMIT} or more with values='average', which "
+                f"takes about d/accuracy² queries, got {self.accuracy}: use 'bisect'"
+            )
+
+    @property
+    def tolerance(self) -> float:
+        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
+        return min(100 * self.accuracy, 1e-2)
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle, examine=self._examine)
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:
+        return SignExam.draw(oracle, seed, step, self.tolerance)
+
+    def expected(self, dim: int) -> int:
+        bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1
+        values = samples(dim, self.accuracy) if self.values == "average" else dim * (bits + 6)
+        return math.ceil(dim * dim * bits + values)
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        stream = torch.Generator().manual_seed(self.seed)
+        direction = self._direction(oracle, stream)
+        # Enough for a W of size 1; a larger one is met with more below.
+        direction.sharpen(self._needed(d, 1.0))
+        forms = _Forms(oracle, direction, stream)
+        yield self._step(direction, forms)
+        forms.scout(self.accuracy / d)
+        direction.sharpen(self._needed(d, forms.largest))
+        yield self._step(direction, forms)
+        try:
+            for level in forms.bisect(self.accuracy):
+                if level % _LOOK == 0:
+                    yield self._step(direction, forms)
+        except BudgetExhausted:
+            yield self._step(direction, forms)
+            raise
+        yield self._step(direction, forms)
+
+    def _direction(self, oracle: Oracle, stream: torch.Generator) -> Direction:
+        if self.values == "average":
+            return Average(oracle, self.accuracy, stream)
+        return Ratios(oracle, stream)
+
+    def _needed(self, d: int, largest: float) -> float:
+        """How well v must be known for W's sake; `_Forms.shift` read backwards."""
+        form = self.accuracy / d
+        shift = 2 * math.sqrt(d) * (1 + math.e) * max(largest, form)
+        return min(self.accuracy, _SHARE * form / shift)
+
+    def _step(self, direction: Direction, forms: _Forms) -> Step:
+        W, error = forms.solve()
+        d = len(W)
+        bits = math.log2(1 / self.accuracy)
+        known = d * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
+        finite = math.isfinite(error)
+        return Step(
+            Head(W, direction.v),
+            known=round(known),
+            floor=math.ceil((d * d + d) * bits),
+            guarantee=error if finite else None,
+            guarantee_v=direction.error if finite else None,
+        )
+
+
+class _Forms:
+    """Brackets for the forms `p_iᵀ W x_j`, flattened; W = Pᵀ F X since both are orthonormal."""
+
+    def __init__(self, oracle: Oracle, direction: Direction, stream: torch.Generator) -> None:
+        self._oracle = oracle
+        self._direction = direction
+        self._P = ProbeBasis.draw(direction.v, stream).Q
+        self._X = -ProbeBasis.draw(direction.v, stream).Q
+        d = oracle.dim
+        self._low = torch.full((d * d,), -math.inf, dtype=torch.float64)
+        self._high = -self._low
+        self._stream = stream
+        self.largest = 1.0  # about; tokens are scaled so that forms of this size give z = ±1
+
+    @property
+    def width(self) -> Tensor:
+        return self._high - self._low
+
+    def scout(self, smallest: float) -> None:
+        """Find the size of the forms from a few: they stay below it, but not below a quarter."""
+        which = torch.randperm(len(self._low), generator=self._stream)[:_SCOUTS]
+        zero = torch.zeros_like(self._low)
+        positive = self._compare(which, zero)
+        sides = zero.index_put((which,), positive.double() * 2 - 1)
+        beyond = which
+        for _ in range(_SCALES):
+            beyond = beyond[self._compare(beyond, sides * self.largest) == (sides[beyond] > 0)]
+            if not len(beyond):
+                break
+            self.largest *= 4
+        else:
+            raise Unsuccessful(
+                Status.SATURATED, "no input is small enough to leave the attention undecided"
+            )
+        while self.largest <= 1 and self.largest > smallest:
+            self.largest /= 4
+            if bool((self._compare(which, sides * self.largest) == (sides[which] > 0)).any()):
+                self.largest *= 4
+                return
+
+    def bisect(self, accuracy: float) -> Iterator[int]:
+        """Halve all brackets until W is known to `accuracy`, one batch a level."""
+        allowed = accuracy / float(self._P.abs().sum(0).max() * self._X.abs().sum(0).max())
+        prior = self.largest / 3.5  # Student's scale, if the forms are Gaussian
+
+        def narrow() -> Tensor:
+            rest = (allowed - self.shift(self._high)).clamp(min=allowed / 2)
+            rounding = 16 * EPSILON * self._high.abs().nan_to_num(posinf=0.0)
+            return 2 * torch.maximum(rest, rounding)
+
+        def median(low: Tensor, high: Tensor) -> Tensor:
+            mass = (_student(low / prior) + _student(high / prior)) / 2
+            split = prior * math.sqrt(2) * mass / (1 - mass * mass).clamp(min=EPSILON).sqrt()
+            inside = (split > low) & (split < high) & ~(high - low < prior / 4)
+            return torch.where(inside, split, centre(low, high))
+
+        return bisect(self._low, self._high, narrow, median, self._above)
+
+    def shift(self, forms: Tensor) -> Tensor:
+        """How far an error of v (and rounding) may have moved a threshold at `forms`."""
+        v = self._direction.v
+        weakest = float(torch.minimum((self._P @ v).min(), (self._X @ v).abs().min()))
+        relative = 2 * (self._direction.error + 8 * EPSILON * len(v)) / weakest
+        if relative >= 1:
+            return torch.full_like(forms, math.inf)
+        # logit(σ(t)·ρ) − t, for ρ off 1 by `relative` or more after it
+        return -math.log1p(-relative) * (1 + torch.exp(forms / self.largest)) * self.largest
+
+    def solve(self) -> tuple[Tensor, float]:
+        """W from the middles of the brackets, and a bound on the error of its entries."""
+        d = len(self._P)
+        known = torch.isfinite(self.width)
+        middle = torch.where(known, centre(self._low, self._high), 0.0)
+        error = self.width / 2 + self.shift(self._high)
+        bound = self._P.abs().mT @ error.view(d, d) @ self._X.abs()
+        return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max())
+
+    def _compare(self, which: Tensor, thresholds: Tensor) -> Tensor:
+        """`_above`, kept in the brackets with room for what a better v may say."""
+        above = self._above(which, thresholds)
+        room = self.shift(thresholds)
+        low, high = thresholds - room, thresholds + room
+        self._low[which] = torch.where(above, low.maximum(self._low)[which], self._low[which])
+        self._high[which] = torch.where(above, self._high[which], high.minimum(self._high)[which])
+        return above
+
+    def _above(self, which: Tensor, thresholds: Tensor) -> Tensor:
+        """Which of the forms lie above their thresholds: one query each."""
+        v, d = self._direction.v, len(self._P)
+        p, x = self._P[which // d], self._X[which % d]
+        c = 1 / self.largest
+        gate = torch.sigmoid(thresholds[which] * c).clamp(min=torch.finfo(torch.float64).tiny)
+        scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
+        last = scale * x
+        return signs(self._oracle, torch.stack([last + c / scale * p, last], dim=1))
+
+
+def _student(x: Tensor) -> Tensor:
+    """2F − 1 for Student's distribution with two degrees of freedom; ±1 at ±∞."""
+    return torch.where(torch.isinf(x), x.sign(), x / (2 + x * x).sqrt())

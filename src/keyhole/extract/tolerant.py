@@ -1,0 +1,216 @@
+"""One head from answers that are off by up to ±τ, with the error of the result proved.
+
+Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if every answer is
+within τ of the truth, probes that keep the logit where it is Lipschitz give W to accuracy ε for τ
+polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
+
+    v_i = f([e_i]) ± τ;   α = (f([x+δ ; x]) − vᵀx) / vᵀδ;   δᵀWx = logit(α ± error of α).
+
+Departures:
+
+- The error is not the theorem's worst case. Each answer gives an interval for one form; intervals
+  go through the quotient, the logit and the linear solve, so `guarantee` follows from the answers
+  themselves. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤ B) and `margin` (η) make
+  intervals narrower; without them nothing else changes. Rounding is added to first order.
+- Amplification. What matters is τ/|vᵀδ|: δ is made t times longer and x t times shorter. The logit
+  stays, the error of α falls by t. So rounding protects only together with a bound on the length
+  of tokens; `max_norm` states one, and t is the largest that it allows. Without it t = τ/ε, where
+  the oracle's own arithmetic (`precision`, ε) takes over. v is read at the same lengths.
+- Probes lean towards v (bilinear.py), and each is sent alone as well: vᵀδ is then known to τ/‖δ‖
+  instead of the √d times that the entries of v would give. d² + 2d queries, and a few for scale.
+- `repeats` measures everything again with other probes: intervals are intersected, and since other
+  questions meet other errors this helps even if the oracle repeats its errors. Estimates are
+  averaged, or (`refine`) fitted to all answers by least squares (least_squares.py), which is for
+  random errors; either way the result is moved into the proved intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract import least_squares
+from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
+from keyhole.extract.exams import AmplifiedExam
+from keyhole.extract.intervals import Forms, Interval
+from keyhole.extract.judge import Examination, Step, settle
+from keyhole.extract.least_squares import Pairs, Singles
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.results import Extraction, Status, Unsuccessful
+
+_EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
+_WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
+
+
+@dataclass(frozen=True)
+class Tolerant:
+    """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1).
+
+    `bound`: ‖W‖ is at most this. `margin`: no |v_i| lies between 0 and this. `max_norm`: tokens
+    may not be longer than this (None: as long as one likes). `precision`: of the arithmetic that
+    the oracle computes with, relative; a server in float32 needs 6e-8.
+    """
+
+    tolerance: float = 1e-4
+    bound: float | None = None
+    margin: float | None = None
+    max_norm: float | None = None
+    precision: float = torch.finfo(torch.float64).eps
+    repeats: int = 1
+    refine: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
+            raise InputError(f"expected a tolerance of 0 or more, got {self.tolerance}")
+        for name in ("bound", "margin", "max_norm", "precision"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"expected a positive {name}, got {value}")
+        if self.repeats < 1:
+            raise InputError(f"expected 1 or more repeats, got {self.repeats}")
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
+        return AmplifiedExam.draw(oracle, seed, self.tolerance, self.reach(), self.max_norm)
+
+    def expected(self, dim: int) -> int:
+        return self.repeats * (dim * dim + 2 * dim)
+
+    def reach(self, signal: float = 1.0) -> float:
+        """How long tokens are made: further out, an answer's own rounding exceeds ±τ."""
+        ample = max(1.0, self.tolerance / (self.precision * signal))
+        return ample if self.max_norm is None else min(ample, _WITHIN * self.max_norm)
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        stream = torch.Generator().manual_seed(self.seed)
+        state = _State(self, d)
+        for number in range(self.repeats):
+            basis = random_orthogonal(d, stream) if number else torch.eye(d, dtype=torch.float64)
+            state.read_values(oracle, basis)
+            if number == 0:
+                yield state.step()
+            probes = ProbeBasis.draw(state.v.middle, stream)
+            forms = state.forms(oracle, probes, random_orthogonal(d, stream))
+            try:
+                forms.measure(stream, None if number == 0 else state.W)
+            except BudgetExhausted:
+                state.partly(forms, probes)
+                yield state.step()
+                raise
+            state.add(forms, probes)
+            # A fit to all answers is worth a look now and then, not after every round.
+            if (number + 1).bit_count() == 1 or number + 1 == self.repeats:
+                yield state.step()
+
+
+class _State:
+    """What all rounds so far have proved (v, W as intervals), and everything that was answered."""
+
+    def __init__(self, method: Tolerant, d: int) -> None:
+        self._method = method
+        self._answers: list[Singles | Pairs] = []
+        self._values: list[Tensor] = []
+        self._estimates: list[Tensor] = []
+        self._known = 0
+        self.v = Interval.unknown(d)
+        self.W = Interval.unknown(d, d, bound=method.bound)
+
+    def read_values(self, oracle: Oracle, basis: Tensor) -> None:
+        """v in an orthonormal basis: d queries of length one."""
+        along = self._ask_alone(oracle, basis, self._method.reach())
+        v = Interval.around(basis.mT @ along.middle, basis.abs().mT @ along.radius)
+        self._values.append(v.middle)
+        self.v = self.v.meet(v, "v")
+        margin = self._method.margin
+        if margin is not None:
+            zero = self.v.low.abs().maximum(self.v.high.abs()) < margin
+            self.v = Interval(self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0))
+        if not bool((self.v.low > 0).any() | (self.v.high < 0).any()):
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE,
+                f"v cannot be told from 0 by answers within ±{self._method.tolerance:g}",
+            )
+
+    def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
+        """The probes, read alone for vᵀδ, and what is needed to measure δᵀWx with them."""
+        deltas = probes.deltas
+        deltas = deltas / torch.linalg.vector_norm(deltas, dim=1, keepdim=True)
+        v, method = self.v, self._method
+        guess = float((deltas @ v.middle).min())
+        reach = method.reach(max(guess, method.precision))
+        computed = Interval.around(deltas @ v.middle, deltas.abs() @ v.radius)
+        signal = computed.meet(self._ask_alone(oracle, deltas, reach), "v")
+        if not bool((signal.low > 0).all()):
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE,
+                f"answers within ±{method.tolerance:g} leave vᵀδ without a sign: v is too small",
+            )
+        return Forms(
+            oracle, deltas, X, v, signal, method.tolerance, method.precision, reach, method.bound
+        )
+
+    def add(self, forms: Forms, probes: ProbeBasis) -> None:
+        middle, radius = self._solve(forms, probes)
+        self.W = self.W.meet(Interval.around(middle, radius), "W")
+        self._answers.append(forms.asked)
+        self._estimates.append(middle)
+        self._known = middle.numel()
+
+    def partly(self, forms: Forms, probes: ProbeBasis) -> None:
+        """What the complete columns say, if there is nothing better; no guarantee follows."""
+        if self._estimates:
+            return
+        columns = forms.interval.finite.all(0)
+        if self._method.bound is None and bool(columns.any()):
+            forms.forget(~columns)
+            self._estimates.append(self._solve(forms, probes)[0])
+            self._known = int(columns.sum()) * len(columns)
+
+    def step(self) -> Step:
+        d = self.v.low.numel()
+        v, W = torch.stack(self._values).mean(0), torch.zeros(d, d, dtype=torch.float64)
+        if self._estimates:
+            W = torch.stack(self._estimates).mean(0)
+        if len(self._estimates) > 1 and self._method.refine:
+            v, W = least_squares.refine(v, W, self._answers)
+        v, W = self.v.clamp(v), self.W.clamp(W)
+        proved = bool(self.W.finite.all())
+        return Step(
+            Head(W, v),
+            known=d + self._known,
+            floor=d * d + d,
+            guarantee=self.W.furthest(W) if proved else None,
+            guarantee_v=self.v.furthest(v) if proved else None,
+        )
+
+    def _solve(self, forms: Forms, probes: ProbeBasis) -> tuple[Tensor, Tensor]:
+        """W from the forms, and a bound on the error of each entry."""
+        inverse = probes.solve(torch.linalg.vector_norm(probes.deltas, dim=1).diag())
+        W = inverse @ forms.interval.middle @ forms.X
+        d = len(W)
+        # Scores, their exponentials and this solve are rounded; to first order, with |Ŵ| for |W|.
+        rounding = (
+            (4 * d + 16) * self._method.precision * forms.deltas.abs() @ W.abs() @ forms.X.abs().mT
+        )
+        return W, inverse.abs() @ (forms.interval.radius + rounding) @ forms.X.abs()
+
+    def _ask_alone(self, oracle: Oracle, tokens: Tensor, reach: float) -> Interval:
+        """`vᵀx` for unit tokens, each sent as a sequence of its own."""
+        scaled = reach * tokens
+        rows = batch_rows(1, tokens.shape[1])
+        parts = scaled.unsqueeze(1).split(rows)
+        answers = torch.cat([scalar(ask(oracle, part)) for part in parts])
+        self._answers.append(Singles(scaled, answers))
+        rounding = (2 * len(tokens) + 8) * self._method.precision * answers.abs().max()
+        error = (self._method.tolerance + rounding) / reach
+        return Interval.around(answers / reach, error.expand(len(tokens)))
