@@ -10,32 +10,51 @@ import torch
 from keyhole import oracle
 from keyhole.audit import ATTACKS, Audit, audit
 from keyhole.errors import InputError
-from keyhole.oracle.target import describe, open_target
+from keyhole.extract.auto import Kind
+from keyhole.oracle.target import describe, open_surfaces, open_target
 from keyhole.results import Status
 
 
 def test_the_demo_gives_its_weights_away():
-    target = open_target("demo")
-    found = audit(target, target=describe("demo", target))
+    surfaces = open_surfaces("demo")
+    found = audit(surfaces, target=describe("demo", surfaces))
     by_exposure = {finding.exposure: finding for finding in found.findings}
     full, low = by_exposure["full scores"], by_exposure["full scores, low-rank head"]
-    limited = by_exposure["scores under a budget"]
-    assert full.status is low.status is Status.RECOVERED
     assert full.queries == 64 * 64 + 64
     assert low.queries < full.queries / 3
-    assert max(full.error, low.error) < 1e-11
+    limited = by_exposure["scores under a budget"]
     assert limited.status is Status.BUDGET
     assert limited.queries == full.queries // 2
     assert limited.error > 0.01  # judged all the same: half the queries are worth nothing
-    assert found.exposed == 2
+    clipped = by_exposure["the same, inputs of norm 10 at most"]
+    assert clipped.status is Status.INEXACT
+    others = [one for one in found.findings if one not in (limited, clipped)]
+    assert len(others) == 8
+    assert all(finding.status is Status.RECOVERED for finding in others)
+    assert all(finding.error < 1e-8 for finding in others if finding.exposure != "signs")
+    assert {finding.surface for finding in found.findings} == set(surfaces)
+    assert found.exposed == 9
     assert not found.skips
 
 
-def test_what_does_not_apply_is_skipped_with_a_reason():
-    found = audit(oracle.plant("attention", dim=4))
-    assert not found.findings
-    assert len(found.skips) == len(ATTACKS)
-    assert all("this target gives last-token answers" in skip.reason for skip in found.skips)
+KINDS = {
+    "head": (oracle.plant(dim=5, seed=1), 6),
+    "heads": (oracle.plant("multi-head", dim=6, heads=2, seed=1), 1),
+    "layer": (oracle.plant("one-layer", dim=5, width=4, seed=1), 1),
+    "rounded": (oracle.Rounded(oracle.plant(dim=5, seed=1), 4), 1),
+    "signs": (oracle.SignOnly(oracle.plant(dim=4, seed=1)), 1),
+    "last": (oracle.plant("attention", dim=4), 1),
+    "every": (oracle.plant("attention", dim=4, every_token=True), 1),
+}
+
+
+@pytest.mark.parametrize(("target", "count"), KINDS.values(), ids=KINDS)
+def test_what_applies_is_run_and_the_rest_skipped_with_a_reason(target, count):
+    found = audit(target)
+    assert len(found.findings) == count
+    assert found.exposed == (5 if count == 6 else 1)
+    assert len(found.skips) == len(ATTACKS) - count
+    assert all("; this target gives " in skip.reason for skip in found.skips)
 
 
 def test_a_silent_target_is_not_a_clean_one():
@@ -45,12 +64,15 @@ def test_a_silent_target_is_not_a_clean_one():
 
         def __call__(self, sequences: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            answers = torch.zeros(len(sequences), dtype=torch.float64)
-            return answers if self.calls == 1 else answers * torch.nan
+            answers = sequences[:, 0, 0] ** 3
+            return answers if self.calls <= 2 else answers * torch.nan
 
     found = audit(Silent())
     assert found.failed
     assert all(finding.status is Status.ORACLE_FAILED for finding in found.findings)
+    both = audit({"silent": Silent(), "talkative": oracle.plant(dim=3)})
+    assert not both.failed
+    assert both.exposed
 
 
 def test_an_audit_reads_back_equal():
@@ -67,13 +89,13 @@ def test_what_is_no_audit_is_refused(data):
 def test_watch_hears_every_attack():
     heard: dict[str, int] = {}
     audit(oracle.plant(dim=5), watch=lambda attack, count, _: heard.update({attack: count}))
-    assert set(heard) == {attack.exposure for attack in ATTACKS}
+    assert set(heard) == {attack.exposure for attack in ATTACKS if attack.reads is Kind.HEAD}
 
 
 def test_targets_as_people_write_them(tmp_path):
     oracle.save(oracle.plant(dim=3), tmp_path / "t.safetensors")
-    target = open_target(str(tmp_path / "t.safetensors"))
-    assert describe("t.safetensors", target) == "planted head, d = 3 (t.safetensors)"
+    surfaces = open_surfaces(str(tmp_path / "t.safetensors"))
+    assert describe("t.safetensors", surfaces) == "planted head, d = 3 (t.safetensors)"
     with pytest.raises(InputError, match="expected http://host:port/v2/models/NAME"):
         open_target("http://127.0.0.1:1/other")
     with pytest.raises(InputError, match="there is no such file"):

@@ -41,7 +41,8 @@ def target(tmp_path) -> Path:
 
 
 def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
-    done = keyhole("extract", target, "--json", "--out", "r.json", cwd=tmp_path)
+    arguments = ("--method", "single-head", "--json", "--out", "r.json")
+    done = keyhole("extract", target, *arguments, cwd=tmp_path)
     assert done.returncode == 1  # something was given away
     assert json.loads(done.stdout)["queries"] == 72
     assert "recovered: worst error" in done.stderr
@@ -60,12 +61,37 @@ def test_extract_with_each_method(target, tmp_path):
     assert json.loads(convex.stdout)["queries"] == 8 + 5 * 2 * 8
 
 
+METHODS = {
+    "tolerant": ("head", {"dim": 4}, ["--answer-error", "1e-3"]),
+    "sign-only": ("head", {"dim": 3}, []),
+    "one-layer": ("one-layer", {"dim": 4, "width": 3}, []),
+    "multi-head": ("multi-head", {"dim": 6, "heads": 2}, []),
+    "full-output": ("attention", {"dim": 4}, []),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_and_auto_recover_their_kind(name, tmp_path):
+    kind, sizes, options = METHODS[name]
+    oracle.save(oracle.plant(kind, seed=2, **sizes), tmp_path / "t.safetensors")
+    view = ("extract", "t.safetensors", "--json", "--method")
+    done = keyhole(*view, name, *options, cwd=tmp_path)
+    if name == "sign-only":  # a score is not a sign
+        assert json.loads(done.stdout)["status"] == "not applicable"
+        return
+    assert json.loads(done.stdout)["status"] == "recovered", done.stderr
+    found = json.loads(keyhole(*view, "auto", cwd=tmp_path).stdout)
+    assert found["status"] == "recovered"
+    assert ", since " in found["reason"]
+
+
 def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path):
-    first = keyhole("extract", target, "--budget", 30, "--ledger", "run.db", "--json", cwd=tmp_path)
+    arguments = ("--method", "single-head", "--ledger", "run.db", "--json")
+    first = keyhole("extract", target, "--budget", 30, *arguments, cwd=tmp_path)
     assert first.returncode == 0
     assert json.loads(first.stdout)["status"] == "budget exhausted"
     assert "stopped after 30 queries" in first.stderr
-    second = keyhole("extract", target, "--ledger", "run.db", "--json", cwd=tmp_path)
+    second = keyhole("extract", target, *arguments, cwd=tmp_path)
     assert second.returncode == 1
     assert json.loads(second.stdout)["remembered"] == 30
 
@@ -94,6 +120,7 @@ WRONG = {
     "no such method": (["extract", "demo", "--method", "magic"], 2, "magic"),
     "no such command": (["frobnicate"], 2, "frobnicate"),
     "rank missing": (["extract", "demo", "--method", "nuclear-norm"], 2, "expected --rank"),
+    "error missing": (["extract", "demo", "--method", "tolerant"], 2, "expected --answer-error"),
     "bad rank": (["plant", "x.safetensors", "--dim", "3", "--rank", "9"], 2, "expected a rank"),
     "bad budget": (["extract", "demo", "--budget", "-1"], 2, "expected a budget"),
     "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),

@@ -7,46 +7,72 @@ line to ATTACKS.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
 from keyhole.errors import InputError
-from keyhole.extract.judge import Method, judge
-from keyhole.extract.low_rank import LowRank
-from keyhole.extract.single_head import SingleHead
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.protocol import Oracle, ask, identity_of
+from keyhole.extract import (
+    FullOutput,
+    LowRank,
+    Method,
+    MultiHead,
+    OneLayerTransformer,
+    SignOnly,
+    SingleHead,
+    Tolerant,
+    judge,
+)
+from keyhole.extract.auto import Auto, Kind, choose
+from keyhole.oracle import Clipped, Counted, Oracle, OracleError, Rounded, identity_of
+from keyhole.oracle import SignOnly as Thresholded
 from keyhole.results import FORMAT, Extraction, Finding, Skip, Status, environment
 
-Watch = Callable[[str, int, int | None], None]  # attack, queries so far, queries expected
+Watch = Callable[[str, int, int | None], None]  # exposure, queries so far, queries expected
 
 
 @dataclass(frozen=True)
 class Attack:
     """One exposure and the attack that it invites.
 
-    `budget` is the share of the unknowns that the attacker may ask for; None is no limit.
+    `reads` is the kind of answers it needs. `view` degrades them as a server might, to find out
+    whether that would help; `budget` is the share of the unknowns that the attacker may ask for.
     """
 
     exposure: str
-    remedy: str
+    reads: Kind
     method: Callable[[int], Method]  # by seed
-    answers: str = "score"
+    remedy: str
+    view: Callable[[Oracle], Oracle] | None = None
     budget: float | None = None
 
 
-_FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
 _COARSER = "Return a label instead of the score; bound the norms of input embeddings."
+_FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
+_BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
+_FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
+_LABEL = "Count queries per client: a label is one bit, and the attack needs them all."
+_VECTOR = "Return a score or a label; a vector tells as many numbers as it has."
 
 ATTACKS = (
-    Attack("full scores", _COARSER, lambda seed: SingleHead(seed=seed)),
-    Attack("full scores, low-rank head", _COARSER, lambda seed: LowRank(seed=seed)),
-    Attack("scores under a budget", _FEWER, lambda seed: SingleHead(seed=seed), budget=0.5),
-)
+    Attack("full scores", Kind.HEAD, lambda s: SingleHead(seed=s), _COARSER),
+    Attack("full scores, low-rank head", Kind.HEAD, lambda s: LowRank(seed=s), _COARSER),
+    Attack("scores under a budget", Kind.HEAD, lambda s: SingleHead(seed=s), _FEWER, budget=0.5),
+    Attack("scores rounded to 3 decimals", Kind.HEAD, lambda s: Tolerant(5e-4, seed=s), _BOUND,
+           view=lambda o: Rounded(o, 3)),
+    Attack("the same, inputs of norm 10 at most", Kind.HEAD,
+           lambda s: Tolerant(5e-4, max_norm=10.0, seed=s), _FURTHER,
+           view=lambda o: Rounded(Clipped(o, 10.0), 3)),
+    Attack("signs", Kind.HEAD, lambda s: SignOnly(accuracy=1e-4, seed=s), _LABEL, view=Thresholded),
+    Attack("scores of several heads", Kind.HEADS, lambda s: MultiHead(seed=s), _COARSER),
+    Attack("scores of a small Transformer", Kind.LAYER,
+           lambda s: OneLayerTransformer(seed=s), _COARSER),
+    Attack("rounded scores", Kind.ROUNDED, lambda s: Auto(seed=s), _BOUND),
+    Attack("labels", Kind.SIGNS, lambda s: SignOnly(accuracy=1e-4, seed=s), _LABEL),
+    Attack("the last token's vector", Kind.LAST_VECTOR, lambda s: FullOutput(seed=s), _VECTOR),
+    Attack("every token's vector", Kind.EVERY_VECTOR, lambda s: FullOutput(seed=s), _VECTOR),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,23 +117,38 @@ class Audit:
             raise InputError(f"expected an audit written by keyhole, got {error!r}") from error
 
 
-def audit(oracle: Oracle, *, target: str = "", seed: int = 0, watch: Watch | None = None) -> Audit:
-    """Run every attack of the registry that applies to `oracle`."""
+def audit(
+    surfaces: Oracle | Mapping[str, Oracle],
+    *,
+    target: str = "",
+    seed: int = 0,
+    watch: Watch | None = None,
+) -> Audit:
+    """Run every attack of the registry that applies.
+
+    A target may have several surfaces (endpoints), given by name; one alone needs no name.
+    """
     started = time.perf_counter()
-    kind = answer_kind(oracle)
+    named = surfaces if isinstance(surfaces, Mapping) else {"": surfaces}
     findings: list[Finding] = []
     skips: list[Skip] = []
-    for attack in ATTACKS:
-        method = attack.method(seed)
-        name = type(method).__name__
-        if attack.answers != kind:
-            reason = f"it reads {attack.answers} answers; this target gives {kind} answers"
-            skips.append(Skip(attack.exposure, name, reason))
+    for surface, oracle in named.items():
+        try:
+            kind = choose(oracle, seed).kind
+        except OracleError as error:
+            findings.append(_unanswered(surface, str(error)))
             continue
-        findings.append(_run(attack, method, oracle, seed, watch))
+        for attack in ATTACKS:
+            if attack.reads is kind:
+                findings.append(_run(attack, surface, oracle, seed, watch))
+            elif len(named) == 1:  # on one surface of several, the others' attacks are not missed
+                reason = f"it reads {attack.reads}; this target gives {kind}"
+                name = type(attack.method(seed)).__name__
+                skips.append(Skip(attack.exposure, name, reason))
+    identity = "; ".join(identity_of(oracle) for oracle in named.values())
     return Audit(
-        target=target or identity_of(oracle),
-        identity=identity_of(oracle),
+        target=target or identity,
+        identity=identity,
         findings=tuple(findings),
         skips=tuple(skips),
         seed=seed,
@@ -116,14 +157,24 @@ def audit(oracle: Oracle, *, target: str = "", seed: int = 0, watch: Watch | Non
     )
 
 
-def answer_kind(oracle: Oracle) -> str:
-    """score, last-token or every-token: found out with one question of two tokens."""
-    answer = ask(oracle, torch.zeros(1, 2, oracle.dim, dtype=torch.float64))
-    return {1: "score", 2: "last-token"}.get(answer.ndim, "every-token")
+def _unanswered(surface: str, reason: str) -> Finding:
+    """Could not check: that is a finding too."""
+    return Finding(
+        exposure="any answer",
+        attack="Auto",
+        status=Status.ORACLE_FAILED,
+        reason=reason,
+        remedy=Status.ORACLE_FAILED.advice,
+        error=None,
+        queries=0,
+        seconds=0.0,
+        surface=surface,
+    )
 
 
-def _run(attack: Attack, method: Method, oracle: Oracle, seed: int, watch: Watch | None) -> Finding:
-    name = type(method).__name__
+def _run(attack: Attack, surface: str, oracle: Oracle, seed: int, watch: Watch | None) -> Finding:
+    method = attack.method(seed)
+    seen = oracle if attack.view is None else attack.view(oracle)
     floor = oracle.dim**2 + oracle.dim
     budget = None if attack.budget is None else int(attack.budget * floor)
     expected = budget if budget is not None else method.expected(oracle.dim)
@@ -132,17 +183,18 @@ def _run(attack: Attack, method: Method, oracle: Oracle, seed: int, watch: Watch
         if watch is not None:
             watch(attack.exposure, count, expected)
 
-    extraction = method(Counted(oracle, budget, notify))
+    extraction = method(Counted(seen, budget, notify))
     if budget is not None and extraction.model is not None:
         # The budget binds the attacker, not the auditor: how good is what the attacker has?
         check = judge(oracle, extraction.model, seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
-    return _finding(attack, name, extraction)
+    return _finding(attack, surface, type(method).__name__, extraction)
 
 
-def _finding(attack: Attack, name: str, extraction: Extraction) -> Finding:
+def _finding(attack: Attack, surface: str, name: str, extraction: Extraction) -> Finding:
     return Finding(
+        surface=surface,
         exposure=attack.exposure,
         attack=name,
         status=extraction.status,

@@ -6,7 +6,6 @@ Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, 3
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
@@ -14,22 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
+from keyhole.console import people, progress, say
 from keyhole.errors import InputError, KeyholeError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.extract import Extraction, Method
+    from keyhole.extract import Extraction
     from keyhole.oracle import Oracle
 
 app = typer.Typer(
@@ -38,8 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-people = Console(stderr=True)
-
 CLEAN, FINDINGS, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
 
 Target = Annotated[
@@ -62,9 +49,16 @@ LedgerFile = Annotated[
 
 
 class MethodName(StrEnum):
+    AUTO = "auto"
     SINGLE_HEAD = "single-head"
     LOW_RANK = "low-rank"
     NUCLEAR_NORM = "nuclear-norm"
+    TOLERANT = "tolerant"
+    SIGN_ONLY = "sign-only"
+    ONE_LAYER = "one-layer"
+    MULTI_HEAD = "multi-head"
+    ORTHOGONAL_HEADS = "orthogonal-heads"
+    FULL_OUTPUT = "full-output"
 
 
 def main() -> None:
@@ -78,13 +72,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    _say(f"keyhole: {message}", style="bold red")
+    say(f"keyhole: {message}", style="bold red")
     raise SystemExit(code)
-
-
-def _say(message: str, style: str | None = None) -> None:
-    """One line stays one line, and nothing in it is taken for markup."""
-    people.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _version(asked: bool) -> None:
@@ -118,25 +107,26 @@ def audit(
     """Try every attack that applies, and report what the target gives away."""
     from keyhole import report
     from keyhole.audit import audit as run
-    from keyhole.oracle.target import describe
+    from keyhole.oracle.target import describe, open_surfaces
     from keyhole.results import dump, write_text
 
     bars: dict[str, Callable[[int], None]] = {}
-    with _opened(target, None, ledger) as oracle, _progress() as track:
+    surfaces = open_surfaces(target)
+    with _ready(surfaces, None, ledger) as ready, progress() as track:
 
         def watch(attack: str, count: int, expected: int | None) -> None:
             if attack not in bars:
                 bars[attack] = track(attack, expected)
             bars[attack](count)
 
-        found = run(oracle, target=describe(target, oracle), seed=seed, watch=watch)
+        found = run(ready, target=describe(target, surfaces), seed=seed, watch=watch)
     text = dump(found.to_dict())
     write_text(json_file, text)
     write_text(page, report.render(found))
     if as_json:
         typer.echo(text)
     people.print(report.table(found))
-    _say(f"page: {page}   findings: {json_file}")
+    say(f"page: {page}   findings: {json_file}")
     if found.failed:
         raise typer.Exit(FAILURE)
     raise typer.Exit(FINDINGS if found.exposed else CLEAN)
@@ -149,9 +139,17 @@ def audit(
 )
 def extract(
     target: Target,
-    method: Annotated[MethodName, typer.Option(help="The attack.")] = MethodName.SINGLE_HEAD,
+    method: Annotated[
+        MethodName, typer.Option(help="The attack; auto finds out from the answers.")
+    ] = MethodName.AUTO,
     rank: Annotated[
         int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
+    ] = None,
+    answer_error: Annotated[
+        float | None, typer.Option(help="How far an answer may be off (tolerant).")
+    ] = None,
+    max_norm: Annotated[
+        float | None, typer.Option(help="Longest token the target takes (tolerant).")
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
@@ -163,19 +161,21 @@ def extract(
     as_json: Json = False,
 ) -> None:
     """Read the weights back from black-box answers."""
+    from keyhole.extract.named import named
+    from keyhole.oracle import Counted
+    from keyhole.oracle.target import open_target
     from keyhole.results import Status, dump
 
-    attack = _method(method, rank, seed)
-    with _opened(target, budget, ledger) as oracle, _progress() as track:
-        show = track(method.value, attack.expected(oracle.dim))
-        from keyhole.oracle import Counted
-
-        result = attack(Counted(oracle, watch=show))
+    attack = named(method, rank=rank, answer_error=answer_error, max_norm=max_norm, seed=seed)
+    surfaces = {"": open_target(target)}
+    with _ready(surfaces, budget, ledger) as ready, progress() as track:
+        show = track(method.value, attack.expected(ready[""].dim))
+        result = attack(Counted(ready[""], watch=show))
     if out is not None:
         result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    _say(_summary(result))
+    say(_summary(result))
     if result.status is Status.ORACLE_FAILED:
         raise typer.Exit(FAILURE)
     found = result.status in (Status.RECOVERED, Status.INEXACT)
@@ -206,7 +206,7 @@ def report(
     if as_json:
         typer.echo(dump(found.to_dict()))
     people.print(reports.table(found))
-    _say(f"page: {page}")
+    say(f"page: {page}")
 
 
 @app.command(
@@ -234,7 +234,7 @@ def plant(
         every_token=every_token, causal=causal, seed=seed,
     )  # fmt: skip
     oracle.save(target, path)
-    _say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
+    say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
 
 
 @app.command(
@@ -262,80 +262,35 @@ def serve(
         from keyhole.results import dump
 
         typer.echo(dump({"url": url}))
-    _say(f"serving {target} at {url} (Ctrl-C ends it)")
+    say(f"serving {target} at {url} (Ctrl-C ends it)")
     run(target, name=name, host=host, port=port)
 
 
-def _method(name: MethodName, rank: int | None, seed: int) -> Method:
-    from keyhole import extract as methods
-
-    match name:
-        case MethodName.SINGLE_HEAD:
-            return methods.SingleHead(seed=seed)
-        case MethodName.LOW_RANK:
-            return methods.LowRank(rank=rank, seed=seed)
-        case MethodName.NUCLEAR_NORM:
-            if rank is None:
-                raise InputError("expected --rank for nuclear-norm, got none")
-            return methods.NuclearNorm(rank=rank, seed=seed)
-
-
 @contextmanager
-def _opened(target: str, budget: int | None, ledger: Path | None) -> Generator[Oracle]:
-    """The target with a counter that knows the budget, and a ledger around it if there is one."""
+def _ready(
+    surfaces: dict[str, Oracle], budget: int | None, ledger: Path | None
+) -> Generator[dict[str, Oracle]]:
+    """Each surface with a counter that knows the budget, and a ledger around it if there is one."""
     from keyhole.oracle import Counted, Ledger, OpenInference
-    from keyhole.oracle.target import open_target
 
+    ready: dict[str, Oracle] = {}
+    ledgers: list[Ledger] = []
     with ExitStack() as stack:
-        opened = open_target(target)
-        if isinstance(opened, OpenInference):
-            stack.callback(opened.close)
-        oracle: Oracle = Counted(opened, budget)
-        if ledger is not None:
-            oracle = stack.enter_context(Ledger(oracle, ledger))
+        for number, (name, surface) in enumerate(surfaces.items()):
+            if isinstance(surface, OpenInference):
+                stack.callback(surface.close)
+            ready[name] = Counted(surface, budget)
+            if ledger is not None:  # a file belongs to one surface
+                path = ledger.with_stem(f"{ledger.stem}-{number + 1}") if number else ledger
+                ledgers.append(stack.enter_context(Ledger(ready[name], path)))
+                ready[name] = ledgers[-1]
         try:
-            yield oracle
+            yield ready
         except KeyboardInterrupt:
-            kept = (
-                f"; {len(oracle):,} answers are in {ledger}" if isinstance(oracle, Ledger) else ""
-            )
-            again = ": the same command resumes" if kept else ""
-            _say(f"keyhole: stopped{kept}{again}", style="yellow")
+            kept = sum(len(one) for one in ledgers)
+            told = f"; {kept:,} answers are in {ledger}: the same command resumes" if ledger else ""
+            say(f"keyhole: stopped{told}", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
-
-
-class _Rate(TextColumn):
-    """Queries per second since the attack began."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[str, int | None], Callable[[int], None]]]:
-    """Bars on stderr, with queries done, rate and time left; silent where nobody looks."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("queries"),
-        _Rate(),
-        TimeRemainingColumn(),
-        console=people,
-        transient=True,
-        disable=not people.is_terminal or bool(os.environ.get("KEYHOLE_NO_PROGRESS")),
-    )
-
-    def track(name: str, expected: int | None) -> Callable[[int], None]:
-        task: TaskID = bar.add_task(name, total=expected)
-        return lambda count: bar.update(task, completed=count)
-
-    with bar:
-        yield track
 
 
 def _summary(result: Extraction) -> str:

@@ -77,8 +77,9 @@ class Extraction:
     """What an extraction brought: a model to call like the oracle, and what it cost.
 
     `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
-    free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns: no
-    attack can need fewer scores. `trace` holds (queries, worst fresh-query error) along the way.
+    free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
+    the numbers in an answer: no attack can do with fewer. `trace` holds (queries, worst fresh-query
+    error) along the way.
     `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
     one under the method's assumptions; None means that nothing is promised.
     """
@@ -138,7 +139,10 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One exposure of a target, and what one attack made of it."""
+    """One exposure of a target, and what one attack made of it.
+
+    `surface` names the endpoint where a target has several.
+    """
 
     exposure: str
     attack: str
@@ -151,6 +155,7 @@ class Finding:
     floor: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
+    surface: str = ""
 
     @property
     def exposed(self) -> bool:

@@ -41,7 +41,7 @@ def test_the_table_takes_nothing_for_markup(found):
 
 def test_the_page_says_what_was_found(found):
     page = report.render(found)
-    assert "The weights can be read back through 2 of 3 exposures checked." in page
+    assert "The weights can be read back through 5 of 6 exposures checked." in page
     for finding in found.findings:
         assert finding.exposure in page
         assert f"{finding.queries:,}" in page

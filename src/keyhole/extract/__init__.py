@@ -1,8 +1,11 @@
 """Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
 
+from keyhole.extract.auto import Auto, choose
+from keyhole.extract.canonical import canonical, same_function
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
+from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
@@ -13,11 +16,13 @@ from keyhole.extract.tolerant import Tolerant
 from keyhole.results import Check, Extraction, Status
 
 __all__ = [
+    "Auto",
     "Check",
     "Extraction",
     "FullOutput",
     "LowRank",
     "Method",
+    "MultiHead",
     "NuclearNorm",
     "OneLayerTransformer",
     "OrthogonalHeads",
@@ -26,5 +31,8 @@ __all__ = [
     "SingleHead",
     "Status",
     "Tolerant",
+    "canonical",
+    "choose",
     "judge",
+    "same_function",
 ]

@@ -39,9 +39,7 @@ _SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be 
 
 def read_values(oracle: Oracle) -> Tensor:
     """`v_i = f([e_i])`: d queries of length one, exact."""
-    eye = torch.eye(oracle.dim, dtype=torch.float64).unsqueeze(1)
-    rows = batch_rows(1, oracle.dim)
-    v = torch.cat([scalar(ask(oracle, part)) for part in eye.split(rows)])
+    v = ask_scores(oracle, torch.eye(oracle.dim, dtype=torch.float64).unsqueeze(1))
     if not bool(v.any()):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero, whatever W may be"
@@ -56,6 +54,12 @@ def scalar(answers: Tensor) -> Tensor:
             Status.NOT_APPLICABLE, f"expected one score per sequence, got answers of shape {shape}"
         )
     return answers
+
+
+def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """One score per sequence, in batches of a good size."""
+    rows = batch_rows(*sequences.shape[1:])
+    return torch.cat([scalar(ask(oracle, part)) for part in sequences.split(rows)])
 
 
 def batch_rows(length: int, dim: int) -> int:

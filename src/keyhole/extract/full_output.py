@@ -23,9 +23,10 @@ the same computation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,7 +77,15 @@ class FullOutput:
         panel, total = open_panel(oracle)
         stream = torch.Generator().manual_seed(self.seed)
         floor = d * d + d * panel.outputs
-        yield Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), floor)
+        first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), floor)
+        for step in itertools.chain([first], self._search(panel, total, stream, floor)):
+            # Where every token answers, one sequence could be long enough for everything.
+            numbers = step.floor if panel.every_token else panel.outputs
+            yield replace(step, numbers=numbers)
+
+    def _search(
+        self, panel: Panel, total: Tensor, stream: torch.Generator, floor: int
+    ) -> Iterator[Step]:
         single = _SingleHead(panel, total, stream, self.resolution)
         if single.possible():
             yield from single.steps(floor)

@@ -36,8 +36,9 @@ class Step:
     """What an attack knows at some point: a model, and the number of unknowns it settles.
 
     `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers and what was assumed about them. `remark` is what was found out besides
-    the weights; it joins the reason of a judged result.
+    proved from the answers and what was assumed about them. `numbers` is how many an answer holds,
+    so that `floor / numbers` answers are the fewest that could do. `remark` is what was found out
+    besides the weights; it joins the reason of a judged result.
     """
 
     model: Planted
@@ -45,6 +46,7 @@ class Step:
     floor: int
     guarantee: float | None = None
     guarantee_v: float | None = None
+    numbers: int = 1
     remark: str = ""
 
 
@@ -180,7 +182,7 @@ def settle(
         seconds=seconds,
         check=checks[-1] if checks else None,
         remembered=free,
-        floor=last.floor if last else None,
+        floor=math.ceil(last.floor / last.numbers) if last else None,
         known=last.known / last.floor if last else 0.0,
         trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
         guarantee=last.guarantee if last else None,

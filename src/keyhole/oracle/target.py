@@ -9,11 +9,27 @@ from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
 
+DEMO = "demo"
+
+
+def demo() -> dict[str, Oracle]:
+    """The target in the box: one planted endpoint for every kind of answer."""
+    seed = 2601
+    return {
+        "scoring head": plant("head", dim=64, rank=8, seed=seed),
+        "scorer with four heads": plant("multi-head", dim=32, heads=4, rank=8, seed=seed),
+        "one-layer Transformer": plant("one-layer", dim=16, width=32, seed=seed),
+        "attention layer, last token": plant("attention", dim=64, seed=seed),
+        "attention layer, every token": plant(
+            "attention", dim=64, every_token=True, causal=True, seed=seed
+        ),
+    }
+
 
 def open_target(name: str) -> Oracle:
-    """The oracle that `name` stands for."""
-    if name == "demo":
-        return plant("head", dim=64, rank=8, seed=2601)
+    """The oracle that `name` stands for; of the demo, its scoring head."""
+    if name == DEMO:
+        return demo()["scoring head"]
     if name.startswith(("http://", "https://")):
         base, mark, model = name.partition("/v2/models/")
         if not mark or not model:
@@ -22,11 +38,17 @@ def open_target(name: str) -> Oracle:
     return load(name)
 
 
-def describe(name: str, oracle: Oracle) -> str:
+def open_surfaces(name: str) -> dict[str, Oracle]:
+    """Every endpoint of the target, by name; one alone has none."""
+    return demo() if name == DEMO else {"": open_target(name)}
+
+
+def describe(name: str, surfaces: dict[str, Oracle]) -> str:
     """What the target is, in words a report can open with."""
+    if name == DEMO:
+        return "the planted endpoints that ship with Keyhole"
+    oracle = surfaces[""]
     kind = getattr(oracle, "kind", None)
-    if name == "demo":
-        return f"the planted scoring head that ships with Keyhole, d = {oracle.dim}"
     if kind:
         return f"planted {kind}, d = {oracle.dim} ({name})"
     return f"{urlsplit(name).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({name})"

@@ -11,7 +11,10 @@ from keyhole.audit import Audit
 from keyhole.report import words
 from keyhole.results import Finding
 
-_COLOURS = ("#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207", "#0e7490", "#4d7c0f")
+_COLOURS = (
+    "#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207",
+    "#0e7490", "#4d7c0f", "#b91c1c", "#4338ca", "#78716c", "#0f172a",
+)  # fmt: skip
 _SMALLEST = 1e-17  # errors of exactly zero have to stand somewhere on a logarithmic axis
 
 _pages = jinja2.Environment(
@@ -49,11 +52,11 @@ def _plot(findings: tuple[Finding, ...]) -> Markup | None:
             figure.add_vline(x=finding.floor, line={"color": colour, "dash": "dot", "width": 1})
     figure.update_layout(
         template="simple_white",
-        height=440,
+        height=520,
         margin={"l": 70, "r": 20, "t": 20, "b": 60},
-        legend={"orientation": "h", "y": -0.25},
+        legend={"orientation": "h", "y": -0.2},
         xaxis={
-            "title": "queries asked (dotted: the number of unknowns)",
+            "title": "queries asked (dotted: the floor)",
             "type": "log",
             "dtick": 1,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -11,16 +12,17 @@ from keyhole.report import words
 
 def table(audit: Audit) -> Table:
     """Exposures in rows; recovered ones in red."""
-    view = Table(title=words.verdict(audit), title_justify="left", title_style="bold")
-    for heading in ("exposure", "attack", "outcome"):
+    view = Table(
+        title=words.verdict(audit), title_justify="left", title_style="bold", box=box.SIMPLE
+    )
+    for heading in ("exposure", "outcome"):
         view.add_column(heading)
     for heading in ("error", "queries", "floor", "seconds"):
-        view.add_column(heading, justify="right")
+        view.add_column(heading, justify="right", no_wrap=True)
     for finding in audit.findings:
         style = {"bad": "red", "part": "yellow", "good": "green"}[words.colour(finding)]
         view.add_row(
             Text(finding.exposure),  # Text: what came from a target is never taken for markup
-            Text(finding.attack),
             Text(words.outcome(finding), style=style),
             words.error(finding),
             f"{finding.queries:,}",
@@ -28,7 +30,5 @@ def table(audit: Audit) -> Table:
             f"{finding.seconds:.2f}",
         )
     for skip in audit.skips:
-        view.add_row(
-            Text(skip.exposure), Text(skip.attack), "skipped", "–", "–", "–", "–", style="dim"
-        )
+        view.add_row(Text(skip.exposure), "skipped", *"––––", style="dim")
     return view

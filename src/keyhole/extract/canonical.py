@@ -1,0 +1,89 @@
+"""The canonical form of several heads: what an oracle can tell about them, and nothing else.
+
+Proposition 7.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): heads with equal W
+act as one with the summed v, and a head with v = 0 is invisible. Merged and without invisible
+heads, two sets of heads are the same function exactly when they agree up to order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.planted import MultiHead
+
+
+def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
+    """Equal heads merged, invisible ones dropped; the first of equal heads keeps its place.
+
+    `tolerance` is relative to the largest entry of any W (for equality) or of any v (for zero). If
+    every head is invisible one head of zeros stays, since a model has at least one.
+    """
+    W, v = _stacked(model)
+    groups, seen = _groups(model, tolerance)
+    kept = [group for group, visible in zip(groups, seen, strict=True) if visible]
+    if not kept:
+        return MultiHead([torch.zeros_like(W[0])], [torch.zeros_like(v[0])])
+    return MultiHead([W[group[0]] for group in kept], [v[group].sum(0) for group in kept])
+
+
+def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
+    """What `canonical` merges and drops, in words; heads are numbered from 0."""
+    said: list[str] = []
+    for group, visible in zip(*_groups(model, tolerance), strict=True):
+        names = ", ".join(str(head) for head in group)
+        if not visible:
+            what = f"heads {names} cancel" if len(group) > 1 else f"head {names} is invisible"
+            said.append(f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0")
+        elif len(group) > 1:
+            said.append(f"heads {names} act as one: equal W")
+    return tuple(said)
+
+
+def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
+    """Are two sets of heads the same function? True exactly if their canonical forms agree.
+
+    `tolerance` is relative to the largest entries of W and v.
+    """
+    if a.dim != b.dim:
+        return False
+    (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
+    if len(W) != len(W2):
+        return False
+    limit_W, limit_v = (
+        tolerance * float(max(t.abs().max(), u.abs().max())) for t, u in ((W, W2), (v, v2))
+    )
+    # Canonical heads differ in W, so each has at most one partner.
+    partner = _distances(W, W2).argmin(1)
+    return (
+        len(partner.unique()) == len(W)
+        and float((W - W2[partner]).abs().max()) <= limit_W
+        and float((v - v2[partner]).abs().max()) <= limit_v
+    )
+
+
+def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
+    """Heads with equal W, and for each group whether anything of it is visible."""
+    if not tolerance >= 0:
+        raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+    W, v = _stacked(model)
+    equal = _distances(W, W) <= tolerance * float(W.abs().max())
+    groups: list[list[int]] = []
+    for head in range(len(W)):
+        home = next((group for group in groups if bool(equal[group[0], head])), None)
+        if home is None:
+            groups.append([head])
+        else:
+            home.append(head)
+    limit = tolerance * float(v.abs().max())
+    return groups, [float(v[group].sum(0).abs().max()) > limit for group in groups]
+
+
+def _distances(a: Tensor, b: Tensor) -> Tensor:
+    """The largest difference of entries, for all pairs."""
+    return torch.cdist(a.flatten(1), b.flatten(1), p=torch.inf)
+
+
+def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
+    return torch.stack(list(model.W)), torch.stack(list(model.v))

@@ -1,0 +1,217 @@
+"""W of every ray on all of space, full rank or low, from isolated gates.
+
+Asking tokens `x_j = x_0 + η_j u_j`, with u_j orthonormal and orthogonal to x_0: the masks built at
+x_0 still hold there, since their margins are relative to |D|. So
+
+    W x_0 = g_0,    W u_j = (g(x_j) − g_0) / η_j.
+
+One answer per (x_j, ray) proves the masks and is the baseline of the others: its probe ω pulls at
+every other head (`g_kᵀω` about 4), so that a leak shows, and has no value for its own, so that a
+sound mask leaves nothing of it. η_j is halved where a mask leaks. The baseline is measured rather
+than predicted because the oracle's rounding of `v_kᵀ(x+D)` is then the same as in the answers that
+it is subtracted from.
+
+Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a
+quarter more at a time, until some bring nothing new. Then the singular vectors of all of them
+span the columns of W, and every further one needs r answers instead of d:
+`(1 + 1/4)·rd + (d − r)·r` at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.crossings import Lines
+from keyhole.extract.far_field import Unlucky
+from keyhole.extract.low_rank import unknowns
+from keyhole.extract.masks import Behind, mask_others, pull
+from keyhole.extract.near_field import Questions, Rays, Rows, read_logits, starting_with
+from keyhole.oracle.protocol import Oracle
+from keyhole.results import Status
+
+_EPSILON = torch.finfo(torch.float64).eps
+_HALVINGS = 14
+_REACH = 6.0  # the largest gᵀδ of probes
+_NOISE = 256.0  # a column this many times above rounding is something new
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The asking tokens and the answers at δ = 0."""
+
+    B: Tensor  # (d, d): x_0's direction, then the u_j
+    eta: Tensor  # (d−1,)
+    x: Tensor  # (d−1, d)
+    base: Tensor  # (d−1, R)
+
+
+class Columns:
+    """Measures the columns `W u_j` of every ray, a wave at a time."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        lines: Lines,
+        rays: Rays,
+        v: Tensor,
+        stream: torch.Generator,
+        caution: float = 1.0,
+    ) -> None:
+        reach = _REACH * _norm(lines.g) / _norm(rays.g).unsqueeze(1)
+        masks = mask_others(lines, rays.line, rays.sign, reach, stream, rays.other_values())
+        self._behind = Behind(oracle, masks.D, rays.v0)
+        self._rays = rays
+        d = len(v)
+        step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
+        self._tokens = asking_tokens(self._behind, lines, rays, v, step, stream)
+        self._rows = Rows.design(random_orthogonal(d, stream).unsqueeze(0), rays)
+        self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
+        self._measured[:, 0] = rays.g
+        self._basis = torch.zeros_like(self._measured)
+        self._basis[:, 0] = rays.g / _norm(rays.g).unsqueeze(1)
+        signal = (self._rows.deltas[:, 0] * rays.v).sum(1).abs()
+        values = float(_norm(rays.V).max())
+        noise = _EPSILON * values * (_norm(masks.D).amax(1) + _norm(rays.x)) / signal
+        self._resolution = _NOISE * noise * _norm(rays.g)
+        self._growing = torch.ones(len(rays), dtype=torch.bool)
+        self._stop = torch.full((len(rays),), d)  # columns measured on all rows
+        self.rank = torch.full((len(rays),), d)
+        self.done = 1
+        self.complete = d == 1
+
+    @property
+    def matrices(self) -> Tensor:
+        """W (R, d, d) of each ray's first slope, zero where it was never measured."""
+        scale = torch.cat([_norm(self._rays.x).reshape(1), self._tokens.eta])
+        return (self._measured / scale.unsqueeze(1)).mT @ self._tokens.B
+
+    @property
+    def floor(self) -> int:
+        """Degrees of freedom of all heads, as far as their ranks are known."""
+        d = len(self._rays.x)
+        return sum(unknowns(d, int(r)) for r in self.rank)
+
+    @property
+    def known(self) -> int:
+        """How many of them are measured."""
+        d = len(self._rays.x)
+        if self.complete:
+            return self.floor
+        full = torch.minimum(self._stop, torch.tensor(self.done))
+        return sum(
+            min(d + d * int(m), unknowns(d, int(r))) for m, r in zip(full, self.rank, strict=True)
+        )
+
+    def grow(self) -> None:
+        """One more wave; or the rest, once every rank is known."""
+        d = len(self._rays.x)
+        live = self._growing.nonzero().squeeze(1)
+        if not len(live) or self.done == d:
+            self._finish()
+            return
+        stop = min(d, self.done + max(1, self.done // 4))
+        wave = torch.arange(self.done, stop)
+        z = self._read(
+            self._rows.deltas[live], live, wave, torch.ones(len(live), d, dtype=torch.bool)
+        )
+        g = self._rows.solve(z, live).transpose(0, 1)
+        self._measured[live, self.done : stop] = g - self._rays.g[live].unsqueeze(1)
+        self._weigh(live, stop)
+        self.done = stop
+
+    def _read(self, deltas: Tensor, rays: Tensor, columns: Tensor, wanted: Tensor) -> Tensor:
+        """The logits (J, w, k) of the `wanted` (w, k) probes of some rays at x of the columns."""
+        ray, row = wanted.nonzero().unbind(1)
+        flat = deltas[ray, row]
+        tokens = self._tokens
+        index = torch.arange(len(columns) * len(flat))
+        asked = Questions(
+            tokens.x[columns - 1],
+            tokens.base[columns - 1],
+            flat,
+            rays[ray],
+            index // len(flat),
+            index % len(flat),
+        )
+        z = torch.zeros(len(columns), *wanted.shape, dtype=torch.float64)
+        z[:, ray, row] = read_logits(self._behind, self._rays, asked).view(len(columns), -1)
+        if bool(z.isnan().any()):
+            raise Unlucky(Status.MISMATCH, "an isolated gate answers outside its range")
+        return z
+
+    def _weigh(self, live: Tensor, stop: int) -> None:
+        """Which rays have shown all their columns: some of the last wave bring nothing new."""
+        fresh = self._measured[live, self.done : stop]
+        known = self._basis[live, : self.done]
+        for _ in range(2):  # twice against rounding
+            fresh = fresh - (fresh @ known.mT) @ known
+        Q, R = torch.linalg.qr(fresh.mT)
+        new = R.diagonal(dim1=1, dim2=2).abs().amin(1) > self._resolution[live]
+        self._basis[live, self.done : stop] = Q.mT
+        for ray in live[~new].tolist():
+            _, sizes, span = torch.linalg.svd(self._measured[ray, :stop], full_matrices=False)
+            rank = int((sizes > stop**0.5 * self._resolution[ray]).sum())
+            self._growing[ray] = False
+            self._stop[ray], self.rank[ray] = stop, max(rank, 1)
+            self._basis[ray] = 0.0
+            self._basis[ray, : self.rank[ray]] = span[: self.rank[ray]]
+
+    def _finish(self) -> None:
+        """The other columns of rays of low rank, on as many rows as the rank."""
+        d = len(self._rays.x)
+        low = (self._stop < d).nonzero().squeeze(1)
+        for stop in self._stop[low].unique().tolist():
+            rays = low[self._stop[low] == stop]
+            most = int(self.rank[rays].max())
+            span = self._basis[rays, :most]
+            rows = Rows.design(span, self._rays.part(rays))
+            wanted = torch.arange(most) < self.rank[rays].unsqueeze(1)
+            z = self._read(rows.deltas, rays, torch.arange(stop, d), wanted)
+            g = rows.solve(z, torch.arange(len(rays))).transpose(0, 1)
+            self._measured[rays, stop:] = g - self._rays.g[rays].unsqueeze(1)
+            self._measured[rays] = (self._measured[rays] @ span.mT) @ span
+        self.complete = True
+
+
+def asking_tokens(
+    behind: Behind, lines: Lines, rays: Rays, v: Tensor, step: float, stream: torch.Generator
+) -> Tokens:
+    """x_j as far from x_0 as every mask allows, each proven by the answer at δ = 0."""
+    count, d = rays.g.shape
+    size = float(_norm(rays.x))
+    B = starting_with(rays.x.unsqueeze(0), random_orthogonal(d, stream).unsqueeze(0))[0]
+    B[0] = rays.x / size
+    pulls = pull(lines, rays.line, rays.g, rays.V, stream)  # (R, 1 or 2, d)
+    many = pulls.shape[1]
+    rows, owner = pulls.reshape(-1, d), torch.arange(count).repeat_interleave(many)
+
+    def answers(x: Tensor) -> Tensor:
+        index = torch.arange(len(x) * len(rows))
+        y = behind.ask(x, index // len(rows), rows, index % len(rows), owner)
+        return y.view(len(x), count, many)
+
+    shift = answers(rays.x.unsqueeze(0)) - v @ rays.x  # the same at every x while masks hold
+    values = float(_norm(rays.V).max())
+    noise = 2e-14 * values * (_norm(behind.D).amax(1) + _norm(pulls).amax(1) + size)
+    noise = torch.where(rays.slopes > 1, 100 * noise, noise)  # their V are known less exactly
+    eta = torch.full((d - 1,), step * size, dtype=torch.float64)
+    base = torch.zeros(d - 1, count, dtype=torch.float64)
+    pending = torch.arange(d - 1)
+    for _ in range(_HALVINGS):
+        x = rays.x + eta[pending].unsqueeze(1) * B[1:][pending]
+        y = answers(x)
+        base[pending] = y.mean(2)
+        leaks = (y - shift - (x @ v)[:, None, None]).abs().amax(2) > noise
+        pending = pending[leaks.any(1)]
+        if not len(pending):
+            return Tokens(B, eta, rays.x + eta.unsqueeze(1) * B[1:], base)
+        eta[pending] /= 2
+    raise Unlucky(Status.MISMATCH, "no asking tokens near x_0 keep the masks")
+
+
+def _norm(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=-1)

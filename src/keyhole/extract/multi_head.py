@@ -1,0 +1,196 @@
+"""Many heads, exactly, with about H(d² + d) queries, or H(2rd − r² + d) if their rank is r.
+
+ALGORITHMS III.6. The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
+Fix the asking token x and put `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and
+x+D2 that take the attention of all other heads and none of its own (masks.py), so that
+
+    f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(g_lᵀδ)·v_lᵀδ:
+
+one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attention with Queries*
+(arXiv 2601.16873) applies to it. Nothing is assumed about the v, nor about H against d. The stages:
+
+    Σ_h v_h = f([e_i])                                        d queries
+    far_field.py, crossings.py   the directions of g_h        about (d + 60)H
+    rays.py                      v_h and g_h at one x_0       2dH
+    columns.py                   W_h at all x                 d(d − 1)H + dH, less for low rank
+    slopes.py                    heads with proportional W, which no mask parts
+
+Departures from the route in ALGORITHMS: its steps 3 and 4 look for every crossing again at d
+tokens; with masks the far field is needed at one token only and to a few digits, and all parameters
+come from the near field, to rounding. (The published count, arXiv 2608.03294, is 4Hd² − 2H + 1.)
+
+Limits. Heads with equal W act as one and heads with v = 0 are invisible (Proposition 7.1): what is
+returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
+answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
+fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
+1e-5 only. Precision falls where lines crowd (H ≥ d): about 1e-9 there, 1e-13 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.columns import Columns
+from keyhole.extract.far_field import Unlucky
+from keyhole.extract.judge import Step, settle
+from keyhole.extract.near_field import Rays
+from keyhole.extract.rays import find_rays
+from keyhole.oracle import planted
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.results import Extraction, Status, Unsuccessful
+
+_LINEAR = 1e-9  # length-one answers must be linear to this
+_ATTEMPTS = 3  # tokens x_0
+_CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes through 0
+
+
+@dataclass(frozen=True)
+class MultiHead:
+    """Exact extraction of any number of heads; `heads`, if given, is checked and not needed."""
+
+    heads: int | None = None
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.heads is not None and self.heads < 1:
+            raise InputError(f"expected 1 head or more, got {self.heads}")
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def expected(self, dim: int) -> int | None:
+        if self.heads is None:
+            return None
+        return self.heads * (dim * dim + 3 * dim + 60) + dim + 60
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        stream = torch.Generator().manual_seed(self.seed)
+        v = _sum_of_values(oracle, stream)
+        nothing = torch.zeros(d, d, dtype=torch.float64)
+        yield Step(planted.MultiHead([nothing], [v]), d, (self.heads or 1) * (d * d + d))
+        last: Step | None = None
+        for attempt in range(_ATTEMPTS):
+            try:
+                for last in _attempt(oracle, v, stream, _CAUTION**attempt):
+                    yield last
+                if last and _agrees(oracle, last.model, stream, self.tolerance):
+                    break
+            except Unlucky:
+                if attempt == _ATTEMPTS - 1 and last is None:
+                    raise
+            except torch.linalg.LinAlgError as error:
+                raise Unsuccessful(Status.MISMATCH, "the answers defy linear algebra") from error
+        self._count(last)
+
+    def _count(self, last: Step | None) -> None:
+        found = 0 if last is None else len(last.model.tensors()["v"])
+        if self.heads is not None and found != self.heads:
+            raise Unsuccessful(
+                Status.MISMATCH,
+                f"{found} heads answer, not {self.heads}: equal heads act as one, and heads with "
+                "v = 0 are invisible",
+            )
+
+
+def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
+    """Σ_h v_h from d answers of length one; three more tell whether they are linear."""
+    d = oracle.dim
+    if d < 2:
+        raise Unsuccessful(Status.NOT_APPLICABLE, "in one dimension all heads share one line")
+    v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
+    x = torch.randn(d, generator=stream, dtype=torch.float64)
+    factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)
+    tests = factors.unsqueeze(1) * x
+    answers = ask_scores(oracle, tests.unsqueeze(1))
+    size = float(torch.linalg.vector_norm(v) * torch.linalg.vector_norm(x))
+    miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
+    if miss > _LINEAR * size:
+        raise Unsuccessful(
+            Status.MISMATCH, "answers of length one are not linear in the token, to 1e-9"
+        )
+    return v
+
+
+def _attempt(oracle: Oracle, v: Tensor, stream: torch.Generator, caution: float) -> Iterator[Step]:
+    """One extraction from a fresh x_0; caution keeps the other tokens near it."""
+    lines, rays = find_rays(oracle, v, stream)
+    if not len(rays):
+        yield _only_zero(rays)
+        return
+    columns = Columns(oracle, lines, rays, v, stream, caution)
+    yield _step(rays, columns)
+    half = False
+    try:
+        while not columns.complete:
+            columns.grow()
+            if not half and 2 * columns.done > oracle.dim:
+                half = True
+                yield _step(rays, columns)
+    except BudgetExhausted:
+        yield _step(rays, columns)
+        raise
+    yield _step(rays, columns)
+
+
+def _only_zero(rays: Rays) -> Step:
+    d = len(rays.x)
+    if not bool(rays.v0.any()):
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
+    model = planted.MultiHead([torch.zeros(d, d, dtype=torch.float64)], [rays.v0])
+    return Step(model, d, d, "1 head, with W = 0")
+
+
+def _step(rays: Rays, columns: Columns) -> Step:
+    """Slope k of a ray is the head (c_k W, V_k); a head with W = 0 comes last."""
+    W: list[Tensor] = []
+    v: list[Tensor] = []
+    for ray, matrix in enumerate(columns.matrices):
+        for k in range(int(rays.slopes[ray])):
+            W.append(rays.c[ray, k] * matrix)
+            v.append(rays.V[ray, k])
+    d, more = len(rays.x), len(v) - len(rays)
+    extra = more * (d + 1)
+    if bool(rays.v0.any()):
+        W.append(torch.zeros(d, d, dtype=torch.float64))
+        v.append(rays.v0)
+        extra += d
+    model = planted.MultiHead(W, v)
+    return Step(model, columns.known + extra, columns.floor + extra, _remark(rays, columns))
+
+
+def _remark(rays: Rays, columns: Columns) -> str:
+    """How many heads were found, of which ranks, and which of them are related."""
+    heads = int(rays.slopes.sum()) + int(rays.v0.any())
+    said = [f"{heads} head{'s' if heads > 1 else ''}"]
+    ranks = sorted({int(r) for r in columns.rank})
+    if ranks != [len(rays.x)]:
+        said.append(
+            "of rank " + (f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}")
+        )
+    opposite = sum(1 for count in Counter(rays.line.tolist()).values() if count > 1)
+    proportional = int((rays.slopes > 1).sum())
+    if opposite:
+        said.append(f"{opposite} opposite pair{'s' if opposite > 1 else ''}")
+    if proportional:
+        said.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
+    if bool(rays.v0.any()):
+        said.append("one with W = 0")
+    return ", ".join(said)
+
+
+def _agrees(oracle: Oracle, model: Oracle, stream: torch.Generator, tolerance: float) -> bool:
+    """Eight answers decide whether another x_0 is worth its price; the judge decides the rest."""
+    tokens = torch.randn(8, 4, oracle.dim, generator=stream, dtype=torch.float64)
+    tokens[:4] /= oracle.dim**0.5
+    answers = ask_scores(oracle, tokens)
+    miss = (answers - ask_scores(model, tokens)).abs().view(2, 4).amax(1)
+    return bool((miss <= tolerance * answers.abs().view(2, 4).amax(1)).all())
