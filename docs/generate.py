@@ -1,4 +1,4 @@
-"""Make what is generated in docs/: the command-line reference, and the picture in the README.
+"""Make what is generated in docs/: the command-line reference, and the pictures.
 
 `make docs`. A test compares cli.md with what this writes, so it cannot rot.
 """
@@ -11,6 +11,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from keyhole import report
+from keyhole.audit import audit
+from keyhole.oracle.target import describe, open_surfaces
+from keyhole.report.page import plot
+from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 ORDER = ("audit", "extract", "report", "plant", "serve")
@@ -36,25 +44,52 @@ def cli_reference() -> str:
     return "\n".join(parts)
 
 
-def picture(path: Path) -> None:
-    """The demo's page, as a browser shows it."""
-    from playwright.sync_api import sync_playwright
+def audit_page() -> str:
+    """The page that `keyhole audit demo` writes."""
+    surfaces = open_surfaces("demo")
+    return report.render(audit(surfaces, target=describe("demo", surfaces)))
 
+
+def error_plot() -> str:
+    """The plot of benchmarks/error_against_queries.py."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    from error_against_queries import extractions
+
+    findings = tuple(
+        Finding(
+            exposure=name, attack="", status=result.status, reason="", remedy="", error=None,
+            queries=result.queries, seconds=0.0, floor=result.floor, trace=result.trace,
+        )
+        for name, result in extractions(quick=False).items()
+    )  # fmt: skip
+    return f"<body style='margin: 0'>{plot(findings)}</body>"
+
+
+def pictures(pages: dict[str, tuple[str, int]]) -> None:
+    """Each page as a browser shows it, down to a height."""
     chromium = shutil.which("chromium")
     if chromium is None:
-        print("no chromium on the PATH: the picture stays as it is")
+        print("no chromium on the PATH: the pictures stay as they are")
         return
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        subprocess.run([sys.executable, "-m", "keyhole", "audit", "demo"], cwd=folder, check=False)
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1100, "height": 800})
-        page.goto((Path(folder) / "keyhole-report.html").as_uri())
-        page.wait_for_selector("#error-against-queries .main-svg")
-        page.screenshot(path=path, clip={"x": 0, "y": 0, "width": 1100, "height": 1080})
+        for name, (html, height) in pages.items():
+            source = Path(folder) / "page.html"
+            source.write_text(html, "utf-8")
+            page.goto(source.as_uri())
+            page.wait_for_selector("#error-against-queries .main-svg")
+            clip = {"x": 0, "y": 0, "width": 1100, "height": height}
+            page.screenshot(path=DOCS / name, clip=clip, full_page=True)
         browser.close()
 
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(cli_reference(), "utf-8")
-    picture(DOCS / "audit.png")
+    pictures(
+        {
+            "audit.png": (audit_page(), 1960),
+            "error-against-queries.png": (error_plot(), 560),
+        }
+    )

@@ -25,11 +25,11 @@ _pages = jinja2.Environment(
 def render(audit: Audit) -> str:
     """The page; everything that came from a target is escaped."""
     return _pages.get_template("page.html").render(
-        audit=audit, words=words, plot=_plot(audit.findings)
+        audit=audit, words=words, plot=plot(audit.findings)
     )
 
 
-def _plot(findings: tuple[Finding, ...]) -> Markup | None:
+def plot(findings: tuple[Finding, ...]) -> Markup | None:
     """Error on fresh queries against queries asked, with each attack's floor drawn in."""
     traced = [finding for finding in findings if finding.trace]
     if not traced:
@@ -37,7 +37,8 @@ def _plot(findings: tuple[Finding, ...]) -> Markup | None:
     figure = go.Figure()
     for number, finding in enumerate(traced):
         colour = _COLOURS[number % len(_COLOURS)]
-        label = str(escape(f"{finding.exposure} ({finding.attack})"))
+        attack = f" ({finding.attack})" if finding.attack else ""
+        label = str(escape(f"{finding.exposure}{attack}"))
         queries, errors = zip(*finding.trace, strict=True)
         figure.add_scatter(
             x=queries,
