@@ -55,7 +55,7 @@ def counts(
             f"queries, {what}",
             f"{min(queries)} to {max(queries)} = {max(queries) / floor:.2f} {formula}",
             f"<= {share} x {floor} (published: {published})",
-            max(queries) <= share * floor or d < 32,  # d log d terms weigh on small ones
+            max(queries) <= share * floor if d >= 32 else None,  # below, fixed costs weigh most
         ),
     ]
 

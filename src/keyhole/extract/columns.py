@@ -11,10 +11,10 @@ sound mask leaves nothing of it. η_j is halved where a mask leaks. The baseline
 than predicted because the oracle's rounding of `v_kᵀ(x+D)` is then the same as in the answers that
 it is subtracted from.
 
-Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a
-quarter more at a time, until some bring nothing new. Then the singular vectors of all of them
+Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a few
+more at a time, until some bring nothing new. Then the singular vectors of all of them
 span the columns of W, and every further one needs r answers instead of d:
-`(1 + 1/4)·rd + (d − r)·r` at most.
+about `rd + (d − r)r` in all, and d − r more for each column that was measured in vain.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.crossings import Lines
 from keyhole.extract.far_field import Unlucky
 from keyhole.extract.low_rank import unknowns
 from keyhole.extract.masks import Behind, mask_others, pull
-from keyhole.extract.near_field import Questions, Rays, Rows, read_logits, starting_with
+from keyhole.extract.near_field import Rays, Rows, read_logits, starting_with
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status
 
@@ -68,7 +67,7 @@ class Columns:
         d = len(v)
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
         self._tokens = asking_tokens(self._behind, lines, rays, v, step, stream)
-        self._rows = Rows.design(random_orthogonal(d, stream).unsqueeze(0), rays)
+        self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
         self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
         self._basis = torch.zeros_like(self._measured)
@@ -113,34 +112,26 @@ class Columns:
         if not len(live) or self.done == d:
             self._finish()
             return
-        stop = min(d, self.done + max(1, self.done // 4))
-        wave = torch.arange(self.done, stop)
-        z = self._read(
-            self._rows.deltas[live], live, wave, torch.ones(len(live), d, dtype=torch.bool)
-        )
-        g = self._rows.solve(z, live).transpose(0, 1)
-        self._measured[live, self.done : stop] = g - self._rays.g[live].unsqueeze(1)
+        m = self.done
+        stop = min(d, m + max(1, min(m // 2, 4), m // 4))
+        rows = self._rows.part(live)
+        z = self._read(rows.deltas, live, m, stop)
+        self._measured[live, m:stop] = rows.solve(z) - self._rays.g[live].unsqueeze(1)
         self._weigh(live, stop)
         self.done = stop
 
-    def _read(self, deltas: Tensor, rays: Tensor, columns: Tensor, wanted: Tensor) -> Tensor:
-        """The logits (J, w, k) of the `wanted` (w, k) probes of some rays at x of the columns."""
-        ray, row = wanted.nonzero().unbind(1)
-        flat = deltas[ray, row]
-        tokens = self._tokens
-        index = torch.arange(len(columns) * len(flat))
-        asked = Questions(
-            tokens.x[columns - 1],
-            tokens.base[columns - 1],
-            flat,
-            rays[ray],
-            index // len(flat),
-            index % len(flat),
+    def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
+        """The logits (J, w, k) of probes (w, k, d) of some rays, for columns start to stop."""
+        tokens, some = self._tokens, slice(start - 1, stop - 1)
+        used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
+        owner, rows = rays.unsqueeze(1).expand_as(used)[used], deltas[used]
+        asked = read_logits(
+            self._behind, self._rays, tokens.x[some], tokens.base[some], rows, owner
         )
-        z = torch.zeros(len(columns), *wanted.shape, dtype=torch.float64)
-        z[:, ray, row] = read_logits(self._behind, self._rays, asked).view(len(columns), -1)
-        if bool(z.isnan().any()):
+        if bool(asked.isnan().any()):
             raise Unlucky(Status.MISMATCH, "an isolated gate answers outside its range")
+        z = torch.zeros(stop - start, *used.shape, dtype=torch.float64)
+        z[:, used] = asked
         return z
 
     def _weigh(self, live: Tensor, stop: int) -> None:
@@ -152,26 +143,27 @@ class Columns:
         Q, R = torch.linalg.qr(fresh.mT)
         new = R.diagonal(dim1=1, dim2=2).abs().amin(1) > self._resolution[live]
         self._basis[live, self.done : stop] = Q.mT
-        for ray in live[~new].tolist():
-            _, sizes, span = torch.linalg.svd(self._measured[ray, :stop], full_matrices=False)
-            rank = int((sizes > stop**0.5 * self._resolution[ray]).sum())
-            self._growing[ray] = False
-            self._stop[ray], self.rank[ray] = stop, max(rank, 1)
-            self._basis[ray] = 0.0
-            self._basis[ray, : self.rank[ray]] = span[: self.rank[ray]]
+        self._settle_rank(live[~new], stop)
+
+    def _settle_rank(self, rays: Tensor, stop: int) -> None:
+        """The columns of these rays are the span of their first singular vectors."""
+        if not len(rays):
+            return
+        _, sizes, span = torch.linalg.svd(self._measured[rays, :stop], full_matrices=False)
+        above = sizes > stop**0.5 * self._resolution[rays].unsqueeze(1)
+        self._growing[rays] = False
+        self._stop[rays] = stop
+        self.rank[rays] = above.sum(1).clamp(min=1)
+        self._basis[rays, :stop] = span * above.unsqueeze(2)
 
     def _finish(self) -> None:
         """The other columns of rays of low rank, on as many rows as the rank."""
         d = len(self._rays.x)
-        low = (self._stop < d).nonzero().squeeze(1)
-        for stop in self._stop[low].unique().tolist():
-            rays = low[self._stop[low] == stop]
-            most = int(self.rank[rays].max())
-            span = self._basis[rays, :most]
+        for stop in self._stop[self._stop < d].unique().tolist():
+            rays = (self._stop == stop).nonzero().squeeze(1)
+            span = self._basis[rays, : int(self.rank[rays].max())]
             rows = Rows.design(span, self._rays.part(rays))
-            wanted = torch.arange(most) < self.rank[rays].unsqueeze(1)
-            z = self._read(rows.deltas, rays, torch.arange(stop, d), wanted)
-            g = rows.solve(z, torch.arange(len(rays))).transpose(0, 1)
+            g = rows.solve(self._read(rows.deltas, rays, stop, d))
             self._measured[rays, stop:] = g - self._rays.g[rays].unsqueeze(1)
             self._measured[rays] = (self._measured[rays] @ span.mT) @ span
         self.complete = True
@@ -183,16 +175,14 @@ def asking_tokens(
     """x_j as far from x_0 as every mask allows, each proven by the answer at δ = 0."""
     count, d = rays.g.shape
     size = float(_norm(rays.x))
-    B = starting_with(rays.x.unsqueeze(0), random_orthogonal(d, stream).unsqueeze(0))[0]
+    B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
     B[0] = rays.x / size
     pulls = pull(lines, rays.line, rays.g, rays.V, stream)  # (R, 1 or 2, d)
     many = pulls.shape[1]
     rows, owner = pulls.reshape(-1, d), torch.arange(count).repeat_interleave(many)
 
     def answers(x: Tensor) -> Tensor:
-        index = torch.arange(len(x) * len(rows))
-        y = behind.ask(x, index // len(rows), rows, index % len(rows), owner)
-        return y.view(len(x), count, many)
+        return behind.grid(x, rows, owner).view(len(x), count, many)
 
     shift = answers(rays.x.unsqueeze(0)) - v @ rays.x  # the same at every x while masks hold
     values = float(_norm(rays.V).max())

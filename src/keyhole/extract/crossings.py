@@ -40,6 +40,11 @@ class Lines:
     slow: Tensor  # (L,)
     scale: float
 
+    @classmethod
+    def none(cls, dim: int) -> Lines:
+        empty = torch.zeros(0, dim, dtype=torch.float64)
+        return cls(empty, empty.sum(1), 0.0)
+
     def scaled(self, factor: float) -> Lines:
         return Lines(factor * self.g, self.slow, self.scale)
 
@@ -58,10 +63,7 @@ class Lines:
 def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
     """Every hyperplane that answers of length two show."""
     radius = saturation_radius(probe, stream)
-    if radius is None:
-        empty = torch.zeros(0, len(probe.x), dtype=torch.float64)
-        return Lines(empty, empty.sum(1), 0.0)
-    return _lines(probe, radius, stream)
+    return Lines.none(len(probe.x)) if radius is None else _lines(probe, radius, stream)
 
 
 def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
@@ -70,12 +72,14 @@ def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
     away = away / torch.linalg.vector_norm(away)
     radius = saturation_radius(Probe(probe.oracle, probe.x, probe.v, away), stream)
     if radius is None:
-        return find_lines(probe, stream)
+        return Lines.none(len(probe.x))
     return _lines(probe.hiding(away, FAR * radius), radius, stream)
 
 
 def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     circle = best_circle(probe, FAR * radius, stream)
+    if circle is None:
+        return Lines.none(len(probe.x))
     rho = _ISOLATED * radius / circle.gaps().clamp(max=0.3)
     theta, slope = _refine(probe, circle, rho)
     slow = _slowest(probe, circle, theta, slope, rho)

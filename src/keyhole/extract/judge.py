@@ -24,9 +24,11 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
 from keyhole.results import Check, Extraction, Status, Unsuccessful
 
+LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function
 _PER_KIND = 4
+_FAINT = 1e-6
 _BEYOND = 1e99  # an infinite error, kept finite so that results can be written as JSON
 _JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
 
@@ -105,12 +107,14 @@ class Exam:
 
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, each relative to the largest answer of its kind."""
-        smallest = torch.finfo(torch.float64).tiny
         errors: list[Tensor] = []
+        largest = max(float(answers.abs().max()) for _, answers in self.papers)
+        # Where all answers of a kind cancel, rounding is measured by the others.
+        least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
         for sequences, answers in self.papers:
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
             scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
-            errors.append((wrong / scale.clamp(min=smallest)).clamp(max=_BEYOND).flatten())
+            errors.append((wrong / scale.clamp(min=least)).clamp(max=_BEYOND).flatten())
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
 
@@ -202,6 +206,8 @@ def _attempt(method: Method, counted: Counted) -> tuple[list[tuple[int, Step]], 
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
         return steps, end.status, end.reason
+    except LinAlgError as error:  # from answers that overflow or make no sense
+        return steps, Status.MISMATCH, f"no weights fit the answers: {error}"
     return steps, Status.UNVERIFIED, ""
 
 

@@ -55,34 +55,49 @@ class Behind:
     D: Tensor
     v0: Tensor
 
-    def ask(self, x: Tensor, at: Tensor, rows: Tensor, which: Tensor, owner: Tensor) -> Tensor:
-        """`f([x_at + row ; x_at + D_owner ; x_at]) − v_0ᵀrow/4` for each (at, which).
+    def grid(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
+        """`f([x_j + row_p ; x_j + D_owner ; x_j]) − v_0ᵀrow_p/4`, (J, P), for all x and all rows.
 
-        `rows` (P, d) belong to the rays `owner` (P,); `at` and `which` index x and rows.
+        `owner` (P,) says to which ray a row belongs.
         """
+        if not len(rows):
+            return x.new_empty(len(x), 0)
         size = batch_rows(4, x.shape[1])
-        answers = [
-            self._put(x, at[i : i + size], rows, which[i : i + size], owner)
-            for i in range(0, len(at), size)
-        ]
-        return torch.cat(answers) - (rows @ self.v0 / 4)[which]
+        parts: list[Tensor] = []
+        for p in range(0, len(rows), size):
+            offsets = self._offsets(rows[p : p + size], owner[p : p + size])
+            blocks = x[:, None, None].split(max(1, size // len(offsets)))
+            parts.append(torch.cat([self._put(offsets, block) for block in blocks]))
+        return torch.cat(parts, 1) - rows @ self.v0 / 4
 
-    def _put(self, x: Tensor, at: Tensor, rows: Tensor, which: Tensor, owner: Tensor) -> Tensor:
-        tokens = x.new_empty(len(at), 4, x.shape[1])
-        asker = x.index_select(0, at)
-        tokens[:, 3] = asker
-        torch.add(rows.index_select(0, which), asker, out=tokens[:, 0])
-        masks = self.D.index_select(0, owner.index_select(0, which))
-        torch.add(masks, asker.unsqueeze(1), out=tokens[:, 1:3])
-        return scalar(ask(self.oracle, tokens))
+    def pairs(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
+        """The same for x_b and row_b, (B,)."""
+        size = batch_rows(4, x.shape[1])
+        parts: list[Tensor] = []
+        for b in range(0, len(rows), size):
+            offsets = self._offsets(rows[b : b + size], owner[b : b + size])
+            parts.append(self._put(offsets, x[b : b + size, None]))
+        return torch.cat(parts) - rows @ self.v0 / 4
+
+    def _offsets(self, rows: Tensor, owner: Tensor) -> Tensor:
+        """[δ ; D1 ; D2 ; 0] for each row."""
+        offsets = rows.new_zeros(len(rows), 4, rows.shape[1])
+        offsets[:, 0] = rows
+        offsets[:, 1:3] = self.D.index_select(0, owner)
+        return offsets
+
+    def _put(self, offsets: Tensor, x: Tensor) -> Tensor:
+        shape = torch.Size((*x.shape[:-3], *offsets.shape))
+        tokens = torch.add(offsets, x, out=offsets.new_empty(shape))  # contiguous, in one pass
+        return scalar(ask(self.oracle, tokens.view(-1, *shape[-2:]))).view(shape[:-2])
 
     def at_once(self, x: Tensor, rows: Tensor) -> Tensor:
         """What the rows (R, k, d) of every ray R add to its answer at the one token x: (R, k)."""
         rays, k, d = rows.shape
         zero = torch.zeros(rays, 1, d, dtype=rows.dtype)
         flat = torch.cat([zero, rows], 1).reshape(-1, d)
-        index = torch.arange(len(flat))
-        y = self.ask(x.unsqueeze(0), index * 0, flat, index, index // (k + 1)).view(rays, k + 1)
+        owner = torch.arange(rays).repeat_interleave(k + 1)
+        y = self.grid(x.unsqueeze(0), flat, owner).view(rays, k + 1)
         return y[:, 1:] - y[:, :1]
 
 
@@ -232,7 +247,8 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
     if rays + slots < d // 2:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
         wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))
-        return (torch.linalg.pinv(inside, rtol=1e-9) @ wanted.unsqueeze(2)).mT
+        nothing = 1e-9 * float(_norm(g).max())  # what is left of an opposite head
+        return (torch.linalg.pinv(inside, atol=nothing) @ wanted.unsqueeze(2)).mT
     others = _others(line, len(lines.g))
     unit = (lines.g / _norm(lines.g).unsqueeze(1)).expand(rays, -1, -1)
     rest = unit[others].view(rays, len(lines.g) - 1, d)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,11 +43,12 @@ class Rays:
     v0: Tensor  # (d,)
     c: Tensor  # (R, K)
     V: Tensor  # (R, K, d)
+    frame: Tensor  # (d, d): random orthonormal rows, for whoever needs some
 
     def __len__(self) -> int:
         return len(self.line)
 
-    @property
+    @cached_property
     def slopes(self) -> Tensor:
         """How many heads there are on each ray."""
         return (self.V != 0).any(2).sum(1)
@@ -71,10 +73,10 @@ class Rows:
     """Probes for every ray, (R, k, d); rows of zeros in the frame stand for none."""
 
     Q: Tensor
-    p: Tensor
     s: Tensor
     a: Tensor
     t: Tensor
+    deltas: Tensor
 
     @classmethod
     def design(cls, frame: Tensor, rays: Rays) -> Rows:
@@ -93,18 +95,21 @@ class Rows:
             unit = rays.V / torch.linalg.vector_norm(rays.V, dim=2, keepdim=True).clamp(min=1e-300)
             reach = (Q @ unit.mT).abs().amax(2)
             a = torch.where(mixed, s * (1.3 * reach / agreement.unsqueeze(1) + 0.05), a)
-        return cls(Q, p, s, torch.where(t < 0, -a, a), t)
+        a = torch.where(t < 0, -a, a)
+        return cls(Q, s, a, t, torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)))
 
-    @property
-    def deltas(self) -> Tensor:
-        return torch.baddbmm(self.s.unsqueeze(2) * self.Q, self.a.unsqueeze(2), self.p.unsqueeze(1))
+    def part(self, which: Tensor) -> Rows:
+        """The probes of some of the rays."""
+        if len(which) == len(self.s):
+            return self
+        fields = (self.Q, self.s, self.a, self.t, self.deltas)
+        return Rows(*(field[which] for field in fields))
 
-    def solve(self, z: Tensor, which: Tensor) -> Tensor:
-        """g (J, w, d) from the logits (J, w, k) of the rays `which`."""
-        s, a, t = self.s[which], self.a[which], self.t[which]
-        y, a = z / s, a / s
-        along = (y * t).sum(2, keepdim=True) / (1 + (t * a).sum(1)).unsqueeze(1)
-        return torch.einsum("jrk,rkd->jrd", y - along * a, self.Q[which])
+    def solve(self, z: Tensor) -> Tensor:
+        """g (R, J, d) of every ray from its logits (J, R, k)."""
+        y, a = z / self.s, self.a / self.s
+        along = (y * self.t).sum(2, keepdim=True) / (1 + (self.t * a).sum(1)).unsqueeze(1)
+        return (y - along * a).transpose(0, 1) @ self.Q
 
 
 def starting_with(g: Tensor, frame: Tensor) -> Tensor:
@@ -133,70 +138,52 @@ def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
     return p / torch.linalg.vector_norm(p, dim=1, keepdim=True), least.clamp(min=0.2)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Which rows (P, d) of which rays are put to which asking tokens (J, d)."""
+def read_logits(
+    behind: Behind,
+    rays: Rays,
+    x: Tensor,
+    base: Tensor,
+    rows: Tensor,
+    owner: Tensor,
+    tries: int = 6,
+) -> Tensor:
+    """`g(x_j)ᵀδ_p` (J, P) for rows δ_p of the rays `owner`; NaN where no gate explains the answer.
 
-    x: Tensor
-    base: Tensor  # (J, R): the answers at δ = 0
-    rows: Tensor
-    owner: Tensor  # (P,)
-    at: Tensor  # (B,) into x
-    which: Tensor  # (B,) into rows
-
-
-def read_logits(behind: Behind, rays: Rays, asked: Questions, tries: int = 6) -> Tensor:
-    """`gᵀδ` for each question; NaN where no gate explains the answer.
-
-    Wide logits are asked again with a quarter of δ: gᵀδ is linear in it.
+    `base` (J, R) are the answers at δ = 0. Wide logits are asked again with a quarter of δ, since
+    gᵀδ is linear in it.
     """
-    z = torch.full((len(asked.at),), torch.nan, dtype=torch.float64)
-    todo = torch.arange(len(z))
-    for turn in range(tries):
-        now = _read_once(behind, rays, asked)
-        z[todo] = 4.0**turn * now
-        wide = (~(now.abs() <= _WIDEST)).nonzero().squeeze(1)
-        todo = todo[wide]
-        if not len(wide):
+    z = _logits(rays, rows, owner, behind.grid(x, rows, owner) - base[:, owner])
+    j, p = (~(z.abs() <= _WIDEST)).nonzero().unbind(1)
+    for turn in range(1, tries):
+        if not len(j):
             return z
-        asked = _quartered(asked, wide)
-    z[todo] = torch.nan
+        part, whose = rows[p] / 4**turn, owner[p]
+        now = _logits(rays, part, whose, behind.pairs(x[j], part, whose) - base[j, whose])
+        z[j, p] = 4**turn * now
+        wide = ~(now.abs() <= _WIDEST)
+        j, p = j[wide], p[wide]
+    z[j, p] = torch.nan
     return z
 
 
-def _read_once(behind: Behind, rays: Rays, asked: Questions) -> Tensor:
-    y = behind.ask(asked.x, asked.at, asked.rows, asked.which, asked.owner)
-    owner = asked.owner[asked.which]
-    y = y - asked.base[asked.at, owner]
-    signal = (asked.rows * rays.v[asked.owner]).sum(1)
-    z = torch.logit(y / signal[asked.which])
-    index = (rays.slopes > 1)[owner].nonzero().squeeze(1)
-    if len(index):
-        r, row = owner[index], asked.which[index]
-        A = (rays.V[r] @ asked.rows[row].unsqueeze(2)).squeeze(2)
-        z[index] = mixed_gate(rays.c[r], A, y[index])
+def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
+    """Solve `y = Σ_k σ(c_k z)·V_kᵀδ` for z; y is (…, P)."""
+    z = torch.logit(y / (rows * rays.v[owner]).sum(1))
+    mixed = (rays.slopes > 1)[owner].nonzero().squeeze(1)
+    if len(mixed):
+        ray = owner[mixed]
+        A = (rays.V[ray] @ rows[mixed].unsqueeze(2)).squeeze(2)
+        z[..., mixed] = mixed_gate(rays.c[ray], A, y[..., mixed])
     return z
-
-
-def _quartered(asked: Questions, which: Tensor) -> Questions:
-    """Some of the questions again, each with its own row, a quarter as long."""
-    row = asked.which[which]
-    return replace(
-        asked,
-        rows=asked.rows[row] / 4,
-        owner=asked.owner[row],
-        at=asked.at[which],
-        which=torch.arange(len(row)),
-    )
 
 
 def mixed_gate(c: Tensor, A: Tensor, y: Tensor) -> Tensor:
-    """The z nearest 0 with `Σ_k σ(c_k z)A_k = y`, row by row; NaN where Newton finds none."""
+    """The z nearest 0 with `Σ_k σ(c_k z)A_k = y`, one by one; NaN where Newton finds none."""
     z = torch.zeros_like(y)
     for _ in range(_NEWTON):
-        gate = torch.sigmoid(c * z.unsqueeze(1))
-        slope = (c * gate * (1 - gate) * A).sum(1)
-        step = (y - (gate * A).sum(1)) / torch.where(slope == 0, 1.0, slope)
+        gate = torch.sigmoid(c * z.unsqueeze(-1))
+        slope = (c * gate * (1 - gate) * A).sum(-1)
+        step = (y - (gate * A).sum(-1)) / torch.where(slope == 0, 1.0, slope)
         z = z + step.clamp(-0.5, 0.5)
-    miss = ((torch.sigmoid(c * z.unsqueeze(1)) * A).sum(1) - y).abs()
-    return torch.where(miss < 1e-10 * A.abs().sum(1), z, torch.nan)
+    miss = ((torch.sigmoid(c * z.unsqueeze(-1)) * A).sum(-1) - y).abs()
+    return torch.where(miss < 1e-10 * A.abs().sum(-1), z, torch.nan)

@@ -21,7 +21,7 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.crossings import Lines, find_hidden_lines, find_lines
 from keyhole.extract.far_field import Probe, Unlucky
 from keyhole.extract.masks import Behind, mask_all, mask_others
-from keyhole.extract.near_field import Questions, Rays, Rows, read_logits
+from keyhole.extract.near_field import Rays, Rows, read_logits
 from keyhole.extract.slopes import fit_ray
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status
@@ -36,13 +36,14 @@ def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines
     """Every head at a random token x_0, and the lines sharpened by what was measured."""
     x = torch.randn(len(v), generator=stream, dtype=torch.float64)
     x = x / _norm(x)
+    frame = random_orthogonal(len(v), stream)
     lines = find_lines(Probe(oracle, x, v), stream)
     x, lines = _balanced(x, lines)
-    rays, rest = _values(oracle, x, v, lines, stream)
+    rays, rest = _values(oracle, x, v, lines, frame, stream)
     if rays is None or rest > NOTHING:
         lines = lines.union(find_hidden_lines(Probe(oracle, x, v), stream))
         x, lines = _balanced(x, lines)
-        rays, rest = _values(oracle, x, v, lines, stream)
+        rays, rest = _values(oracle, x, v, lines, frame, stream)
         if rays is None or rest > NOTHING:
             raise Unlucky(Status.MISMATCH, "the values of the heads found do not add up to f([x])")
     return _settle(oracle, lines, rays, stream)
@@ -57,17 +58,23 @@ def _balanced(x: Tensor, lines: Lines) -> tuple[Tensor, Lines]:
 
 
 def _values(
-    oracle: Oracle, x: Tensor, v: Tensor, lines: Lines, stream: torch.Generator
+    oracle: Oracle,
+    x: Tensor,
+    v: Tensor,
+    lines: Lines,
+    frame: Tensor,
+    stream: torch.Generator,
 ) -> tuple[Rays | None, float]:
     """All rays with their values, and what is missing to v (relative); None: a gate stays open."""
     scale = max(lines.scale, float(_norm(v)))
-    v0 = _zero_value(oracle, x, lines, scale, stream)
+    v0 = _zero_value(oracle, x, lines, scale, frame, stream)
     line = torch.arange(len(lines.g)).repeat_interleave(2)
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(lines.g))
     empty = torch.zeros(0, len(v), dtype=torch.float64)
     found = (line, sign, empty)
     if len(line):
-        opened = _open_values(Behind(oracle, empty, v0), x, lines, line, sign, scale, stream)
+        behind = Behind(oracle, empty, v0)
+        opened = _open_values(behind, x, lines, line, sign, scale, frame, stream)
         if opened is None:
             return None, math.inf
         present, values = opened
@@ -75,18 +82,17 @@ def _values(
     line, sign, values = found
     one = torch.ones(len(line), 1, dtype=torch.float64)
     g = sign.unsqueeze(1) * lines.g[line]
-    rays = Rays(x, line, sign, g, values, v0, one, values.unsqueeze(1))
+    rays = Rays(x, line, sign, g, values, v0, one, values.unsqueeze(1), frame)
     rest = float(_norm(v - v0 - values.sum(0)))
     return rays, rest / scale if scale else rest
 
 
 def _zero_value(
-    oracle: Oracle, x: Tensor, lines: Lines, scale: float, stream: torch.Generator
+    oracle: Oracle, x: Tensor, lines: Lines, scale: float, frame: Tensor, stream: torch.Generator
 ) -> Tensor:
     """v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked: 2 answers if none."""
-    d = len(x)
     size = 1 / float(_norm(lines.g).max()) if len(lines.g) else float(_norm(x))
-    Q = size * random_orthogonal(d, stream)
+    Q = size * frame
     D = mask_all(lines, (lines.g @ Q.mT).abs().amax(1) + 5, stream) if len(lines.g) else Q[:2]
     behind = Behind(oracle, D.unsqueeze(0), torch.zeros_like(x))
     seen = float(behind.at_once(x, Q[:2].sum(0)[None, None]).abs())
@@ -103,6 +109,7 @@ def _open_values(
     line: Tensor,
     sign: Tensor,
     scale: float,
+    frame: Tensor,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor] | None:
     """Which of the rays have heads, and the sum of their values.
@@ -111,34 +118,30 @@ def _open_values(
     """
     d = len(x)
     g = sign.unsqueeze(1) * lines.g[line]
-    Q = equalised(g, random_orthogonal(d, stream))
+    Q = equalised(g, frame)
     length = _OPEN * math.sqrt(d) / (_norm(g) * lines.slow[line])
-    present = torch.ones(len(line), dtype=torch.bool)
-    todo, first = torch.arange(len(line)), torch.zeros(len(line), dtype=torch.float64)
+    y = torch.zeros(len(line), 3, dtype=torch.float64)
     D = torch.zeros(len(line), 2, d, dtype=torch.float64)
+    mix = (1 + 0.3 * torch.randn(d, generator=stream, dtype=torch.float64)) / d
+    todo = torch.arange(len(line))
     for _ in range(4):
         delta = length[todo, None, None] * Q[todo]
         reach = 2 * (delta @ lines.g.mT).abs().amax(1)
         reach[torch.arange(len(todo)), line[todo]] = 5.0
         D[todo] = mask_others(lines, line[todo], sign[todo], reach, stream).D
-        mix = 1 + 0.3 * torch.randn(d, generator=stream, dtype=torch.float64)
-        probe = torch.stack([mix @ delta / d, delta[:, 0], 2 * delta[:, 0]], 1)
-        y = replace(behind, D=D[todo]).at_once(x, probe)
-        size = scale * length[todo]
-        first[todo] = y[:, 1]
-        present[todo] = y.abs().amax(1) > NOTHING * size
-        closed = present[todo] & ((y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * size)
-        todo = todo[closed]
+        probe = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
+        y[todo] = replace(behind, D=D[todo]).at_once(x, probe)
+        present = y.abs().amax(1) > NOTHING * scale * length
+        closed = (y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * scale * length
+        todo = (present & closed).nonzero().squeeze(1)
         if not len(todo):
-            break
+            delta = length[present, None, None] * Q[present]
+            rest = replace(behind, D=D[present]).at_once(x, delta[:, 1:])
+            answers = torch.cat([y[present, 1:2], rest], 1)
+            values = (answers.unsqueeze(1) @ delta).squeeze(1)
+            return present, values / length[present].unsqueeze(1) ** 2
         length[todo] *= 8
-    else:
-        return None
-    delta = length[present, None, None] * Q[present]
-    y = replace(behind, D=D[present]).at_once(x, delta[:, 1:])
-    y = torch.cat([first[present].unsqueeze(1), y], 1)
-    values = (y.unsqueeze(1) @ delta).squeeze(1) / length[present].unsqueeze(1) ** 2
-    return present, values
+    return None
 
 
 def equalised(g: Tensor, Q: Tensor) -> Tensor:
@@ -153,14 +156,13 @@ def _settle(
     oracle: Oracle, lines: Lines, rays: Rays, stream: torch.Generator
 ) -> tuple[Lines, Rays]:
     """g and the slopes of every ray. The second turn has the sharper normals of the first."""
-    frame = random_orthogonal(len(rays.x), stream)
     todo = torch.arange(len(rays))
     for _ in range(2):
         if not len(todo):
             return lines, rays
         part = rays.part(todo)
         values = rays.other_values()[todo]
-        g, single = _near_field(oracle, lines, part, values, frame, stream)
+        g, single = _near_field(oracle, lines, part, values, stream)
         rays.g[todo] = torch.where(single.unsqueeze(1), g, part.g)
         todo = todo[~single]
         lines = _sharpened(lines, rays, todo)
@@ -174,11 +176,10 @@ def _near_field(
     lines: Lines,
     rays: Rays,
     values: Tensor,
-    frame: Tensor,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """g of rays from d logits, and whether one logistic explains three more answers."""
-    rows = Rows.design(frame.unsqueeze(0), rays)
+    rows = Rows.design(rays.frame.unsqueeze(0), rays)
     count, k, d = rows.deltas.shape
     tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
     tests = tests + (rays.g / _norm(rays.g).unsqueeze(1)).unsqueeze(1)
@@ -188,16 +189,12 @@ def _near_field(
     reach = (both @ lines.g.mT).abs().amax(1) + 5
     masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
     behind = Behind(oracle, masks.D, rays.v0)
+    x, owner = rays.x.unsqueeze(0), torch.arange(count)
     fixed = torch.cat([zero, tests], 1)
-    flat, index = fixed.reshape(-1, d), torch.arange(count * fixed.shape[1])
-    x = rays.x.unsqueeze(0)
-    y = behind.ask(x, index * 0, flat, index, index // fixed.shape[1]).view(count, -1)
-    index = torch.arange(count * k)
-    asked = Questions(
-        x, y[:, 0].unsqueeze(0), rows.deltas.reshape(-1, d), index // k, index * 0, index
-    )
-    z = read_logits(behind, rays, asked, tries=2).view(1, count, k)
-    g = rows.solve(z, torch.arange(count))[0]
+    y = behind.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
+    flat = rows.deltas.view(-1, d)
+    z = read_logits(behind, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2)
+    g = rows.solve(z.view(1, count, k)).squeeze(1)
     signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
     expected = torch.sigmoid((tests @ g.unsqueeze(2)).squeeze(2)) * signal
     noise = 1e-14 * float(_norm(rays.V).max()) * (_norm(masks.D).amax(1) + _norm(both).amax(1))
@@ -210,16 +207,16 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
 
     g is the fastest gate's on the line; `slow` relates the slowest to it.
     """
-    g, slow = lines.g.clone(), lines.slow.clone()
-    open_lines = set(rays.line[unknown].tolist())
+    settled = torch.bincount(rays.line, minlength=len(lines.g)) > 0
+    settled[rays.line[unknown]] = False
     size = _norm(rays.g)
-    slope = torch.where((rays.V != 0).any(2), rays.c, torch.inf).amin(1) * size
-    for number in set(rays.line.tolist()) - open_lines:
-        mine = (rays.line == number).nonzero().squeeze(1)
-        fast = mine[size[mine].argmax()]
-        g[number] = rays.sign[fast] * rays.g[fast]
-        slow[number] = slope[mine].min() / size[fast]
-    return Lines(g, slow, lines.scale)
+    slope = size * torch.where((rays.V != 0).any(2), rays.c, torch.inf).amin(1)
+    fastest = torch.zeros_like(lines.slow).scatter_reduce(0, rays.line, size, "amax")
+    slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(0, rays.line, slope, "amin")
+    g = lines.g.clone()
+    which = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
+    g[rays.line[which]] = rays.sign[which].unsqueeze(1) * rays.g[which]
+    return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
 
 
 def _norm(rows: Tensor) -> Tensor:

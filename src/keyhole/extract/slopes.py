@@ -62,8 +62,8 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
         if fitted is not None:
             return _with_ray(rays, ray, *fitted)
     raise Unlucky(
-        Status.NOT_IDENTIFIABLE,
-        f"heads that share a direction W x but are not {MOST} or fewer with slopes well apart",
+        Status.MISMATCH,
+        f"a direction W x whose gate no {MOST} heads explain: more heads, or no attention",
     )
 
 
@@ -120,7 +120,7 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
     enough = _LIKELY * float(torch.linalg.vector_norm(wanted))
     # The best start for each largest slope: the very best ones often share one bad valley.
     best = {float(grid[k, -1]): k for k in miss.argsort(descending=True).tolist()}
-    starts = sorted(best.values(), key=lambda k: float(miss[k]))
+    starts = sorted(best.values(), key=miss.tolist().__getitem__)
     for start in starts[: _STARTS if count > 1 else 1]:
         log_kappa, left = levenberg(model, grid[start].log(), steps=200)
         if left < enough:
@@ -207,8 +207,12 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
     """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
     point, damping = start, 1e-3
     miss, J = model(point)
-    best = float(torch.linalg.vector_norm(miss))
-    for _ in range(steps):
+    best = mark = float(torch.linalg.vector_norm(miss))
+    for turn in range(1, steps + 1):
+        if turn % 20 == 0:
+            if best > 0.9 * mark:
+                break  # a minimum that is not zero
+            mark = best
         size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
         A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
         wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)

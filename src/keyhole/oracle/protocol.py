@@ -7,6 +7,7 @@ An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in flo
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -64,7 +65,7 @@ def _finite(values: Tensor) -> bool:
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
