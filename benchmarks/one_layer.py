@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 import show
-from keyhole.extract import Extraction, LowRank, OneLayerTransformer, ReluNetwork, Status
+from keyhole.extract import (
+    Extraction,
+    LowRank,
+    MultiHead,
+    OneLayerTransformer,
+    ReluNetwork,
+    Status,
+)
 from keyhole.oracle import OneLayer, Oracle, ReluFfn, plant
 from show import Row
 
@@ -81,6 +88,26 @@ def transformer_row(
         worst <= TARGET and recovered == seeds,
         f"{recovered}/{seeds} recovered, {mean(queries):,.0f} queries "
         f"(m·d = {width * 16}, d² = 256)",
+    )
+
+
+def heads_row(heads: int, d: int, width: int, seeds: int) -> Row:
+    errors: list[float] = []
+    queries: list[int] = []
+    recovered = 0
+    for seed in range(seeds):
+        target = plant("one-layer", dim=d, heads=heads, width=width, seed=seed)
+        result = OneLayerTransformer(attention=MultiHead(seed=seed), seed=seed)(target)
+        errors.append(fresh_error(target, result.model, (1, 2, 4, 16)))
+        queries.append(result.queries)
+        recovered += result.status is Status.RECOVERED
+    return Row(
+        f"one-layer Transformer, {heads} heads, d={d}, width {width}",
+        f"{max(errors):.1e}",
+        f"<= {TARGET:.0e}",
+        max(errors) <= TARGET and recovered == seeds,
+        f"{recovered}/{seeds} recovered, {mean(queries):,.0f} queries "
+        f"(m·H·d = {width * heads * d}, 2H·d² = {2 * heads * d * d})",
     )
 
 
@@ -154,6 +181,11 @@ def run(quick: bool) -> list[Row]:
     rows.append(transformer_row("the same with Aᵀw = 0", mirrored, 32, seeds))
     rows.append(transformer_row("the same with Aᵀw = 0", mirrored, 64, seeds))
     rows.append(transformer_row("attention of rank 2, LowRank", low_rank, 32, seeds, LowRank))
+    shapes = [(2, 12, 16), (3, 12, 16)]
+    if not quick:
+        shapes = [(H, d, m) for d in (12, 16) for H in (2, 3) for m in (16, 32)]
+        shapes += [(4, 16, 32), (4, 64, 64)]
+    rows += [heads_row(heads, d, width, seeds) for heads, d, width in shapes]
     sizes = (
         [(8, 16), (16, 64)] if quick else [(d, m) for d in (8, 16, 32) for m in (16, 32, 64, 128)]
     )

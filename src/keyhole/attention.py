@@ -52,14 +52,12 @@ def output(
     queries = tokens[..., -1:, :] if last else tokens
     # The last token sees every key, masked or not.
     A = probabilities(scores(queries, tokens, W), causal=causal and not last)
-    if W.ndim == 2:
-        result = A @ (tokens @ V)
-    else:
-        values = tokens.unsqueeze(-3) @ V if V.shape[-1] > 1 else _scalar_values(tokens, V)
-        result = (A @ values).sum(-3)
+    result = A @ (tokens @ V) if W.ndim == 2 else (A @ _values(tokens, V)).sum(-3)
     return result.squeeze(-2) if last else result
 
 
-def _scalar_values(tokens: Tensor, V: Tensor) -> Tensor:
-    """`X v_h` for all heads as one matrix product: (…, n, d) and (H, d, 1) to (…, H, n, 1)."""
-    return (tokens @ V.squeeze(-1).mT).mT.unsqueeze(-1)
+def _values(tokens: Tensor, V: Tensor) -> Tensor:
+    """`X V_h` for all heads as one matrix product: (…, n, d) and (H, d, m) to (…, H, n, m)."""
+    heads, d, m = V.shape
+    together = V.transpose(0, 1).reshape(d, heads * m)
+    return (tokens @ together).unflatten(-1, (heads, m)).transpose(-3, -2)

@@ -20,6 +20,11 @@ and any method for a head learns W from the second line. Departures:
   like. Differences of nearly equal answers cost a factor of about t² in precision, so this is
   the second choice.
 - Only φ = 0 leaves W unknown: then every answer is zero.
+- Several heads, F(X) = wᵀ ReLU(Σ_h A_h attn_h(X)), which the paper leaves out. The second line
+  becomes Σ_h (A_hᵀw)ᵀ attn_h(X), from which a method for several heads learns all W_h; then φ is a
+  network of Hd inputs that known heads can be steered to (steering.py). Equal W_h act as one head
+  with the sum of the A_h. Heads with A_hᵀw = 0 are invisible in the odd part; what is found
+  without them does not agree with fresh answers, and the judge says so.
 """
 
 from __future__ import annotations
@@ -31,9 +36,14 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.extract.bilinear import scalar
+from keyhole.extract.folds import Folds, neurons
 from keyhole.extract.judge import Method, Step, settle
+from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.steering import NotSteerable, Steered
+from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Extraction, Status, Unsuccessful
@@ -41,13 +51,15 @@ from keyhole.results import Extraction, Status, Unsuccessful
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one cell gives more digits
 _ROOM = 1.01  # how much farther than x + δ the cell's nearest wall has to be
 _FARTHEST = 1e12  # for t²: beyond, nothing is left of the difference
+_SAMPLE = 8  # answers that show whether there is an odd part
 
 
 @dataclass(frozen=True)
 class OneLayerTransformer:
     """Exact extraction of attention and network from scores (Section 4.1).
 
-    `width` is the largest number of neurons, if it is known; `attention` any method for one head.
+    `width` is the largest number of neurons, if it is known; `attention` any method for one head,
+    or `MultiHead()` for several.
     """
 
     width: int | None = None
@@ -65,12 +77,20 @@ class OneLayerTransformer:
         return ReluNetwork(self.width, seed=self.seed, tolerance=self.tolerance)
 
     def expected(self, dim: int) -> int | None:
-        network, attention = self._network().expected(dim), self.attention.expected(dim)
+        heads, free = 1, dim  # one head's questions of length one are free
+        if isinstance(self.attention, MultiHead):
+            heads, free = self.attention.heads or 1, 0
+        network, attention = self._network().expected(heads * dim), self.attention.expected(dim)
         if network is None or attention is None:
             return None
-        return network + 2 * (attention - dim)  # its questions of length one are free
+        return network + 2 * (attention - free)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
+        if isinstance(self.attention, MultiHead):
+            return self._heads_first(oracle)
+        return self._network_first(oracle)
+
+    def _network_first(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         nothing = torch.zeros(d, d, dtype=torch.float64)
         network, known, floor = ReluFfn(nothing[:0], nothing[:0, 0]), 0, 0
@@ -87,6 +107,54 @@ class OneLayerTransformer:
             model = OneLayer(step.model.W, network.A, network.w)
             yield Step(model, known + step.known - d, floor + step.floor - d)
 
+    def _heads_first(self, oracle: Oracle) -> Iterator[Step]:
+        _require_odd_part(oracle, self.seed)
+        last: Step | None = None
+        heads: list[Tensor] = []
+        for last in self.attention.steps(_Antisymmetric(oracle)):
+            if isinstance(last.model, planted.MultiHead):
+                heads, v = list(last.model.W), torch.cat(list(last.model.v))
+                network, _ = neurons(Folds.none(len(v)), 0.5 * v)  # the odd part of F
+                floor = last.floor + len(v) * max(1, (self.width or 2) - 1)
+                yield Step(_join(heads, network), last.known, floor, remark=last.remark)
+        if last is None:
+            return
+        inputs = len(heads) * oracle.dim
+        known, floor = last.known - inputs, last.floor - inputs  # v is in the network
+        try:
+            features = Steered(oracle, torch.stack(heads), self.seed) if len(heads) > 1 else oracle
+            for step in self._network().steps(features):
+                if isinstance(step.model, ReluFfn):
+                    model = _join(heads, step.model)
+                    yield Step(model, known + step.known, floor + step.floor, remark=last.remark)
+        except NotSteerable as obstacle:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, f"{last.remark}, but the network stays hidden: {obstacle}"
+            ) from obstacle
+
+
+def _join(heads: list[Tensor], network: ReluFfn) -> OneLayer:
+    """Heads and the network of their joint output, as one Transformer."""
+    if len(heads) == 1:
+        return OneLayer(heads[0], network.A, network.w)
+    A = network.A.unflatten(1, (len(heads), -1)).transpose(0, 1)
+    return OneLayer(torch.stack(heads), A.contiguous(), network.w)
+
+
+def _require_odd_part(oracle: Oracle, seed: int) -> None:
+    """Refuse what a method for heads would see as rounding only."""
+    stream = torch.Generator().manual_seed(seed)
+    X = torch.randn(_SAMPLE, 3, oracle.dim, generator=stream, dtype=torch.float64)
+    answers = scalar(ask(oracle, torch.cat([X, -X]))).unflatten(0, (2, -1))
+    largest = answers.abs().max()
+    if largest == 0:
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
+    if (answers[0] - answers[1]).abs().max() <= _WEAK**3 * largest:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "F(−X) = F(X): several heads can only be read where A_hᵀw is not zero",
+        )
+
 
 def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
     size = torch.linalg.vector_norm(network.A, dim=1) @ network.w.abs()
@@ -101,18 +169,18 @@ def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
 
 
 class _Antisymmetric:
-    """`F(X) − F(−X)`: a head with v = Aᵀw."""
+    """`F(X) − F(−X)`: heads with v_h = A_hᵀw, whose sum may be known."""
 
-    def __init__(self, inner: Oracle, v: Tensor) -> None:
+    def __init__(self, inner: Oracle, v: Tensor | None = None) -> None:
         self._inner = inner
         self._v = v
 
     @property
     def dim(self) -> int:
-        return len(self._v)
+        return self._inner.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        if sequences.shape[1] == 1:
+        if sequences.shape[1] == 1 and self._v is not None:
             return sequences[:, 0] @ self._v
         return _ask_pairs(self._inner, sequences, -sequences, lambda F: F[:, 0] - F[:, 1])
 

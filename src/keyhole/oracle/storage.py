@@ -56,7 +56,9 @@ def plant(
     if kind == "multi-head":
         return MultiHead([weights() for _ in range(heads)], [normal(dim) for _ in range(heads)])
     if kind == "one-layer":
-        return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
+        several = () if heads == 1 else (heads,)
+        W = torch.stack([weights() for _ in range(heads)]).reshape(*several, dim, dim)
+        return OneLayer(W, normal(*several, width, dim) / math.sqrt(dim), normal(width))
     if kind == "relu":
         return ReluFfn(normal(width, dim) / math.sqrt(dim), normal(width))
     W = torch.stack([weights() for _ in range(heads)])
