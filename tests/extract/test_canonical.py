@@ -12,7 +12,7 @@ import reference
 from keyhole import oracle
 from keyhole.errors import InputError
 from keyhole.extract import canonical, same_function
-from keyhole.extract.canonical import remarks
+from keyhole.extract.heads.canonical import remarks
 
 
 def heads(dim: int, count: int, seed: int) -> oracle.MultiHead:

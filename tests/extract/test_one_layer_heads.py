@@ -14,7 +14,7 @@ from torch import Tensor
 
 import reference
 from keyhole.extract import Extraction, MultiHead, OneLayerTransformer, Status
-from keyhole.extract.steering import NotSteerable, Steered
+from keyhole.extract.networks.steering import NotSteerable, Steered
 from keyhole.oracle import Clipped, Counted, Ledger, OneLayer, ReluFfn, Rounded, plant
 
 ATTACK = OneLayerTransformer(attention=MultiHead())

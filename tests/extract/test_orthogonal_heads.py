@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keyhole.errors import InputError
 from keyhole.extract import OrthogonalHeads, Status
 from keyhole.extract.bilinear import random_orthogonal, read_values
-from keyhole.extract.hessian_blocks import QuadraticForms, finest_blocks
+from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
 from keyhole.oracle import Counted
 from keyhole.oracle.planted import Attention, MultiHead
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from keyhole import extract, oracle
 from keyhole.errors import InputError
-from keyhole.extract import least_squares
-from keyhole.extract.intervals import Forms, Interval, best_logit
-from keyhole.extract.least_squares import Pairs, Singles
+from keyhole.extract.blurred import least_squares
+from keyhole.extract.blurred.intervals import Forms, Interval, best_logit
+from keyhole.extract.blurred.least_squares import Pairs, Singles
 from keyhole.results import Extraction, Status
 
 KNOWN = (Status.RECOVERED, Status.INEXACT)

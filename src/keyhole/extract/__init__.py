@@ -1,8 +1,8 @@
 """Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
 
 from keyhole.extract.auto import Auto, choose
-from keyhole.extract.canonical import canonical, same_function
 from keyhole.extract.full_output import FullOutput
+from keyhole.extract.heads.canonical import canonical, same_function
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead

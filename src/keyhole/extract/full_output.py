@@ -1,6 +1,6 @@
 """All of an attention layer from the vectors it returns.
 
-ALGORITHMS III.7, after *Provably Learning Attention with Queries* (arXiv 2601.16873). For one head
+Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads scores. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 
@@ -16,9 +16,9 @@ these an oracle is, and whether it is causal, shows in the answers themselves. S
 told apart in the far field (full_heads.py), for d queries more if every token answers and
 (H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
 
-Departure: the specification sends d + 1 tokens and solves one square system. Here keys are long
-and queries short (panel.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are
-the same computation.
+The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
+(panel.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
+computation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.full_heads import separate_values
 from keyhole.extract.judge import Step, settle
-from keyhole.extract.layer_forms import LayerForms
-from keyhole.extract.panel import Panel, open_panel
+from keyhole.extract.layers.full_heads import separate_values
+from keyhole.extract.layers.layer_forms import LayerForms
+from keyhole.extract.layers.panel import Panel, open_panel
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Extraction, Status, Unsuccessful

@@ -1,6 +1,6 @@
 """Many heads, exactly, with about H(d² + d) queries, or H(2rd − r² + d) if their rank is r.
 
-ALGORITHMS III.6. The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
+The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
 Fix the asking token x and put `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and
 x+D2 that take the attention of all other heads and none of its own (masks.py), so that
 
@@ -15,9 +15,9 @@ one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attenti
     columns.py                   W_h at all x                 d(d − 1)H + dH, less for low rank
     slopes.py                    heads with proportional W, which no mask parts
 
-Departures from the route in ALGORITHMS: its steps 3 and 4 look for every crossing again at d
-tokens; with masks the far field is needed at one token only and to a few digits, and all parameters
-come from the near field, to rounding. (The published count, arXiv 2608.03294, is 4Hd² − 2H + 1.)
+Without masks every crossing would have to be found again at d tokens; with them the far field is
+needed at one token only and to a few digits, and all parameters come from the near field, to
+rounding. (The published count, arXiv 2608.03294, is 4Hd² − 2H + 1.)
 
 Limits. Heads with equal W act as one and heads with v = 0 are invisible (Proposition 7.1): what is
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
@@ -38,11 +38,11 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.columns import Columns
-from keyhole.extract.far_field import Unlucky
+from keyhole.extract.heads.columns import Columns
+from keyhole.extract.heads.far_field import Unlucky
+from keyhole.extract.heads.near_field import Rays
+from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import Step, settle
-from keyhole.extract.near_field import Rays
-from keyhole.extract.rays import find_rays
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.results import Extraction, Status, Unsuccessful

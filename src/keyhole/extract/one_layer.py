@@ -37,12 +37,12 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import scalar
-from keyhole.extract.folds import Folds, neurons
 from keyhole.extract.judge import Method, Step, settle
 from keyhole.extract.multi_head import MultiHead
+from keyhole.extract.networks.folds import Folds, neurons
+from keyhole.extract.networks.steering import NotSteerable, Steered
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
-from keyhole.extract.steering import NotSteerable, Steered
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask

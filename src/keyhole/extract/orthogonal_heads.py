@@ -27,7 +27,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.hessian_blocks import QuadraticForms, finest_blocks
+from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
 from keyhole.extract.judge import Step, settle
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.exams import SignExam
-from keyhole.extract.halfspace import (
+from keyhole.extract.blurred.exams import SignExam
+from keyhole.extract.blurred.halfspace import (
     EPSILON,
     Average,
     Direction,

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.extract import least_squares
 from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
-from keyhole.extract.exams import AmplifiedExam
-from keyhole.extract.intervals import Forms, Interval
+from keyhole.extract.blurred import least_squares
+from keyhole.extract.blurred.exams import AmplifiedExam
+from keyhole.extract.blurred.intervals import Forms, Interval
+from keyhole.extract.blurred.least_squares import Pairs, Singles
 from keyhole.extract.judge import Examination, Step, settle
-from keyhole.extract.least_squares import Pairs, Singles
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Extraction, Status, Unsuccessful

@@ -16,8 +16,8 @@ beside each other as the values `V_hᵀδ_j` are independent: their weights foll
 and their forms by `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. Where only the last token answers, k = 1
 and each query is a sequence of its own; where every token does, k queries cost one sequence.
 
-Long keys make long answers, so noise or rounding of a fixed size drowns in them: III.3's
-amplification, for nothing.
+Long keys make long answers, so noise or rounding of a fixed size drowns in them: the
+amplification of tolerant.py, for nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The heads at one asking token, one by one: their values and `g = W x_0`.
 
-ALGORITHMS III.6, steps 2 and 3, by masks (masks.py). For each line of the far field and each sign
+By masks (masks.py). For each line of the far field and each sign
 the ray is isolated; a few answers tell whether a head is there, so that opposite heads are found
 and not guessed. With the gate fully open its answer is `vᵀδ`: d answers give v; then d gates in the
 near field give g, and three more test that one logistic explains them.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.crossings import Lines, find_hidden_lines, find_lines
-from keyhole.extract.far_field import Probe, Unlucky
-from keyhole.extract.masks import Behind, mask_all, mask_others
-from keyhole.extract.near_field import Rays, Rows, read_logits
-from keyhole.extract.slopes import fit_ray
+from keyhole.extract.heads.crossings import Lines, find_hidden_lines, find_lines
+from keyhole.extract.heads.far_field import Probe, Unlucky
+from keyhole.extract.heads.masks import Behind, mask_all, mask_others
+from keyhole.extract.heads.near_field import Rays, Rows, read_logits
+from keyhole.extract.heads.slopes import fit_ray
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status
 

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.extract.masks import Behind
+from keyhole.extract.heads.masks import Behind
 
 _LOGIT = 0.6  # the size of gᵀδ that probes aim at
 _WIDEST = 4.0  # a logit beyond this is asked again with a quarter of δ

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.extract.crossings import Lines
-from keyhole.extract.far_field import Unlucky
+from keyhole.extract.heads.crossings import Lines
+from keyhole.extract.heads.far_field import Unlucky
+from keyhole.extract.heads.masks import Behind, mask_others, pull
+from keyhole.extract.heads.near_field import Rays, Rows, read_logits, starting_with
 from keyhole.extract.low_rank import unknowns
-from keyhole.extract.masks import Behind, mask_others, pull
-from keyhole.extract.near_field import Rays, Rows, read_logits, starting_with
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status
 

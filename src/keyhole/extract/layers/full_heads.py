@@ -1,7 +1,7 @@
 """The values of several heads, told apart in the far field.
 
-ALGORITHMS III.6 (far-field crossing) for vector answers, which make it algebra instead of a
-search. One key δ and a query x (panel.py), both far out: every gate is 0 or 1, so
+The far field again (heads/far_field.py); vector answers make it algebra instead of a search. One
+key δ and a query x (panel.py), both far out: every gate is 0 or 1, so
 
     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.panel import Panel
+from keyhole.extract.layers.panel import Panel
 from keyhole.results import Status, Unsuccessful
 
 _ROUNDS = 4  # of more x, until their sign patterns tell the heads apart

@@ -1,6 +1,6 @@
 """The far field of many heads: linear cells, and the hyperplanes between them.
 
-ALGORITHMS III.6. Fix the asking token x and put `g_h = W_h x`:
+Fix the asking token x and put `g_h = W_h x`:
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 

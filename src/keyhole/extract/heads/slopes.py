@@ -19,10 +19,10 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from keyhole.extract.crossings import Lines
-from keyhole.extract.far_field import Unlucky
-from keyhole.extract.masks import Behind, mask_others
-from keyhole.extract.near_field import Rays
+from keyhole.extract.heads.crossings import Lines
+from keyhole.extract.heads.far_field import Unlucky
+from keyhole.extract.heads.masks import Behind, mask_others
+from keyhole.extract.heads.near_field import Rays
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import batch_rows, scalar
-from keyhole.extract.least_squares import Pairs
+from keyhole.extract.blurred.least_squares import Pairs
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Status, Unsuccessful
 

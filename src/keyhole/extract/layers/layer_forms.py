@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from keyhole.extract.panel import Panel, solve_scores
+from keyhole.extract.layers.panel import Panel, solve_scores
 
 _RUNGS = 8.0 ** torch.arange(-5, 6, dtype=torch.float64)
 _SOUND = 0.1  # a score known better than this tells the scale; a worse one is saturated

@@ -1,11 +1,11 @@
 """The normals of the hyperplanes where the far field jumps, to the few digits that masks need.
 
-ALGORITHMS III.6, step 3. At a crossing all other gates are saturated, so with the cells on both
+At a crossing all other gates are saturated, so with the cells on both
 sides known
 
     (φ − cell before) / (cell after − cell before) = σ(gᵀδ),
 
-and d answers around it give g. Departures: only the direction and rough length of g are wanted here
+and d answers around it give g. Only the direction and rough length of g are wanted here
 (masks.py isolates the head afterwards, and everything is measured again in the near field). The
 probes' length is tiny beside |δ*|, so the cells' values at δ* serve for all of them and their
 linear maps are never measured: d queries a head instead of 3d.
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.far_field import FAR, Circle, Probe, Unlucky, best_circle, saturation_radius
+from keyhole.extract.heads.far_field import (
+    FAR,
+    Circle,
+    Probe,
+    Unlucky,
+    best_circle,
+    saturation_radius,
+)
 from keyhole.results import Status
 
 _ISOLATED = 400.0  # radius of a crossing, in saturation radii per gap: other gates at |z| > 5000

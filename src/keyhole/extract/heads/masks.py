@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import batch_rows, scalar
-from keyhole.extract.crossings import Lines
+from keyhole.extract.heads.crossings import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
 MARGIN = 50.0  # e^{−50} is far below rounding

@@ -1,0 +1,1 @@
+"""Reading a layer that returns vectors: the measurements behind full_output.py."""
