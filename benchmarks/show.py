@@ -39,11 +39,17 @@ class Stopwatch:
         self.inner = inner
         self.dim = inner.dim
         self.seconds = 0.0
+        self._log: list[tuple[int, float]] = [(0, 0.0)]
+
+    def until(self, queries: int) -> float:
+        """The seconds of the first so many queries: an attack's, without the judge's."""
+        return max(seconds for count, seconds in self._log if count <= queries)
 
     def __call__(self, sequences: Tensor) -> Tensor:
         started = time.perf_counter()
         answers = self.inner(sequences)
         self.seconds += time.perf_counter() - started
+        self._log.append((self._log[-1][0] + len(sequences), self.seconds))
         return answers
 
 
