@@ -105,7 +105,7 @@ def test_what_is_not_piecewise_linear_ends_in_a_status(values: object) -> None:
     def counted(t: Tensor) -> Tensor:
         nonlocal asked
         asked += len(t)
-        return values(t)  # type: ignore[operator]
+        return values(t)
 
     with pytest.raises(Unsuccessful) as end:
         find_pieces(counted, _tolerance, 64)

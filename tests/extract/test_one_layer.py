@@ -57,7 +57,7 @@ def fresh_error(target: OneLayer, model: object, seed: int = 77) -> float:
     for length in (1, 2, 4, 9):
         X = normal(seed + length, 50, length, target.dim)
         answers = target(X)
-        error = (model(X) - answers).abs().max() / answers.abs().max()  # type: ignore[operator]
+        error = (model(X) - answers).abs().max() / answers.abs().max()
         worst = max(worst, float(error))
     return worst
 
