@@ -79,7 +79,9 @@ def related(seeds: range) -> list[Row]:
 
 def overhead(quick: bool) -> list[Row]:
     sizes = (
-        ((16, 2, None),) if quick else ((64, 8, None), (64, 8, 8), (96, 8, None), (64, 16, None))
+        ((16, 2, None),)
+        if quick
+        else ((64, 8, None), (64, 8, 8), (64, 16, None), (128, 8, None), (128, 8, 16))
     )
     rows: list[Row] = []
     for d, heads, rank in sizes:

@@ -112,6 +112,15 @@ def test_related_heads_come_out_in_canonical_form(kind, others):
         assert canonical(result.model).W[0].equal(result.model.W[0])
 
 
+def test_values_that_add_up_to_rounding():
+    target = plant(10, 4, seed=3)
+    v = [*target.v[:3], -(target.v[0] + target.v[1] + target.v[2])]
+    target = oracle.MultiHead(target.W, v)
+    result = extract.MultiHead()(target)
+    assert result.status is Status.RECOVERED, result.reason
+    assert worst(result.model, target) <= 1e-9
+
+
 def test_the_reason_tells_what_the_oracle_can_tell():
     target = plant(8, 2, seed=1)
     W, v = [*target.W, -target.W[0], 0 * target.W[0]], [*target.v, values(8), values(8, 1)]

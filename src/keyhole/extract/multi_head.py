@@ -23,7 +23,8 @@ Limits. Heads with equal W act as one and heads with v = 0 are invisible (Propos
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
-1e-5 only. Precision falls where lines crowd (H ≥ d): about 1e-9 there, 1e-13 elsewhere.
+1e-5 only. Precision falls where lines crowd (H ≥ d): about 1e-10 there, 1e-12 elsewhere. Of heads
+with positively proportional W at most three are told apart.
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ class MultiHead:
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
-    """Σ_h v_h from d answers of length one; three more tell whether they are linear."""
+    """Σ_h v_h from d answers of length one; four more tell whether they are linear.
+
+    The v_h may add up to zero: an answer of length two tells what is large and what is rounding.
+    """
     d = oracle.dim
     if d < 2:
         raise Unsuccessful(Status.NOT_APPLICABLE, "in one dimension all heads share one line")
@@ -121,7 +125,9 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)
     tests = factors.unsqueeze(1) * x
     answers = ask_scores(oracle, tests.unsqueeze(1))
-    size = float(torch.linalg.vector_norm(v) * torch.linalg.vector_norm(x))
+    pair = torch.stack([x.roll(1), x]).unsqueeze(0)
+    norm = float(torch.linalg.vector_norm(v) * torch.linalg.vector_norm(x))
+    size = max(norm, float(ask_scores(oracle, pair).abs()))
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
     if miss > _LINEAR * size:
         raise Unsuccessful(

@@ -7,9 +7,9 @@ x_0 still hold there, since their margins are relative to |D|. So
 
 One answer per (x_j, ray) proves the masks and is the baseline of the others: its probe ω pulls at
 every other head (`g_kᵀω` about 4), so that a leak shows, and has no value for its own, so that a
-sound mask leaves nothing of it. η_j is halved where a mask leaks. The baseline is measured rather
-than predicted because the oracle's rounding of `v_kᵀ(x+D)` is then the same as in the answers that
-it is subtracted from.
+sound mask leaves nothing of it. (Where lines crowd or share a ray it takes three.) η_j is halved
+where a mask leaks. The baseline is measured rather than predicted because the oracle's rounding of
+`v_kᵀ(x+D)` is then the same as in the answers that it is subtracted from.
 
 Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a few
 more at a time, until some bring nothing new. Then the singular vectors of all of them
@@ -43,9 +43,9 @@ class Tokens:
     """The asking tokens and the answers at δ = 0."""
 
     B: Tensor  # (d, d): x_0's direction, then the u_j
-    eta: Tensor  # (d−1,)
-    x: Tensor  # (d−1, d)
-    base: Tensor  # (d−1, R)
+    eta: Tensor  # (d,): |x_0|, then the η_j
+    x: Tensor  # (d, d): x_0, then the x_j
+    base: Tensor  # (d, R)
 
 
 class Columns:
@@ -80,13 +80,12 @@ class Columns:
         self._stop = torch.full((len(rays),), d)  # columns measured on all rows
         self.rank = torch.full((len(rays),), d)
         self.done = 1
-        self.complete = d == 1
+        self.complete = False
 
     @property
     def matrices(self) -> Tensor:
         """W (R, d, d) of each ray's first slope, zero where it was never measured."""
-        scale = torch.cat([_norm(self._rays.x).reshape(1), self._tokens.eta])
-        return (self._measured / scale.unsqueeze(1)).mT @ self._tokens.B
+        return (self._measured / self._tokens.eta.unsqueeze(1)).mT @ self._tokens.B
 
     @property
     def floor(self) -> int:
@@ -122,7 +121,7 @@ class Columns:
 
     def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
         """The logits (J, w, k) of probes (w, k, d) of some rays, for columns start to stop."""
-        tokens, some = self._tokens, slice(start - 1, stop - 1)
+        tokens, some = self._tokens, slice(start, stop)
         used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
         owner, rows = rays.unsqueeze(1).expand_as(used)[used], deltas[used]
         asked = read_logits(
@@ -177,28 +176,31 @@ def asking_tokens(
     size = float(_norm(rays.x))
     B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
     B[0] = rays.x / size
-    pulls = pull(lines, rays.line, rays.g, rays.V, stream)  # (R, 1 or 2, d)
+    pulls = pull(lines, rays.line, rays.g, rays.V, stream)
     many = pulls.shape[1]
     rows, owner = pulls.reshape(-1, d), torch.arange(count).repeat_interleave(many)
 
     def answers(x: Tensor) -> Tensor:
         return behind.grid(x, rows, owner).view(len(x), count, many)
 
-    shift = answers(rays.x.unsqueeze(0)) - v @ rays.x  # the same at every x while masks hold
+    origin = answers(rays.x.unsqueeze(0))
+    shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(_norm(rays.V).max())
-    noise = 2e-14 * values * (_norm(behind.D).amax(1) + _norm(pulls).amax(1) + size)
-    noise = torch.where(rays.slopes > 1, 100 * noise, noise)  # their V are known less exactly
-    eta = torch.full((d - 1,), step * size, dtype=torch.float64)
-    base = torch.zeros(d - 1, count, dtype=torch.float64)
-    pending = torch.arange(d - 1)
+    noise = 2e-14 * values * (_norm(behind.D).amax(1) + size)
+    inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if many > 1 else 2e-14)  # of own values
+    noise = noise + inexact * values * _norm(pulls).amax(1)
+    eta = torch.full((d,), step * size, dtype=torch.float64)
+    eta[0] = size
+    base = origin[:, :, 0].repeat(d, 1)
+    pending = torch.arange(1, d)
     for _ in range(_HALVINGS):
-        x = rays.x + eta[pending].unsqueeze(1) * B[1:][pending]
+        x = rays.x + eta[pending].unsqueeze(1) * B[pending]
         y = answers(x)
-        base[pending] = y.mean(2)
+        base[pending] = y[:, :, 0]
         leaks = (y - shift - (x @ v)[:, None, None]).abs().amax(2) > noise
         pending = pending[leaks.any(1)]
         if not len(pending):
-            return Tokens(B, eta, rays.x + eta.unsqueeze(1) * B[1:], base)
+            return Tokens(B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base)
         eta[pending] /= 2
     raise Unlucky(Status.MISMATCH, "no asking tokens near x_0 keep the masks")
 

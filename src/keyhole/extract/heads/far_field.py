@@ -8,7 +8,7 @@ Far out every gate is 0 or 1, so φ is linear on cells and jumps by `v_hᵀδ` a
 half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head crosses once. Three neighbouring samples of one
 cell, being of the form `p cos θ + q sin θ`, satisfy
 
-    Σ_i φ(θ_i) / Π_{j≠i} sin(θ_i − θ_j) = 0;
+    φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0;
 
 intervals that lie in no such triple are divided until only crossings are left (crossings.py reads
 the normals there).
@@ -181,14 +181,12 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
 
     Triples of very unequal spacing are not believed: they would hide a jump.
     """
-    run = theta.unfold(0, 3, 1)
-    sines = torch.sin(run.unsqueeze(2) - run.unsqueeze(1))
-    sines.diagonal(dim1=1, dim2=2).fill_(1.0)
-    weights = 1 / sines.prod(2)
-    weights = weights / weights.abs().amax(1, keepdim=True)
-    gaps = run.diff(dim=1)
-    even = gaps.amax(1) <= 8 * gaps.amin(1)
-    explained = ((weights * y.unfold(0, 3, 1)).sum(1).abs() <= tolerance) & even
+    gap = theta.diff()
+    first, second = gap[:-1], gap[1:]
+    even = (first <= 8 * second) & (second <= 8 * first)
+    both = torch.sin(first + second)
+    miss = y[:-2] * torch.sin(second) - y[1:-1] * both + y[2:] * torch.sin(first)
+    explained = (miss.abs() <= tolerance * both) & even
     clear = torch.zeros(len(theta) - 1, dtype=torch.bool)
     clear[:-1] |= explained
     clear[1:] |= explained

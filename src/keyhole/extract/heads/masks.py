@@ -237,25 +237,28 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
 
 
 def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator) -> Tensor:
-    """ω (R, 1 or 2, d) that pulls at every other head and does nothing at its own ray.
+    """Probes (R, k, d) that pull at every other head and do nothing at their own ray.
 
-    Own values and own gᵀω are 0. Where there is room g_kᵀω has one sign for all k; where there is
-    not, ω and −ω are needed.
+    Own values and own gᵀω are 0. Where there is room g_kᵀω has one sign for all k, and one answer
+    proves a mask and is its baseline (k = 1). Where there is not, as with opposite heads, or own
+    values are not exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3).
     """
     rays, slots, d = V.shape
     own = torch.linalg.qr(torch.cat([V, g.unsqueeze(1)], 1).mT).Q
-    if rays + slots < d // 2:
+    if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
         wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))
-        nothing = 1e-9 * float(_norm(g).max())  # what is left of an opposite head
-        return (torch.linalg.pinv(inside, atol=nothing) @ wanted.unsqueeze(2)).mT
+        # Nothing is left of the ray itself: the ridge makes up for it.
+        ridge = 1e-12 * float((g * g).sum(1).max()) * torch.eye(rays, dtype=torch.float64)
+        weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
+        return weights.unsqueeze(1) @ inside
     others = _others(line, len(lines.g))
     unit = (lines.g / _norm(lines.g).unsqueeze(1)).expand(rays, -1, -1)
     rest = unit[others].view(rays, len(lines.g) - 1, d)
     w = _spread(rest - (rest @ own) @ own.mT, stream)
     pulls = (w @ lines.g.mT).abs().masked_fill(~others, torch.inf).amin(1, keepdim=True)
     w = _PULL / pulls.clamp(min=1e-300) * w
-    return torch.stack([w, -w], 1)
+    return torch.stack([0 * w, w, -w], 1)
 
 
 def _others(line: Tensor, count: int) -> Tensor:

@@ -71,15 +71,14 @@ def _values(
     line = torch.arange(len(lines.g)).repeat_interleave(2)
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(lines.g))
     empty = torch.zeros(0, len(v), dtype=torch.float64)
-    found = (line, sign, empty)
+    present, values = line > 0, empty
     if len(line):
         behind = Behind(oracle, empty, v0)
         opened = _open_values(behind, x, lines, line, sign, scale, frame, stream)
         if opened is None:
             return None, math.inf
         present, values = opened
-        found = (line[present], sign[present], values)
-    line, sign, values = found
+    line, sign = line[present], sign[present]
     one = torch.ones(len(line), 1, dtype=torch.float64)
     g = sign.unsqueeze(1) * lines.g[line]
     rays = Rays(x, line, sign, g, values, v0, one, values.unsqueeze(1), frame)

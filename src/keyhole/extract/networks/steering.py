@@ -16,6 +16,9 @@ with ρλ large enough head h sees ρu_h alone, the others being below e^-45, an
   the first H(H − 1) fit into d, or the rows depend on one another, the first are set and the rest
   is left to chance, many times over: it also holds where xᵀW_hx is negative enough. Nearly every u
   has its x then, but one without is enough to fail. More heads are refused.
+- x need not be exact, so it is rounded, and ρ and λ are powers of two: the last digits of W, which
+  linear algebra does not give twice alike, do not show in the questions, and a ledger knows them
+  again.
 - A head with W = 0 takes the mean of all tokens. Its token carries what brings the mean to ρu_h,
   and as it looks nowhere there are H rows less.
 - The rows are not only sufficient: whatever the tokens, u_hᵀW_hx is no less than any token's score
@@ -35,6 +38,7 @@ _SATURATED = 45.0  # e^-45 of a token is below rounding, also beside one a thous
 _TRIES = 1024  # at x by chance; most u need a few, and only those left over are tried again
 _SPREAD = 2.0  # of the wanted rows around 1, as an exponent, when x is left to chance
 _SHARES = 2.0 ** torch.arange(-8, 9)  # of μ, around the value at which both sides are alike
+_BITS = (16, 36)  # of x in the first attempt, and after it
 _DEPENDENT = 1e-10  # rows of related heads (W and −W) depend on one another, up to their errors
 _LEAST = 1e-8  # of the largest that a row could be: below, rounding decides where a head looks
 
@@ -90,7 +94,7 @@ class Steered:
         x, mu, margin = self._asking(rows)
         wanted[:, self._still] -= (mu.unsqueeze(1) * x).unsqueeze(1)
         wanted[:, -1] = mu.unsqueeze(1) * x
-        rho = (_SATURATED / (margin * mu)).sqrt()
+        rho = 2.0 ** (_SATURATED / (margin * mu)).log2().div(2).ceil()
         return rho[:, None, None] * wanted, rho
 
     def _asking(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +104,8 @@ class Steered:
         mu, margin = torch.ones(2, n, dtype=torch.float64)
         left = torch.arange(n)
         for attempt in range(_TRIES):
-            x[left] = self._candidate(rows[left], by_chance=attempt > 0)
+            exact = self._candidate(rows[left], by_chance=attempt > 1)
+            x[left] = _rounded(exact, _BITS[min(attempt, 1)])
             mu[left], margin[left] = self._balance(rows[left], x[left])
             most = torch.linalg.vector_norm(rows[left], dim=2).amax(1)
             least = _LEAST * most * torch.linalg.vector_norm(x[left], dim=1)
@@ -129,8 +134,9 @@ class Steered:
         base = (rows @ x.unsqueeze(2)).squeeze(2)
         own = torch.einsum("ni,hij,nj->nh", x, self._W, x)
         slope = self._turn * own[:, self._head]
-        unit = base.abs().amax(1) / slope.abs().amax(1).clamp(min=torch.finfo(torch.float64).tiny)
-        shares = _SHARES * unit.unsqueeze(1)
+        tiny = torch.finfo(torch.float64).tiny
+        unit = base.abs().amax(1).clamp(min=tiny) / slope.abs().amax(1).clamp(min=tiny)
+        shares = _SHARES * 2.0 ** unit.log2().round().unsqueeze(1)
         margins = (base.unsqueeze(1) + shares.unsqueeze(2) * slope.unsqueeze(1)).amin(2)
         margin, best = margins.max(1)
         return shares.gather(1, best.unsqueeze(1)).squeeze(1), margin
@@ -138,6 +144,13 @@ class Steered:
 
 def _least_squares(rows: Tensor, to: Tensor) -> Tensor:
     return torch.linalg.lstsq(rows, to, rcond=_DEPENDENT, driver="gelsy").solution
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """x to so many bits of its largest component."""
+    _, exponent = torch.frexp(x.abs().amax(1, keepdim=True))
+    grain = 2.0 ** (exponent - bits).double()
+    return (x / grain).round() * grain
 
 
 def _divide(answers: Tensor, rho: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""Every method asks the same questions when it is run again: a ledger answers all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyhole import extract, oracle
+
+CASES = {
+    "SingleHead": (extract.SingleHead(), oracle.plant(dim=10)),
+    "LowRank": (extract.LowRank(), oracle.plant(dim=12, rank=2)),
+    "NuclearNorm": (extract.NuclearNorm(rank=1), oracle.plant(dim=6, rank=1)),
+    "Tolerant": (extract.Tolerant(5e-4), oracle.Rounded(oracle.plant(dim=8), 3)),
+    "SignOnly": (extract.SignOnly(accuracy=1e-3), oracle.SignOnly(oracle.plant(dim=4))),
+    "MultiHead": (extract.MultiHead(), oracle.plant("multi-head", dim=10, heads=3)),
+    "OneLayerTransformer": (
+        extract.OneLayerTransformer(), oracle.plant("one-layer", dim=8, width=6)
+    ),
+    "OneLayerTransformer, heads": (
+        extract.OneLayerTransformer(attention=extract.MultiHead()),
+        oracle.plant("one-layer", dim=8, width=6, heads=2),
+    ),
+    "ReluNetwork": (extract.ReluNetwork(), oracle.plant("relu", dim=6, width=5)),
+    "OrthogonalHeads": (extract.OrthogonalHeads(), oracle.plant(dim=6)),
+    "FullOutput": (extract.FullOutput(), oracle.plant("attention", dim=6)),
+    "FullOutput, heads": (
+        extract.FullOutput(), oracle.plant("attention", dim=8, heads=2, every_token=True)
+    ),
+    "Auto": (extract.Auto(), oracle.plant(dim=6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_run_costs_nothing(name, tmp_path):
+    method, target = CASES[name]
+    paid = oracle.Counted(target)
+    with oracle.Ledger(paid, tmp_path / "run.db") as ledger:
+        first = method(ledger)
+    once = paid.queries
+    with oracle.Ledger(paid, tmp_path / "run.db") as ledger:
+        again = method(ledger)
+    assert again.queries == first.queries
+    assert again.status == first.status == extract.Status.RECOVERED
+    assert paid.queries == once
