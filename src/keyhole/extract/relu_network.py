@@ -285,7 +285,9 @@ class _Cells:
         share = 0.5 * (enters - torch.cat([enters[:, 1:], -enters[:, :1]], 1))[:, worst]
         rows = (share.unsqueeze(2) * x.unsqueeze(1)).flatten(1)
         missing = self._target.remainder(x) - folds(x)
-        self._gradients[worst] += torch.linalg.lstsq(rows, missing).solution.reshape(-1, d)
+        self._gradients[worst] += torch.linalg.lstsq(
+            rows, missing, driver="gelsd"
+        ).solution.reshape(-1, d)
 
     def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
         """Unit vectors that lie, like piece j, between its two folds, and clear of all others."""

@@ -170,7 +170,9 @@ def _fit(
     if not left < _FITS * float(torch.linalg.vector_norm(wanted)):
         return None
     g, c = split(unknowns)
-    V = torch.linalg.lstsq(linear(g, c), wanted.unsqueeze(1)).solution.view(count, d)
+    V = torch.linalg.lstsq(linear(g, c), wanted.unsqueeze(1), driver="gelsd").solution.view(
+        count, d
+    )
     _require_sharp(delta, g, c, V)
     return g, c, V
 
@@ -216,7 +218,7 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
         size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
         A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
         wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
-        step = torch.linalg.lstsq(A, wanted).solution.squeeze(1) / size
+        step = torch.linalg.lstsq(A, wanted, driver="gelsd").solution.squeeze(1) / size
         new_miss, new_J = model(point + step)
         reached = float(torch.linalg.vector_norm(new_miss))
         if reached < best:

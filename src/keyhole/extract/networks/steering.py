@@ -143,7 +143,7 @@ class Steered:
 
 
 def _least_squares(rows: Tensor, to: Tensor) -> Tensor:
-    return torch.linalg.lstsq(rows, to, rcond=_DEPENDENT, driver="gelsy").solution
+    return torch.linalg.lstsq(rows, to, rcond=_DEPENDENT, driver="gelsd").solution
 
 
 def _rounded(x: Tensor, bits: int) -> Tensor:
