@@ -232,7 +232,7 @@ def test_a_ledger_resumes_without_asking_twice(tmp_path: Path) -> None:
         result = ATTACK(ledger)
     assert result.status is Status.RECOVERED
     assert result.check is not None
-    assert result.remembered >= 350  # of 700: the heads' masks may differ in their last digit
+    assert result.remembered >= 700  # a few questions come up twice by themselves
     assert paid.queries == result.queries + result.check.queries - result.remembered
 
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.extract.linear import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
 from keyhole.results import Check, Extraction, Status, Unsuccessful
 
-LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function
 _PER_KIND = 4

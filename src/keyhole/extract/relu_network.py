@@ -37,6 +37,7 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.extract.judge import Exam, Step, settle
+from keyhole.extract.linear import least_squares
 from keyhole.extract.networks.folds import Folds, neurons
 from keyhole.extract.networks.half_circle import Pieces, find_pieces
 from keyhole.oracle.planted import ReluFfn
@@ -285,9 +286,7 @@ class _Cells:
         share = 0.5 * (enters - torch.cat([enters[:, 1:], -enters[:, :1]], 1))[:, worst]
         rows = (share.unsqueeze(2) * x.unsqueeze(1)).flatten(1)
         missing = self._target.remainder(x) - folds(x)
-        self._gradients[worst] += torch.linalg.lstsq(
-            rows, missing, driver="gelsd"
-        ).solution.reshape(-1, d)
+        self._gradients[worst] += least_squares(rows, missing).reshape(-1, d)
 
     def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
         """Unit vectors that lie, like piece j, between its two folds, and clear of all others."""

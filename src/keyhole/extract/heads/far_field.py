@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.linear import least_squares
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
 
@@ -205,5 +206,5 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
         return None
     three = torch.stack([first, (first + last) // 2, last], 1)  # of each cell
     wave = torch.stack([torch.cos(theta[three]), torch.sin(theta[three])], 2)
-    cells = torch.linalg.lstsq(wave, y[three].unsqueeze(2), driver="gelsd").solution.squeeze(2)
+    cells = least_squares(wave, y[three].unsqueeze(2)).squeeze(2)
     return Circle(a, b, left, right, cells, float(y.abs().max()))

@@ -173,13 +173,17 @@ def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
     if len(mixed):
         ray = owner[mixed]
         A = (rays.V[ray] @ rows[mixed].unsqueeze(2)).squeeze(2)
-        z[..., mixed] = mixed_gate(rays.c[ray], A, y[..., mixed])
+        expected = (rows[mixed] * rays.g[ray]).sum(1)
+        z[..., mixed] = mixed_gate(rays.c[ray], A, y[..., mixed], expected)
     return z
 
 
-def mixed_gate(c: Tensor, A: Tensor, y: Tensor) -> Tensor:
-    """The z nearest 0 with `Σ_k σ(c_k z)A_k = y`, one by one; NaN where Newton finds none."""
-    z = torch.zeros_like(y)
+def mixed_gate(c: Tensor, A: Tensor, y: Tensor, expected: Tensor) -> Tensor:
+    """The z near what is expected with `Σ_k σ(c_k z)A_k = y`; NaN where Newton finds none.
+
+    Values of both signs make the gate turn back, so there may be other solutions.
+    """
+    z = expected.expand_as(y)
     for _ in range(_NEWTON):
         gate = torch.sigmoid(c * z.unsqueeze(-1))
         slope = (c * gate * (1 - gate) * A).sum(-1)

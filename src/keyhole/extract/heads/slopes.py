@@ -23,6 +23,7 @@ from keyhole.extract.heads.crossings import Lines
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.masks import Behind, mask_others
 from keyhole.extract.heads.near_field import Rays
+from keyhole.extract.linear import least_squares
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
 
@@ -170,9 +171,7 @@ def _fit(
     if not left < _FITS * float(torch.linalg.vector_norm(wanted)):
         return None
     g, c = split(unknowns)
-    V = torch.linalg.lstsq(linear(g, c), wanted.unsqueeze(1), driver="gelsd").solution.view(
-        count, d
-    )
+    V = least_squares(linear(g, c), wanted.unsqueeze(1)).view(count, d)
     _require_sharp(delta, g, c, V)
     return g, c, V
 
@@ -215,10 +214,12 @@ def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, flo
             if best > 0.9 * mark:
                 break  # a minimum that is not zero
             mark = best
+        if not bool(torch.isfinite(J).all() & torch.isfinite(miss).all()):
+            break  # out of the model's range: nothing to go by
         size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
         A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
         wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
-        step = torch.linalg.lstsq(A, wanted, driver="gelsd").solution.squeeze(1) / size
+        step = least_squares(A, wanted).squeeze(1) / size
         new_miss, new_J = model(point + step)
         reached = float(torch.linalg.vector_norm(new_miss))
         if reached < best:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.layers.panel import Panel
+from keyhole.extract.linear import least_squares
 from keyhole.results import Status, Unsuccessful
 
 _ROUNDS = 4  # of more x, until their sign patterns tell the heads apart
@@ -102,9 +103,7 @@ def _at_one_key(
             f"the far field has rank {heads}, but {signs.shape[1]} gates fit: heads outnumber the "
             f"dimensions, the outputs or {_MOST}, or their values depend on each other",
         )
-    return xs, _orient(
-        signs, torch.linalg.lstsq(signs, D, driver="gelsd").solution, crossing.mean(0), whole
-    )
+    return xs, _orient(signs, least_squares(signs, D), crossing.mean(0), whole)
 
 
 def _pairs(panel: Panel, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +124,7 @@ def _pairs(panel: Panel, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor
 def _orient(signs: Tensor, U: Tensor, crossing: Tensor, whole: Tensor) -> _Gates:
     """Step 2: signs and values up to a common sign, settled by the sum of the values."""
     size = torch.maximum(U.abs().max(), whole.abs().max())
-    which = torch.linalg.lstsq(U.mT, crossing.unsqueeze(1), driver="gelsd").solution[:, 0]
+    which = least_squares(U.mT, crossing.unsqueeze(1))[:, 0]
     odd = (which.abs() - 1).abs().max() + (which @ U - crossing).abs().max() / size
     if not bool(odd < _EXACT):
         raise Unsuccessful(

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import KeyholeError
+from keyhole.extract.linear import least_squares
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _SATURATED = 45.0  # e^-45 of a token is below rounding, also beside one a thousand times smaller
@@ -143,7 +144,7 @@ class Steered:
 
 
 def _least_squares(rows: Tensor, to: Tensor) -> Tensor:
-    return torch.linalg.lstsq(rows, to, rcond=_DEPENDENT, driver="gelsd").solution
+    return least_squares(rows, to, rcond=_DEPENDENT)
 
 
 def _rounded(x: Tensor, bits: int) -> Tensor:
