@@ -217,7 +217,7 @@ def plant(
     kind: Annotated[str, typer.Option(help="head, multi-head, one-layer or attention.")] = "head",
     dim: Annotated[int, typer.Option(help="Dimension of a token.")] = 64,
     rank: Annotated[int | None, typer.Option(help="Rank of every W; full if not given.")] = None,
-    heads: Annotated[int, typer.Option(help="Number of heads (multi-head, attention).")] = 1,
+    heads: Annotated[int, typer.Option(help="Number of heads (not for a head).")] = 1,
     width: Annotated[int, typer.Option(help="Hidden units (one-layer).")] = 32,
     scale: Annotated[float, typer.Option(help="Scale of W; 1 gives a norm of about 2.")] = 1.0,
     every_token: Annotated[
