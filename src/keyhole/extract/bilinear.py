@@ -225,6 +225,8 @@ class BilinearForms:
         """Repeat what was measured at a scale that has turned out to be a bad one."""
         for _ in range(_TRIES):
             which = which[record.errors[which] > _PRECISION * self.largest]
+            if not len(which):
+                return
             part = questions.part(which)
             alpha = torch.sigmoid(record.forms[which] * self._square)
             which = which[part.errors(alpha, self._square) < record.errors[which] / 2]
