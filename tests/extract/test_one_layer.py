@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from reference_relu import one_layer as reference
 from torch import Tensor
 
+from any_function import AnyFunction, normal
 from keyhole.errors import InputError
 from keyhole.extract import (
     Extraction,
@@ -25,20 +27,7 @@ from keyhole.extract import (
 from keyhole.extract.judge import Step
 from keyhole.oracle import Counted, Ledger, MultiHead, OneLayer, Oracle, Rounded, plant
 
-
-class Function:
-    """An oracle that is any function of sequences."""
-
-    def __init__(self, f: Callable[[Tensor], Tensor], dim: int = 5) -> None:
-        self.f, self.dim = f, dim
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        return self.f(sequences)
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    stream = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=stream, dtype=torch.float64)
+Function = partial(AnyFunction, dim=5)
 
 
 def transformer(dim: int, width: int, seed: int = 0, rank: int | None = None) -> OneLayer:
@@ -143,7 +132,7 @@ def test_values_of_the_head_are_not_asked_twice() -> None:
         asked[sequences.shape[1]] = asked.get(sequences.shape[1], 0) + len(sequences)
         return target(sequences)
 
-    result = OneLayerTransformer()(Function(watch, 8))
+    result = OneLayerTransformer()(AnyFunction(watch, 8))
     judged = 8  # of each of the judge's lengths
     network = ReluNetwork()(target)
     assert asked[1] - judged == network.queries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import reference
+from any_function import AnyFunction, normal
 from keyhole.extract import Extraction, MultiHead, OneLayerTransformer, Status
 from keyhole.extract.networks.steering import NotSteerable, Steered
 from keyhole.oracle import Clipped, Counted, Ledger, OneLayer, ReluFfn, Rounded, plant
@@ -20,19 +22,7 @@ from keyhole.oracle import Clipped, Counted, Ledger, OneLayer, ReluFfn, Rounded,
 ATTACK = OneLayerTransformer(attention=MultiHead())
 
 
-class Function:
-    """An oracle that is any function of sequences."""
-
-    def __init__(self, f: Callable[[Tensor], Tensor], dim: int = 6) -> None:
-        self.f, self.dim = f, dim
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        return self.f(sequences)
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    stream = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=stream, dtype=torch.float64)
+Function = partial(AnyFunction, dim=6)
 
 
 def transformer(dim: int, heads: int, width: int, seed: int = 0, **more: int) -> OneLayer:
