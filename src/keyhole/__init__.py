@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-_PARTS = ("attention", "audit", "extract", "oracle", "report", "results")
+_PARTS = ("attention", "audit", "extract", "invert", "oracle", "report", "results")
 
 
 def __getattr__(name: str) -> ModuleType:

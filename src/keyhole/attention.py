@@ -17,8 +17,18 @@ import torch
 from torch import Tensor
 
 
-def scores(queries: Tensor, tokens: Tensor, W: Tensor) -> Tensor:
-    """`S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d)."""
+def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | None = None) -> Tensor:
+    """`S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d).
+
+    With `W` (…, H, d, d) every sequence has weights of its own. `key_bias` (d, or …, H, d) adds
+    `uᵀx_j` to the score of key j.
+    """
+    if key_bias is not None:
+        keys = tokens if W.ndim == 2 else tokens.unsqueeze(-3)
+        biased = (keys @ key_bias.unsqueeze(-1)).mT
+        return scores(queries, tokens, W) + biased
+    if W.ndim > 3:
+        return queries.unsqueeze(-3) @ W @ tokens.unsqueeze(-3).mT
     if W.ndim == 2:
         # One query per sequence is the hot path of every extraction: there a product and a sum
         # read each token once, which beats a batched matrix product of 1×d by d×n.
@@ -46,12 +56,19 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
 
 
 def output(
-    tokens: Tensor, W: Tensor, V: Tensor, *, causal: bool = False, last: bool = False
+    tokens: Tensor,
+    W: Tensor,
+    V: Tensor,
+    *,
+    causal: bool = False,
+    last: bool = False,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """`Σ_h A_h X V_h`: (…, n, m) for every token, (…, m) with `last`, where only the last asks."""
     queries = tokens[..., -1:, :] if last else tokens
     # The last token sees every key, masked or not.
-    A = probabilities(scores(queries, tokens, W), causal=causal and not last)
+    S = scores(queries, tokens, W, key_bias=key_bias)
+    A = probabilities(S, causal=causal and not last)
     result = A @ (tokens @ V) if W.ndim == 2 else (A @ _values(tokens, V)).sum(-3)
     return result.squeeze(-2) if last else result
 

@@ -1,0 +1,222 @@
+"""The equations `r(X) = attention(X) − B = 0` of a batch of problems, and their derivatives.
+
+*Unmasking Transformers*, Section 4 (row form). With `h_j = Vᵀx_j`, `C_ij = A_ij (h_j − o_i)`,
+
+    do_i = Σ_j C_ij (dx_iᵀ W x_j + x_iᵀ W dx_j) + Σ_j A_ij Vᵀ dx_j
+
+The first term moves only the query (the paper's case i₁ = i₀), the other two every token. Heads
+are one more axis over which everything is summed; a key bias `u` turns `Wᵀx_i` into `Wᵀx_i + u`.
+
+One parameter is added, the temperature λ of the continuation (continuation.py): with the uniform
+map `U`, `Ã = U + (softmax(λS) − U)/λ` takes the place of A. λ = 1 is attention; as λ → 0 the map
+becomes linear in the scores. Derivatives keep their form: C is made of softmax(λS), the last term
+of Ã.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.errors import InputError
+from keyhole.invert.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Equations:
+    """Problems of one shape, stacked: `W` (P,H,d,d), `V` (P,H,d,m), `B` (P,n,m) less its bias.
+
+    `X` is (P,n,d), one input per problem, or (R,n,d) where there is a single problem. `fixed`
+    (P,n,d) holds known entries, NaN elsewhere. `temperature` is λ, a number or (P,).
+    """
+
+    W: Tensor
+    V: Tensor
+    B: Tensor
+    key_bias: Tensor | None = None
+    fixed: Tensor | None = None
+    causal: bool = False
+    residual: bool = False
+    gamma: float = 0.0
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem], device: torch.device | str | None = None) -> Equations:
+        """Stack problems that agree in everything but their numbers."""
+        first = problems[0]
+        for other in problems[1:]:
+            if _kind(other) != _kind(first):
+                raise InputError(
+                    f"expected problems of one kind to solve together, got {_kind(first)} "
+                    f"and {_kind(other)}"
+                )
+        W, V = (
+            torch.stack([_with_heads(getattr(p, name)) for p in problems]) for name in ("W", "V")
+        )
+        B = torch.stack([p.B if p.output_bias is None else p.B - p.output_bias for p in problems])
+        biases = [p.key_bias for p in problems if p.key_bias is not None]
+        fixed = [p.known for p in problems if p.known is not None]
+        key_bias = torch.stack(biases).reshape(W.shape[:-1]) if biases else None
+        equations = cls(
+            W, V, B, key_bias, torch.stack(fixed) if fixed else None,
+            first.causal, first.residual, first.gamma,
+        )  # fmt: skip
+        return equations.to(device) if device is not None else equations
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Equations:
+        names = ("W", "V", "B", "key_bias", "fixed")
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: change(t) for n, t in given.items() if t is not None})
+
+    def to(self, device: torch.device | str) -> Equations:
+        return self._mapped(lambda tensor: tensor.to(device))
+
+    def select(self, rows: Tensor) -> Equations:
+        """The equations of some rows; a single problem serves every row as it is."""
+        return self if len(self.B) == 1 else self._mapped(lambda tensor: tensor[rows])
+
+    @property
+    def length(self) -> int:
+        return self.B.shape[-2]
+
+    @property
+    def dim(self) -> int:
+        return self.W.shape[-1]
+
+    @property
+    def outputs(self) -> int:
+        return self.B.shape[-1]
+
+    @property
+    def free(self) -> Tensor | None:
+        """1 where an entry of X is unknown, 0 where it is known."""
+        return None if self.fixed is None else self.fixed.isnan().to(self.B.dtype)
+
+    def impose(self, X: Tensor) -> Tensor:
+        """X with the known entries put in."""
+        return X if self.fixed is None else torch.where(self.fixed.isnan(), X, self.fixed)
+
+    def maps(self, X: Tensor) -> Tensor:
+        """softmax(λS): (R,H,n,n)."""
+        scores = attention.scores(X, X, self.W, key_bias=self.key_bias)
+        return attention.probabilities(self.temperature * scores, causal=self.causal)
+
+    def softened(self, A: Tensor) -> Tensor:
+        """Ã = U + (A − U)/λ, which is A itself at λ = 1."""
+        if self.temperature == 1.0:
+            return A
+        U = self.uniform()
+        return U + (A - U) / self.temperature
+
+    def uniform(self) -> Tensor:
+        """The map U of scores that are all equal: (n,n)."""
+        n = self.length
+        return attention.probabilities(self.B.new_zeros(n, n), causal=self.causal)
+
+    def residuals(self, X: Tensor) -> Tensor:
+        """`attention(X) − B`: (R,n,m)."""
+        mixed = self.softened(self.maps(X)) @ self.values(X)
+        out = mixed.sum(-3) - self.B
+        return out + X if self.residual else out
+
+    def values(self, X: Tensor) -> Tensor:
+        """`X V_h`: (R,H,n,m)."""
+        return X.unsqueeze(-3) @ self.V
+
+    def loss(self, X: Tensor) -> Tensor:
+        """`‖r(X)‖² + γ‖X‖²`: (R,)."""
+        return self.loss_of(self.residuals(X), X)
+
+    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:
+        loss = r.square().sum((-2, -1))
+        return loss + self.gamma * X.square().sum((-2, -1)) if self.gamma else loss
+
+    def linearised(self, X: Tensor) -> Linearised:
+        """Everything that derivatives at X are made of."""
+        A = self.maps(X)
+        H = self.values(X)
+        queries = X.unsqueeze(-3) @ self.W  # Wᵀx_i (+ u)
+        if self.key_bias is not None:
+            queries = queries + self.key_bias.unsqueeze(-2)
+        keys = X.unsqueeze(-3) @ self.W.mT  # W x_j
+        return Linearised(self, A, self.softened(A), H, queries, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Linearised:
+    """The layer near one X: products with its Jacobian, and the Jacobian itself."""
+
+    equations: Equations
+    A: Tensor  # softmax(λS)
+    soft: Tensor  # Ã
+    H: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    def forward(self, dX: Tensor) -> Tensor:
+        """`J dX`: (R,n,d) to (R,n,m); never holds more than n×n numbers a head."""
+        free = self.equations.free
+        dX = dX if free is None else dX * free
+        wide = dX.unsqueeze(-3)
+        dS = wide @ self.keys.mT + self.queries @ wide.mT
+        dA = self.A * dS
+        dA = dA - self.A * dA.sum(-1, keepdim=True)
+        out = (dA @ self.H + self.soft @ (wide @ self.equations.V)).sum(-3)
+        return out + dX if self.equations.residual else out
+
+    def backward(self, G: Tensor) -> Tensor:
+        """`Jᵀ G`: (R,n,m) to (R,n,d)."""
+        wide = G.unsqueeze(-3)
+        M = self.A * (wide @ self.H.mT)
+        N = M - self.A * M.sum(-1, keepdim=True)
+        out = N @ self.keys + N.mT @ self.queries + self.soft.mT @ (wide @ self.equations.V.mT)
+        out = out.sum(-3)
+        out = out + G if self.equations.residual else out
+        free = self.equations.free
+        return out if free is None else out * free
+
+    def jacobian(self) -> Tensor:
+        """J as a matrix: (R, n·m, n·d); columns of known entries are zero."""
+        R, heads, n, m = self.H.shape
+        d = self.keys.shape[-1]
+        O = self.A @ self.H  # noqa: E741 - the output's name
+        C = self.A.unsqueeze(-1) * (self.H.unsqueeze(-3) - O.unsqueeze(-2))  # R,H,i,j,m
+        J = self.H.new_zeros(R, n, m, n, d)
+        for h in range(heads):
+            # C_il Q_iᵀ, then the moved query, then Ã_il Vᵀ
+            J += C[:, h].transpose(-1, -2).unsqueeze(-1) * self.queries[:, h, :, None, None, :]
+            V = self.equations.V[:, h].mT
+            J += self.soft[:, h, :, None, :, None] * V[:, None, :, None, :]
+        own = torch.einsum("rhijm,rhjd->rimd", C, self.keys)
+        if self.equations.residual:
+            own = own + torch.eye(d, dtype=J.dtype, device=J.device)
+        index = torch.arange(n, device=J.device)
+        J[:, index, :, index, :] += own.transpose(0, 1)
+        free = self.equations.free
+        J = J if free is None else J * free[:, None, None]
+        return J.reshape(R, n * m, n * d)
+
+
+def _with_heads(weights: Tensor) -> Tensor:
+    return weights.unsqueeze(0) if weights.ndim == 2 else weights
+
+
+def _kind(problem: Problem) -> str:
+    """What problems must share to be stacked, in words."""
+    size = f"n = {problem.length}, d = {problem.dim}, m = {problem.outputs}, H = {problem.heads}"
+    extras = [
+        name
+        for name, there in {
+            "causal": problem.causal,
+            "residual": problem.residual,
+            "key bias": problem.key_bias is not None,
+            "known entries": problem.known is not None,
+            f"γ = {problem.gamma}": problem.gamma > 0,
+        }.items()
+        if there
+    ]
+    return ", ".join([size, *extras])

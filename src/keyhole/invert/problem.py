@@ -1,0 +1,184 @@
+"""An inversion problem: weights and an output, and no field for the true input.
+
+*Unmasking Transformers* (arXiv 2310.12462), Definition 1.2: given `W`, `V` and `B`, find `X` with
+
+    softmax(X W Xᵀ) X V = B        minimising ‖softmax(X W Xᵀ) X V − B‖_F² + γ‖X‖_F²
+
+A block of a real model adds what the paper leaves out, and each addition is one field:
+several heads (`W` H×d×d, `V` H×d×m with the output projection inside), biases, a residual
+connection, a causal mask, entries of `X` that are known already, and a tolerance on `B`.
+
+Biases of a real block come down to two vectors. With `q = W_Qᵀx + b_Q` and `k = W_Kᵀx + b_K` the
+scores are `x_iᵀWx_j + (W_K b_Q)ᵀx_j` plus terms that are equal for all keys, which softmax does
+not see: `key_bias = W_K b_Q`. Rows of the attention map sum to 1, so the biases of the values and
+of the projection add one constant vector: `output_bias`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from keyhole import attention
+from keyhole.errors import InputError
+
+_TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known")
+_NUMBERS = ("tolerance", "gamma")
+_FLAGS = ("causal", "residual")
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
+
+    `known` (n×d) holds the entries of `X` that the attacker has already, NaN elsewhere. The output
+    is known within ±`tolerance`. `gamma` is the paper's regulariser.
+    """
+
+    W: Tensor
+    V: Tensor
+    B: Tensor
+    key_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    known: Tensor | None = None
+    causal: bool = False
+    residual: bool = False
+    tolerance: float = 0.0
+    gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                object.__setattr__(self, name, _checked(name, tensor))
+        W, V, B = self.W, self.V, self.B
+        if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2]:
+            raise InputError(f"expected W of shape d×d or H×d×d, got {_shape(W)}")
+        if V.ndim != W.ndim or V.shape[:-1] != W.shape[:-1]:
+            raise InputError(f"expected V with rows like those of W {_shape(W)}, got {_shape(V)}")
+        if B.ndim != 2 or B.shape[1] != V.shape[-1]:
+            raise InputError(f"expected B of shape n×{V.shape[-1]}, got {_shape(B)}")
+        if self.residual and self.outputs != self.dim:
+            raise InputError(
+                f"expected as many outputs as inputs with a residual connection, "
+                f"got d = {self.dim}, m = {self.outputs}"
+            )
+        self._check_shape("key_bias", W.shape[:-1])
+        self._check_shape("output_bias", V.shape[-1:])
+        self._check_shape("known", torch.Size((self.length, self.dim)))
+        for name in _NUMBERS:
+            number = getattr(self, name)
+            if not (math.isfinite(number) and number >= 0):
+                raise InputError(f"expected {name} of 0 or more, got {number}")
+
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        tensor = getattr(self, name)
+        if tensor is not None and tensor.shape != shape:
+            raise InputError(
+                f"expected {name} of shape {'×'.join(map(str, shape))}, got {_shape(tensor)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """n, the number of tokens."""
+        return self.B.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.W.shape[-1]
+
+    @property
+    def outputs(self) -> int:
+        return self.V.shape[-1]
+
+    @property
+    def heads(self) -> int:
+        return 1 if self.W.ndim == 2 else self.W.shape[0]
+
+    def output(self, X: Tensor) -> Tensor:
+        """What the layer answers to an input (…, n, d)."""
+        result = attention.output(X, self.W, self.V, causal=self.causal, key_bias=self.key_bias)
+        if self.output_bias is not None:
+            result = result + self.output_bias
+        return result + X if self.residual else result
+
+    def maps(self, X: Tensor) -> Tensor:
+        """The attention maps that belong to an input: (…, n, n), or (…, H, n, n)."""
+        scores = attention.scores(X, X, self.W, key_bias=self.key_bias)
+        return attention.probabilities(scores, causal=self.causal)
+
+    @property
+    def fault(self) -> str | None:
+        """What makes the problem meaningless, if anything does: NaN or infinity in its tensors."""
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            wrong = tensor.isinf() if name == "known" else ~tensor.isfinite()
+            if wrong.any():
+                return f"expected finite numbers in {name}, got {int(wrong.sum())} NaN or infinite"
+        return None
+
+    def save(self, path: str | Path) -> None:
+        """Write the problem as .safetensors, to be handed to another machine."""
+        tensors = {
+            n: getattr(self, n).contiguous() for n in _TENSORS if getattr(self, n) is not None
+        }
+        metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
+        try:
+            save_file(tensors, path, metadata={"keyhole": "1", "kind": "inversion", **metadata})
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"expected a file to write to, got {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Problem:
+        """Read a problem; any .safetensors with tensors W, V and B is one."""
+        return load(path)[0]
+
+
+def load(path: str | Path) -> tuple[Problem, Tensor | None]:
+    """A problem and, where the file holds `maps` as well, the attention maps that leaked."""
+    if not Path(path).is_file():
+        raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
+    missing = [name for name in ("W", "V", "B") if name not in tensors]
+    if missing:
+        got = ", ".join(sorted(tensors)) or "nothing"
+        raise InputError(f"expected tensors W, V and B in {path}, got {got}")
+    try:
+        problem = Problem(
+            **{name: tensors.get(name) for name in _TENSORS},  # type: ignore[arg-type]
+            **{name: metadata.get(name, "False") == "True" for name in _FLAGS},
+            **{name: float(metadata.get(name, 0.0)) for name in _NUMBERS},
+        )
+    except (InputError, ValueError) as error:
+        raise InputError(f"{error} in {path}") from error
+    maps = tensors.get("maps")
+    return problem, None if maps is None else _checked("maps", maps)
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    """float64; what is not finite is no wrong call but a wrong problem: a status, later."""
+    if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"expected {name} as a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_complex():
+        raise InputError(f"expected real numbers in {name}, got {tensor.dtype}")
+    tensor = tensor.detach().to(torch.float64)
+    if 0 in tensor.shape:
+        raise InputError(f"expected {name} with at least one entry, got shape {_shape(tensor)}")
+    return tensor
+
+
+def _shape(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
