@@ -35,6 +35,8 @@ class Status(StrEnum):
     SATURATED = "saturated"
     BUDGET = "budget exhausted"
     ORACLE_FAILED = "oracle failed"
+    UNSOLVED = "unsolved"
+    INTERRUPTED = "interrupted"
 
     @property
     def advice(self) -> str:
@@ -51,6 +53,8 @@ _ADVICE = {
     Status.SATURATED: "Attention stays at 0 or 1 at every scale tried: try smaller inputs.",
     Status.BUDGET: "Resume with the same ledger and a larger budget: nothing is asked twice.",
     Status.ORACLE_FAILED: "Mend the oracle and resume: the ledger kept what it answered.",
+    Status.UNSOLVED: "Try more starts or another method.",
+    Status.INTERRUPTED: "Run again with more time.",
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.extract.linear import LinAlgError
+from keyhole.linear import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted

@@ -37,9 +37,9 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.extract.judge import Exam, Step, settle
-from keyhole.extract.linear import least_squares
 from keyhole.extract.networks.folds import Folds, neurons
 from keyhole.extract.networks.half_circle import Pieces, find_pieces
+from keyhole.linear import least_squares
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Extraction, Status, Unsuccessful

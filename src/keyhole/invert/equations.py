@@ -49,10 +49,10 @@ class Equations:
         """Stack problems that agree in everything but their numbers."""
         first = problems[0]
         for other in problems[1:]:
-            if _kind(other) != _kind(first):
+            if kind(other) != kind(first):
                 raise InputError(
-                    f"expected problems of one kind to solve together, got {_kind(first)} "
-                    f"and {_kind(other)}"
+                    f"expected problems of one kind to solve together, got {kind(first)} "
+                    f"and {kind(other)}"
                 )
         W, V = (
             torch.stack([_with_heads(getattr(p, name)) for p in problems]) for name in ("W", "V")
@@ -205,7 +205,7 @@ def _with_heads(weights: Tensor) -> Tensor:
     return weights.unsqueeze(0) if weights.ndim == 2 else weights
 
 
-def _kind(problem: Problem) -> str:
+def kind(problem: Problem) -> str:
     """What problems must share to be stacked, in words."""
     size = f"n = {problem.length}, d = {problem.dim}, m = {problem.outputs}, H = {problem.heads}"
     extras = [

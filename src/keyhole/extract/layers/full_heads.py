@@ -30,7 +30,7 @@ from torch import Tensor
 
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.layers.panel import Panel
-from keyhole.extract.linear import least_squares
+from keyhole.linear import least_squares
 from keyhole.results import Status, Unsuccessful
 
 _ROUNDS = 4  # of more x, until their sign patterns tell the heads apart

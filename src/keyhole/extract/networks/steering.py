@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import KeyholeError
-from keyhole.extract.linear import least_squares
+from keyhole.linear import least_squares
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _SATURATED = 45.0  # e^-45 of a token is below rounding, also beside one a thousand times smaller
