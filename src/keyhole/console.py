@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -27,7 +28,7 @@ def say(message: str, style: str | None = None) -> None:
 
 
 class _Rate(TextColumn):
-    """Queries per second since the attack began."""
+    """How many a second since the attack began."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -37,14 +38,22 @@ class _Rate(TextColumn):
         return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
 
 
+class Show(Protocol):
+    """Moves one bar: how far, of how much, and a word about it."""
+
+    def __call__(self, count: int, total: int | None = ..., remark: str = ...) -> None: ...
+
+
 @contextmanager
-def progress() -> Generator[Callable[[str, int | None], Callable[[int], None]]]:
-    """Bars on stderr, with queries done, rate and time left; silent where nobody looks."""
+def progress(
+    unit: str = "queries",
+) -> Generator[Callable[[str, int | None], Show]]:
+    """Bars on stderr, with what is done, rate and time left; silent where nobody looks."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("queries"),
+        TextColumn(unit),
         _Rate(),
         TimeRemainingColumn(),
         console=people,
@@ -52,9 +61,13 @@ def progress() -> Generator[Callable[[str, int | None], Callable[[int], None]]]:
         disable=not people.is_terminal or bool(os.environ.get("KEYHOLE_NO_PROGRESS")),
     )
 
-    def track(name: str, expected: int | None) -> Callable[[int], None]:
+    def track(name: str, expected: int | None) -> Show:
         task: TaskID = bar.add_task(name, total=expected)
-        return lambda count: bar.update(task, completed=count)
+
+        def show(count: int, total: int | None = expected, remark: str = "") -> None:
+            bar.update(task, completed=count, total=total, description=f"{name} {remark}".strip())
+
+        return show
 
     with bar:
         yield track

@@ -145,7 +145,7 @@ _PLAIN = (
 class Finding:
     """One exposure of a target, and what one attack made of it.
 
-    `surface` names the endpoint where a target has several.
+    `surface` names the endpoint where a target has several, `sought` is what the attacker is after.
     """
 
     exposure: str
@@ -160,6 +160,7 @@ class Finding:
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
     surface: str = ""
+    sought: str = "weights"
 
     @property
     def exposed(self) -> bool:
@@ -196,8 +197,12 @@ def _model(path: Path) -> Planted:
 
 def environment() -> dict[str, str]:
     """What a stranger needs to know to make the same figures."""
+    try:
+        version = importlib.metadata.version("keyhole")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nobody installed
+        version = "not installed"
     return {
-        "keyhole": importlib.metadata.version("keyhole"),
+        "keyhole": version,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),

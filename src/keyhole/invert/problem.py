@@ -125,11 +125,13 @@ class Problem:
                 return f"expected finite numbers in {name}, got {int(wrong.sum())} NaN or infinite"
         return None
 
-    def save(self, path: str | Path) -> None:
-        """Write the problem as .safetensors, to be handed to another machine."""
+    def save(self, path: str | Path, *, maps: Tensor | None = None) -> None:
+        """Write the problem as .safetensors, with leaked attention maps if there are any."""
         tensors = {
             n: getattr(self, n).contiguous() for n in _TENSORS if getattr(self, n) is not None
         }
+        if maps is not None:
+            tensors["maps"] = maps.contiguous()
         metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
         try:
             save_file(tensors, path, metadata={"keyhole": "1", "kind": "inversion", **metadata})

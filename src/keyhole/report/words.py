@@ -13,9 +13,23 @@ def verdict(audit: Audit) -> str:
         return "Nothing was checked: no attack applies to this target."
     if audit.failed:
         return "Could not check: the target did not answer as it must."
-    if audit.exposed:
-        return f"The weights can be read back through {audit.exposed} of {total} exposures checked."
-    return f"None of the {total} exposures checked gave the weights away."
+    told = [
+        f"the {sought} can be read back through {sum(one.exposed for one in group)} of {len(group)}"
+        for sought, group in by_sought(audit).items()
+        if any(one.exposed for one in group)
+    ]
+    if told:
+        sentence = ", ".join(told)
+        return f"{sentence[0].upper()}{sentence[1:]} exposures checked."
+    return f"None of the {total} exposures checked gave anything away."
+
+
+def by_sought(audit: Audit) -> dict[str, list[Finding]]:
+    """Findings grouped by what the attacker is after."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in audit.findings:
+        groups.setdefault(finding.sought, []).append(finding)
+    return groups
 
 
 def outcome(finding: Finding) -> str:

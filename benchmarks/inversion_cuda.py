@@ -1,0 +1,45 @@
+"""Many starts at once: 4,096 starts of an (8, 8) inversion on a GPU against two CPU cores.
+
+The same starts, the same number of steps, every start to its end; both sides in the same run.
+Without a GPU there is nothing to compare, and the row says so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import show
+from keyhole.invert import LevenbergMarquardt, plant
+
+
+def starts_per_second(device: str, starts: int, steps: int) -> tuple[float, int]:
+    problem, _ = plant(8, 8, seed=0)
+    every = 10**9  # solutions: no start stops early because another one succeeded
+    method = LevenbergMarquardt(starts=starts, steps=steps, solutions=every, device=device)
+    LevenbergMarquardt(starts=8, steps=3, solutions=every, device=device)(problem)  # warm up
+    found = method(problem)
+    return starts / found.seconds, len(found.solutions)
+
+
+def run(quick: bool) -> list[show.Row]:
+    many, few, steps = (64, 16, 20) if quick else (4096, 512, 300)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(2, threads))
+    try:
+        cpu, found = starts_per_second("cpu", few, steps)
+    finally:
+        torch.set_num_threads(threads)
+    rows = [show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{found} found")]
+    if not torch.cuda.is_available():
+        return [*rows, show.Row("GPU", "no CUDA device here: not measured")]
+    gpu, found = starts_per_second("cuda", many, steps)
+    name = torch.cuda.get_device_name()
+    return [
+        *rows,
+        show.Row(f"{name}, {many} starts", f"{gpu:.1f} starts/s", details=f"{found} found"),
+        show.Row("GPU against two CPU cores", f"{gpu / cpu:.1f} ×", "printed"),
+    ]
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)

@@ -1,0 +1,106 @@
+"""`keyhole invert`: parse, one library call, print."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from keyhole.cli.frame import CLEAN, FAILURE, FINDINGS, INTERRUPTED, Json, Seed, app
+from keyhole.console import progress, say
+
+if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
+    from keyhole.invert import Certificate, Inversion
+
+
+class MethodName(StrEnum):
+    AUTO = "auto"
+    LEVENBERG_MARQUARDT = "levenberg-marquardt"
+    NEWTON_CG = "newton-cg"
+    MODIFIED_NEWTON = "modified-newton"
+    REGULARIZED_NEWTON = "regularized-newton"
+    LBFGS = "lbfgs"
+    ADAM = "adam"
+    GRADIENT_DESCENT = "gradient-descent"
+    CLOSED_FORM = "closed-form"
+
+
+@app.command(
+    epilog="\b\nExample:\n"
+    "  keyhole plant problem.safetensors --kind inversion --dim 8 --tokens 6 --scale 0.3\n"
+    "  keyhole invert problem.safetensors --certify --out found.json",
+)
+def invert(
+    problem: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROBLEM", help="A .safetensors file with W, V, B (and maps, if they leaked)."
+        ),
+    ],
+    method: Annotated[
+        MethodName, typer.Option(help="The solver; auto chooses by the problem's structure.")
+    ] = MethodName.AUTO,
+    starts: Annotated[int, typer.Option(help="How many starts to try.")] = 256,
+    solutions: Annotated[
+        int, typer.Option(help="Stop after so many different exact inputs.")
+    ] = 16,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after so long, with the best found.")
+    ] = None,
+    proof: Annotated[
+        bool, typer.Option("--certify", help="Prove how close an exact input is to the one found.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
+    ] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Read the input of an attention layer back from its weights and output."""
+    from keyhole.invert import certify
+    from keyhole.invert.named import named
+    from keyhole.invert.problem import load
+    from keyhole.results import Status, dump
+
+    asked, maps = load(problem)
+    attack = named(
+        method, starts=starts, solutions=solutions, seconds=seconds, device=device, seed=seed,
+        maps=maps,
+    )  # fmt: skip
+    with progress("starts") as track:
+        show = track(method.value, starts)
+        found = attack(asked, watch=lambda done, total, best: show(done, total, f"best {best:.1e}"))
+    certificate = certify(asked, found.X) if proof and found.X is not None else None
+    if out is not None:
+        found.save(out)
+    if as_json:
+        data = found.to_dict()
+        if proof:
+            data["certificate"] = None if certificate is None else certificate.to_dict()
+        typer.echo(dump(data))
+    say(_summary(found, certificate))
+    if found.status is Status.INTERRUPTED:
+        raise typer.Exit(INTERRUPTED)
+    if found.status is Status.NOT_APPLICABLE:
+        raise typer.Exit(FAILURE)
+    raise typer.Exit(FINDINGS if found.status in (Status.RECOVERED, Status.INEXACT) else CLEAN)
+
+
+def _summary(found: Inversion, certificate: Certificate | None) -> str:
+    lines = [
+        f"{found.status}: {found.reason}",
+        f"{found.starts:,} starts, {found.iterations:,} iterations, {found.seconds:.2f} s",
+    ]
+    if found.condition is not None:
+        lines.append(f"condition {found.condition:.1e}: errors in the output grow by that much")
+    if certificate is not None:
+        lines.append(
+            f"proved: exactly one input with this output lies within {certificate.radius:.1e}"
+            if certificate.radius is not None
+            else f"no certificate: {certificate.reason}"
+        )
+    return "\n".join([*lines, found.advice])

@@ -1,0 +1,38 @@
+"""`keyhole report`: parse, one library call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.frame import Json, app
+from keyhole.console import people, say
+
+
+@app.command(
+    epilog="\b\nExample:\n"
+    "  keyhole audit demo\n"
+    "  keyhole report keyhole-report.json --page again.html",
+)
+def report(
+    findings: Annotated[
+        Path, typer.Argument(metavar="AUDIT.json", help="Written by keyhole audit.")
+    ],
+    page: Annotated[Path, typer.Option(metavar="FILE", help="The page for people.")] = Path(
+        "keyhole-report.html"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Make the page again from the findings."""
+    from keyhole import report as reports
+    from keyhole.audit import Audit
+    from keyhole.results import dump, read, write_text
+
+    found = Audit.from_dict(read(findings))
+    write_text(page, reports.render(found))
+    if as_json:
+        typer.echo(dump(found.to_dict()))
+    people.print(reports.table(found))
+    say(f"page: {page}")

@@ -1,0 +1,1 @@
+"""What an endpoint may give away, one module per secret: its weights, its inputs."""

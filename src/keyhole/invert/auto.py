@@ -1,0 +1,141 @@
+"""Which method a problem calls for, found from its structure; what was chosen is said.
+
+    attention maps leaked      the equations are linear            ClosedForm
+    a causal mask              they are triangular                 TokenByToken
+    a residual connection      the output is near the input        NewtonCG
+    none of these              few starts suffice after the mean   LevenbergMarquardt, then the
+                               field; the rest look for others     curve, then more starts
+
+Bare attention usually has several exact inputs with the same output, so there the search goes on
+after the first until the starts (or `solutions`, or `seconds`) are used up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.causal import TokenByToken
+from keyhole.invert.closed_form import ClosedForm
+from keyhole.invert.continuation import solutions_along_the_curve
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.judge import distinct
+from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.newton_cg import NewtonCG
+from keyhole.invert.problem import Problem
+from keyhole.invert.reduce import reduce
+from keyhole.invert.search import Watch
+from keyhole.results import Status, Unsuccessful
+
+_FIRST = 16  # starts before the curve is followed
+
+
+@dataclass(frozen=True, eq=False)
+class Auto:
+    """Choose by the problem's structure; `maps` are attention maps that leaked as well."""
+
+    maps: Tensor | None = None
+    starts: int = 256
+    steps: int = 400
+    seed: int = 0
+    solutions: int = 16
+    seconds: float | None = None
+    device: str = "cpu"
+
+    def __repr__(self) -> str:
+        leaked = "leaked maps, " if self.maps is not None else ""
+        return f"Auto({leaked}starts={self.starts}, seed={self.seed})"
+
+    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
+        began = time.perf_counter()
+        result: Inversion | None = None
+        for chosen, found in self._attempts(problem, began, watch):
+            found = replace(found, reason=f"{found.reason} ({chosen})")
+            result = found if result is None else _joined(result, found)
+            over = self.seconds is not None and time.perf_counter() - began > self.seconds
+            stopped = found.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
+            if over or stopped or len(result.solutions) >= self.solutions:
+                break
+        if result is None:
+            raise AssertionError  # every problem has at least one attempt
+        return replace(result, method=repr(self), seconds=time.perf_counter() - began)
+
+    def _attempts(
+        self, problem: Problem, began: float, watch: Watch | None
+    ) -> Iterator[tuple[str, Inversion]]:
+        """Attempts in the order of their promise, until one settles the matter."""
+        if self.maps is not None:
+            yield "closed form, from the attention maps", ClosedForm(maps=self.maps)(problem)
+            return
+        if problem.causal and problem.fault is None:
+            sweep = TokenByToken(seed=self.seed, solutions=self.solutions)(problem)
+            yield "token by token, because the mask is causal", sweep
+            if sweep.solutions:
+                return
+        if problem.residual:
+            stream = NewtonCG(starts=1, seed=self.seed, device=self.device)
+            found = stream(problem, watch=watch)
+            yield "Newton–CG from the output, because of the residual connection", found
+            if found.solutions:
+                return
+        search = LevenbergMarquardt(
+            starts=min(_FIRST, self.starts), steps=self.steps, seed=self.seed, device=self.device,
+            solutions=1, seconds=self._left(began),
+        )  # fmt: skip
+        first = search(problem, watch=watch)
+        yield "Levenberg–Marquardt from the mean field", first
+        if first.X is None:
+            return
+        if not first.solutions:
+            curve = self._along_the_curve(problem, began)
+            if curve is not None:
+                yield "along the curve from the mean field", curve
+        rest = replace(
+            search, starts=self.starts, solutions=self.solutions, seconds=self._left(began)
+        )
+        yield f"Levenberg–Marquardt from {self.starts} starts", rest(problem, watch=watch)
+
+    def _left(self, began: float) -> float | None:
+        used = time.perf_counter() - began
+        return None if self.seconds is None else max(0.0, self.seconds - used)
+
+    def _along_the_curve(self, problem: Problem, began: float) -> Inversion | None:
+        """The curve's crossings, handed to the judge as starts that need no more steps."""
+        try:
+            reduced = reduce(problem)
+        except Unsuccessful:
+            return None
+        crossings: list[Tensor] = []
+        for X in solutions_along_the_curve(reduced.problem):
+            crossings.append(reduced.restore(X))
+            left = self._left(began)
+            if len(crossings) >= self.solutions or (left is not None and left <= 0):
+                break
+        if not crossings:
+            return None
+        check = LevenbergMarquardt(steps=10, solutions=self.solutions)
+        return check(problem, start=torch.stack(crossings))
+
+
+def _joined(one: Inversion, other: Inversion) -> Inversion:
+    """Two searches of one problem as one."""
+    solutions = tuple(distinct([*one.solutions, *other.solutions]))
+    better = one
+    if other.solutions and (not one.solutions or solutions[0] is other.solutions[0]):
+        better = other
+    elif not one.solutions and (other.residual or torch.inf) < (one.residual or torch.inf):
+        better = other
+    reason = better.reason
+    if len(solutions) > len(better.solutions) > 0:
+        reason += f"; {len(solutions)} different inputs have this output"
+    return replace(
+        better,
+        reason=reason,
+        solutions=solutions,
+        iterations=one.iterations + other.iterations,
+        starts=max(one.starts, other.starts),
+    )

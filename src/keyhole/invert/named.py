@@ -1,0 +1,61 @@
+"""Methods by the names that people type."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.invert.adam import Adam
+from keyhole.invert.auto import Auto
+from keyhole.invert.closed_form import ClosedForm
+from keyhole.invert.gradient_descent import GradientDescent
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.lbfgs import LBFGS
+from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.modified_newton import ModifiedNewton
+from keyhole.invert.newton_cg import NewtonCG
+from keyhole.invert.problem import Problem
+from keyhole.invert.regularized_newton import RegularizedNewton
+from keyhole.invert.search import Watch
+
+_SEARCHES = {
+    "levenberg-marquardt": LevenbergMarquardt,
+    "newton-cg": NewtonCG,
+    "modified-newton": ModifiedNewton,
+    "regularized-newton": RegularizedNewton,
+    "lbfgs": LBFGS,
+    "adam": Adam,
+    "gradient-descent": GradientDescent,
+}
+NAMES = ("auto", *_SEARCHES, "closed-form")
+
+
+class Called(Protocol):
+    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion: ...
+
+
+def named(
+    name: str,
+    *,
+    starts: int = 256,
+    solutions: int = 16,
+    seconds: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    maps: Tensor | None = None,
+) -> Called:
+    """The method called `name`; `maps` are the attention maps of the problem's file, if any."""
+    if starts < 1 or solutions < 1:
+        raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
+    search = {"starts": starts, "solutions": solutions, "seconds": seconds, "seed": seed}
+    if name == "auto":
+        return Auto(maps=maps, device=device, **search)
+    if name == "closed-form":
+        if maps is None:
+            raise InputError("expected a tensor `maps` in the problem for closed-form, got none")
+        return ClosedForm(maps=maps)
+    if name not in _SEARCHES:
+        raise InputError(f"expected a method among {', '.join(NAMES)}, got {name}")
+    return _SEARCHES[name](device=device, **search)

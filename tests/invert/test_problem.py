@@ -1,0 +1,106 @@
+"""The problem: what a real block comes down to, wrong shapes in one line, files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from invert.reference_layer import block
+
+from keyhole import invert
+from keyhole.errors import InputError
+from keyhole.invert.problem import load
+from keyhole.results import Status
+
+
+def tensor(array):
+    return torch.as_tensor(np.asarray(array), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_real_block_with_heads_projection_and_biases_is_a_problem(causal, residual):
+    stream = np.random.default_rng(3)
+    heads, n, d, r = 3, 5, 6, 2
+    W_Q, W_K, W_V = (stream.normal(size=(heads, d, r)) for _ in range(3))
+    W_O = stream.normal(size=(heads, r, d))
+    b_Q, b_K, b_V = (stream.normal(size=(heads, r)) for _ in range(3))
+    b_O, X = stream.normal(size=d), stream.normal(size=(n, d))
+    truth = block(X, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O, causal, residual)
+    problem = invert.Problem(
+        W=tensor(W_Q @ W_K.transpose(0, 2, 1)),
+        V=tensor(W_V @ W_O),
+        B=tensor(truth),
+        key_bias=tensor([W_K[h] @ b_Q[h] for h in range(heads)]),
+        output_bias=tensor(b_O + sum(b_V[h] @ W_O[h] for h in range(heads))),
+        causal=causal,
+        residual=residual,
+    )
+    assert np.allclose(problem.output(tensor(X)).numpy(), truth, rtol=0, atol=1e-13)
+    assert problem.maps(tensor(X)).shape == (heads, n, n)
+
+
+def test_a_problem_has_no_field_for_the_truth():
+    assert {"X", "truth", "input"}.isdisjoint(invert.Problem.__dataclass_fields__)
+
+
+GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"W": torch.ones(3, 2)}, r"expected W of shape d×d or H×d×d, got 3×2"),
+        ({"V": torch.ones(2, 3)}, r"expected V with rows like those of W 3×3, got 2×3"),
+        ({"B": torch.ones(4, 2)}, r"expected B of shape n×3, got 4×2"),
+        ({"B": torch.ones(0, 3)}, r"expected B with at least one entry"),
+        ({"B": "text"}, r"expected B as a torch.Tensor, got str"),
+        ({"B": torch.ones(4, 3) * 1j}, r"expected real numbers in B"),
+        ({"key_bias": torch.ones(2)}, r"expected key_bias of shape 3, got 2"),
+        ({"known": torch.ones(3, 3)}, r"expected known of shape 4×3, got 3×3"),
+        ({"tolerance": -1.0}, r"expected tolerance of 0 or more, got -1.0"),
+        ({"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True}, r"as many outputs as"),
+    ],
+)
+def test_wrong_shapes_are_one_clear_line(change, message):
+    with pytest.raises(InputError, match=message):
+        invert.Problem(**{**GOOD, **change})
+
+
+def test_a_problem_survives_a_file(tmp_path):
+    problem, X = invert.plant(4, 3, biases=True, causal=True, seed=1)
+    path = tmp_path / "problem.safetensors"
+    problem.save(path, maps=problem.maps(X))
+    again, maps = load(path)
+    for name in ("W", "V", "B", "key_bias", "output_bias"):
+        assert torch.equal(getattr(again, name), getattr(problem, name))
+    assert again.causal
+    assert not again.residual
+    assert torch.equal(maps, problem.maps(X))
+    assert invert.Problem.load(path).length == 4
+
+
+def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
+    with pytest.raises(InputError, match="there is no such file"):
+        load(tmp_path / "none.safetensors")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\x08\x00\x00")
+    with pytest.raises(InputError, match=r"expected a .safetensors file"):
+        load(broken)
+    from safetensors.torch import save_file
+
+    save_file({"W": torch.eye(2)}, tmp_path / "half.safetensors")
+    with pytest.raises(InputError, match=r"expected tensors W, V and B in .* got W"):
+        load(tmp_path / "half.safetensors")
+
+
+@pytest.mark.parametrize("name", ["W", "V", "B"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_a_status_with_advice(name, value):
+    tensors = {key: torch.ones(3, 3, dtype=torch.float64) for key in "WVB"}
+    tensors[name][1, 1] = value
+    found = invert.LevenbergMarquardt(starts=2)(invert.Problem(**tensors))
+    assert found.status is Status.NOT_APPLICABLE
+    assert found.reason == f"expected finite numbers in {name}, got 1 NaN or infinite"
+    assert found.X is None
+    assert found.advice
