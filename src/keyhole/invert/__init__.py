@@ -1,9 +1,32 @@
 """Inputs from weights and outputs: one module per idea. Each method is called on a problem."""
 
+from keyhole.invert.bounds import Bounds, bounds
+from keyhole.invert.hessian import gauss_newton_product, hessian, hessian_product
+from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.loss import gradient, jacobian, loss
 from keyhole.invert.mean_field import mean_field
+from keyhole.invert.modified_newton import ModifiedNewton
 from keyhole.invert.problem import Problem
+from keyhole.invert.regularized_newton import RegularizedNewton
 from keyhole.invert.rehearsal import plant
 
-__all__ = ["Inversion", "LevenbergMarquardt", "Problem", "mean_field", "plant"]
+__all__ = [
+    "Bounds",
+    "Inversion",
+    "LevenbergMarquardt",
+    "ModifiedNewton",
+    "Problem",
+    "RegularizedNewton",
+    "bounds",
+    "gauss_newton_product",
+    "gradient",
+    "hessian",
+    "hessian_blocks",
+    "hessian_product",
+    "jacobian",
+    "loss",
+    "mean_field",
+    "plant",
+]

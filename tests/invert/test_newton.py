@@ -1,0 +1,192 @@
+"""Newton's method on the regularised loss (the theorem) and with a repaired Hessian."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layers import Kind, draw, normal, plain_loss, planted
+
+from keyhole import invert
+from keyhole.errors import InputError
+from keyhole.invert.bounds import paper_gamma
+from keyhole.invert.equations import Equations
+from keyhole.invert.modified_newton import ModifiedNewton
+from keyhole.invert.regularized_newton import RegularizedNewton
+from keyhole.results import Status
+
+
+def errors(method, problem, X0, steps):
+    """Distance to the optimum (found by many exact steps) after each of a method's steps."""
+    exact = replace(method, slack=0.0)
+    equations = Equations.of([exact.regularized(problem)])
+    best = exact.begin(equations, X0.unsqueeze(0))
+    for _ in range(30):
+        best = exact.step(equations, best)
+    state = method.begin(equations, X0.unsqueeze(0))
+    distances = [float((state.X - best.X).norm())]
+    for _ in range(steps):
+        state = method.step(equations, state)
+        distances.append(float((state.X - best.X).norm()))
+    return distances, best.X[0]
+
+
+def test_the_error_falls_at_the_rate_that_the_slack_allows():
+    problem, X = planted(4, 4)
+    for slack in (0.1, 0.3):
+        distances, _ = errors(RegularizedNewton(slack=slack), problem, X, 12)
+        ratios = np.array(distances[1:]) / np.array(distances[:-1])
+        assert ratios[0] <= 1
+        assert ratios[2:10] == pytest.approx(slack / (1 + slack), rel=0.02)
+
+
+def test_without_slack_the_digits_double():
+    problem, X = planted(4, 4)
+    distances, _ = errors(RegularizedNewton(gamma=100.0, slack=0.0), problem, X, 6)
+    fast = [(a, b) for a, b in itertools.pairwise(distances) if 1e-7 < a < 1e-1]
+    assert fast
+    assert all(b <= 10 * a**2 for a, b in fast)
+
+
+def test_iterations_grow_with_the_logarithm_of_the_accuracy():
+    problem, X = planted(4, 4)
+    exponents = (3, 6, 9, 12)
+    counts = [RegularizedNewton(accuracy=10.0**-e)(problem, start=X).iterations for e in exponents]
+    per_digit = 1 / math.log10(1.1 / 0.1)
+    growth = np.polyfit(exponents, counts, 1)[0]
+    assert growth == pytest.approx(per_digit, rel=0.15)
+
+
+def test_the_optimum_is_one_and_every_start_leads_there():
+    problem, X = planted(4, 4)
+    regularized = RegularizedNewton().regularized(problem)
+    found = [RegularizedNewton()(problem, start=start).X for start in (X, -3 * X, 0 * X)]
+    for one in found:
+        assert (one - found[0]).abs().max() <= 1e-11
+        one = one.clone().requires_grad_()
+        slope = torch.autograd.grad(plain_loss(regularized, one), one)[0]
+        assert slope.abs().max() <= 1e-11 * 2 * regularized.gamma
+
+
+def test_the_paper_gamma_makes_the_hessian_definite():
+    for seed in range(3):
+        problem, X = planted(4, 4, seed=seed)
+        regularized = RegularizedNewton().regularized(problem)
+        assert regularized.gamma == paper_gamma(problem) > 0
+        assert torch.linalg.eigvalsh(invert.hessian(regularized, X))[0] > 0
+
+
+def test_the_reason_says_that_the_optimum_is_not_the_input():
+    problem, X = planted(4, 4)
+    result = RegularizedNewton()(problem, start=X)
+    assert result.status is Status.UNSOLVED
+    assert "is not the input: its output is off by 1.0e+00" in result.reason
+    assert result.residual > 0.1
+
+
+def test_the_reason_says_when_gamma_is_too_small():
+    problem, _ = planted(4, 4)
+    result = RegularizedNewton(gamma=1e-3)(problem)
+    assert result.status is Status.UNSOLVED
+    assert "γ = 1.0e-03 leaves the Hessian indefinite" in result.reason
+
+
+def test_the_reason_says_when_steps_ran_out():
+    problem, X = planted(4, 4)
+    result = RegularizedNewton(steps=3)(problem, start=X)
+    assert "away from the optimum with γ" in result.reason
+    assert result.iterations == 3
+
+
+def test_without_gamma_it_is_newton_and_finds_the_input_from_nearby():
+    problem, X = planted(4, 4, seed=1)
+    result = RegularizedNewton(gamma=0, slack=0)(problem, start=X + 1e-3)
+    assert result.status is Status.RECOVERED
+    assert (result.X - X).abs().max() <= 1e-10
+
+
+def test_many_problems_have_a_gamma_each():
+    problems = [planted(3, 3, seed=seed)[0] for seed in range(3)]
+    together = RegularizedNewton().many(problems)
+    for problem, result in zip(problems, together, strict=True):
+        alone = RegularizedNewton()(problem)
+        assert (result.X - alone.X).abs().max() <= 1e-10
+        assert result.reason == alone.reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"gamma": "small"}, 'expected gamma "paper" or a number'),
+        ({"gamma": -1.0}, "expected gamma of 0 or more"),
+        ({"slack": 1.0}, "expected slack from 0 to below 1"),
+    ],
+)
+def test_wrong_hyperparameters_are_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        RegularizedNewton(**wrong)
+
+
+@pytest.mark.parametrize("method", [RegularizedNewton(), ModifiedNewton()])
+def test_a_meaningless_problem_is_a_status(method):
+    problem, _ = planted(3, 3)
+    result = method(replace(problem, B=problem.B * torch.nan))
+    assert result.status is Status.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_modified_newton_finds_the_input(seed):
+    problem, X = planted(4, 4, seed=seed)
+    stream = torch.Generator().manual_seed(seed)
+    near = X + 0.02 * normal(stream, 4, 4)
+    result = ModifiedNewton()(problem, start=near)
+    assert result.status is Status.RECOVERED
+    assert (result.X - X).abs().max() <= 1e-10
+    alone = ModifiedNewton(starts=8)(problem)
+    assert alone.status is Status.RECOVERED
+
+
+def test_modified_newton_doubles_the_digits_near_the_input():
+    problem, X = planted(4, 4, seed=1)
+    equations = Equations.of([problem])
+    method = ModifiedNewton()
+    state = method.begin(equations, (X + 1e-3).unsqueeze(0))
+    distances = []
+    for _ in range(5):
+        distances.append(float((state.X[0] - X).norm()))
+        state = method.step(equations, state)
+    fast = [(a, b) for a, b in itertools.pairwise(distances) if a > 1e-6]
+    assert len(fast) >= 2
+    assert all(b <= 100 * a**2 for a, b in fast)
+    assert distances[-1] <= 1e-13
+
+
+@pytest.mark.parametrize("options", [{"known"}, {"causal", "residual"}, {"key_bias", "gamma"}])
+@pytest.mark.parametrize("heads", [None, 2])
+def test_every_step_goes_down_from_an_indefinite_hessian(options, heads):
+    problem, X = draw(Kind(heads=heads, options=frozenset(options)), seed=4)
+    equations = Equations.of([problem])
+    X = equations.impose(torch.stack([X, 3 * X, -X]))
+    method = ModifiedNewton()
+    state = method.begin(equations, X)
+    assert (torch.linalg.eigvalsh(invert.hessian(problem, X))[:, 0] < 0).any()
+    for _ in range(10):
+        ahead = method.step(equations, state)
+        assert ((ahead.loss < state.loss) | ahead.stalled).all()
+        assert ahead.loss.tolist() == pytest.approx(invert.loss(problem, ahead.X).tolist())
+        state = ahead
+    assert (equations.impose(state.X) == state.X).all()
+
+
+def test_a_row_without_finite_numbers_stays_where_it_is():
+    problem, X = planted(3, 3)
+    equations = Equations.of([problem])
+    method = ModifiedNewton()
+    state = method.begin(equations, torch.stack([X + 0.01, X * torch.nan]))
+    ahead = method.step(equations, state)
+    assert ahead.stalled.tolist() == [False, True]
+    assert ahead.loss[0] < state.loss[0]
