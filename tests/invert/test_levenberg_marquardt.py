@@ -42,24 +42,22 @@ def test_near_the_input_it_finds_the_input(options, n, d):
     assert residual_of(problem, found.X) == found.residual
 
 
-def test_digits_double_near_the_solution():
-    problem, X = invert.plant(6, 4, symmetric=True, seed=2)
+@pytest.mark.parametrize("seed", [0, 2])
+def test_digits_double_near_the_solution(seed):
+    problem, X = invert.plant(6, 4, symmetric=True, seed=seed)
     found = invert.LevenbergMarquardt()(problem, start=X + 1e-2)
     sizes = [size for _, size in found.trace]
-    orders = [
-        torch.log(torch.tensor(c / b)) / torch.log(torch.tensor(b / a))
-        for a, b, c in zip(sizes, sizes[1:], sizes[2:], strict=False)
-        if 1e-12 < c < b < 1e-2
-    ]
-    assert max(orders) > 1.7
-    assert len(sizes) < 12
+    assert len(sizes) <= 5
+    assert sizes[-1] < 1e-13
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        assert after <= max(10 * before**2, 1e-14)
 
 
 @pytest.mark.parametrize(("n", "d"), [(4, 8), (8, 4), (6, 6)])
 def test_without_a_prior(n, d):
-    for seed in range(3):
+    for seed in range(2):
         problem, X = invert.plant(n, d, seed=seed)
-        found = invert.LevenbergMarquardt(starts=64, solutions=20)(problem)
+        found = invert.LevenbergMarquardt(starts=48, solutions=20)(problem)
         assert found.status is Status.RECOVERED
         for one in found.solutions:
             assert residual_of(problem, one) < 1e-12
@@ -130,20 +128,18 @@ def test_an_unreachable_output_is_a_mismatch():
 
 
 def test_an_output_that_no_start_reaches_is_unsolved_with_the_best():
-    W = torch.eye(2, dtype=torch.float64)
-    V = torch.eye(2, dtype=torch.float64)
-    # Attention with W = I draws tokens together; outputs far apart on a line with a huge one
-    # between cannot all be averages of tokens that attend to themselves.
-    B = torch.tensor([[0.0, 0.0], [1e-3, 0.0], [0.0, 1e-3], [-1e-3, -1e-3]], dtype=torch.float64)
-    found = invert.LevenbergMarquardt(starts=2, steps=3)(invert.Problem(W, V, B))
-    assert found.status in (Status.UNSOLVED, Status.INEXACT)
+    # With W = 0 every token attends to all alike: outputs that differ cannot come about.
+    problem, _ = invert.plant(4, 3, scale=0.0)
+    unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))
+    found = invert.LevenbergMarquardt(starts=2, steps=30)(unreachable)
+    assert found.status is Status.UNSOLVED
     assert found.X is not None
-    assert "after 2 starts of at most 3 steps" in found.reason
+    assert "after 2 starts of at most 30 steps" in found.reason
     assert found.advice
 
 
 def test_duplicate_tokens_are_found_as_duplicates():
-    problem, X = invert.plant(5, 4, symmetric=True, seed=3)
+    problem, X = invert.plant(8, 4, symmetric=True, seed=3)
     X[1] = X[0]
     problem = replace(problem, B=problem.output(X))
     found = invert.LevenbergMarquardt(starts=32)(problem)

@@ -79,9 +79,9 @@ def _determined(problem: Problem, X: Tensor) -> tuple[float | None, int]:
 
 
 def distinct(inputs: list[Tensor]) -> list[Tensor]:
-    """One of each, those of least norm first."""
+    """The first of each kind, those of least norm in front."""
     kept: list[Tensor] = []
-    for X in sorted(inputs, key=lambda one: float(one.norm())):
+    for X in inputs:
         if not any(float((X - other).abs().max()) <= SAME * float(X.abs().max()) for other in kept):
             kept.append(X)
-    return kept
+    return sorted(kept, key=lambda one: float(one.norm()))

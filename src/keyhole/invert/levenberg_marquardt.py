@@ -2,9 +2,9 @@
 
 Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper adds a constant γ that keeps the
 Hessian definite and moves the minimiser away from the input (its Section 3), the damping
-`μ = α·‖r‖·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
-and the limit is the true input (Fan and Yuan 2005: quadratic under a local error bound). α shrinks
-after a step that came true and grows after one that did not.
+`μ = α·‖r‖²·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
+and the limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error bound).
+α shrinks after a step that came true and grows after one that did not.
 
 It works on `Y = BV⁻¹` and in the row space of Y (reduce.py).
 """
@@ -60,7 +60,7 @@ class LevenbergMarquardt:
         if equations.gamma:
             slope = slope + equations.gamma * X.flatten(1).unsqueeze(-1)
         diagonal = normal.diagonal(dim1=-2, dim2=-1)
-        relative = (state.loss / equations.B.square().sum((-2, -1)).clamp(min=1e-300)).sqrt()
+        relative = state.loss / equations.B.square().sum((-2, -1)).clamp(min=1e-300)
         mu = (alpha * relative.clamp(max=1.0) + _LEAST) * diagonal.mean(-1) + equations.gamma
         diagonal += mu.unsqueeze(-1)
         if equations.fixed is not None:
