@@ -29,7 +29,9 @@ def run(quick: bool) -> list[show.Row]:
         cpu, found = starts_per_second("cpu", few, steps)
     finally:
         torch.set_num_threads(threads)
-    rows = [show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{found} found")]
+    rows = [
+        show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{found} found")
+    ]
     if not torch.cuda.is_available():
         return [*rows, show.Row("GPU", "no CUDA device here: not measured")]
     gpu, found = starts_per_second("cuda", many, steps)

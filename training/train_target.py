@@ -67,8 +67,10 @@ def batches(ids: list[list[int]], labels: list[int], size: int, pad: int, device
         block = torch.full((len(group), longest), pad)
         for row, i in enumerate(group):
             block[row, : len(ids[i])] = torch.tensor(ids[i])
-        yield block.to(device), (block != pad).to(device), torch.tensor(
-            [labels[i] for i in group], device=device
+        yield (
+            block.to(device),
+            (block != pad).to(device),
+            torch.tensor([labels[i] for i in group], device=device),
         )
 
 
@@ -115,7 +117,9 @@ def train(args: argparse.Namespace) -> None:
               f"{accuracy(model, held_ids, held_labels, pad, args.device):.4f}", flush=True)  # fmt: skip
     seconds = time.perf_counter() - started
     halved = model.half().float()  # measured as it is shipped
-    write(args, halved, tokenizer, accuracy(halved, held_ids, held_labels, pad, args.device), seconds)
+    write(
+        args, halved, tokenizer, accuracy(halved, held_ids, held_labels, pad, args.device), seconds
+    )
 
 
 def write(args, model, tokenizer, dev: float, seconds: float) -> None:

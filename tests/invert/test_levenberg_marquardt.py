@@ -25,7 +25,13 @@ VARIANTS = {
     "residual": {"residual": True, "value_scale": 0.3},
     "causal": {"causal": True},
     "biases": {"biases": True},
-    "everything": {"heads": 2, "residual": True, "causal": True, "biases": True, "value_scale": 0.3},
+    "everything": {
+        "heads": 2,
+        "residual": True,
+        "causal": True,
+        "biases": True,
+        "value_scale": 0.3,
+    },
     "symmetric": {"symmetric": True},
 }
 

@@ -1,6 +1,7 @@
 """Inputs from weights and outputs: one module per idea. Each method is called on a problem."""
 
 from keyhole.invert.bounds import Bounds, bounds
+from keyhole.invert.certify import Certificate, certify
 from keyhole.invert.hessian import gauss_newton_product, hessian, hessian_product
 from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
@@ -14,12 +15,14 @@ from keyhole.invert.rehearsal import plant
 
 __all__ = [
     "Bounds",
+    "Certificate",
     "Inversion",
     "LevenbergMarquardt",
     "ModifiedNewton",
     "Problem",
     "RegularizedNewton",
     "bounds",
+    "certify",
     "gauss_newton_product",
     "gradient",
     "hessian",

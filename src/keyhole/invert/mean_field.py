@@ -15,9 +15,6 @@ halves distances in Thompson's metric, in which congruence by W and inversion ar
 `·# S` contracts by ½. So for invertible W there is exactly one positive Σ, it is found from
 anywhere, one bit a step, and `D = E (WΣ)⁻¹`, `m = (I + ΣWᵀ)⁻¹(ȳ − Σu)`. Where the tokens span
 fewer directions than d, all of this happens inside their span.
-
-With several heads `E = D·K(Σ)`, `K(Σ) = Σ_h W_h Σ V_h`. There `Σ ← Σ #_⅓ K⁻ᵀSK⁻¹` (⅓ because the
-second factor has degree −2) is an iteration without a proof.
 """
 
 from __future__ import annotations
@@ -34,30 +31,28 @@ _NEGLIGIBLE = 1e-10  # directions in which the tokens vary less than this do not
 
 def mean_field(problem: Problem) -> Tensor | None:
     """The input (n×d) that has this output to first order in the scores; None if there is none."""
-    if problem.causal or problem.residual or problem.known is not None:
+    if problem.causal or problem.residual or problem.known is not None or problem.heads > 1:
         return None
     if problem.outputs != problem.dim or problem.length == 1:
         return None
     d = problem.dim
-    W, V = problem.W.reshape(-1, d, d), problem.V.reshape(-1, d, d)
-    u = W.new_zeros(len(W), d) if problem.key_bias is None else problem.key_bias.reshape(-1, d)
+    W, V = problem.W.reshape(d, d), problem.V.reshape(d, d)
     B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
-    centre = B.mean(0)
-    E = B - centre
     try:
-        Q = _span(E) if problem.heads == 1 else torch.eye(d, dtype=W.dtype, device=W.device)
-        inside_W, inside_V = Q.mT @ W @ Q, Q.mT @ V @ Q
-        S = (E @ Q).mT @ (E @ Q) / problem.length
-        covariance = _one_head(inside_W[0], inside_V[0], S) if len(W) == 1 else _heads(W, V, S)
-        D = torch.linalg.solve(_mixing(inside_W, inside_V, covariance), E @ Q, left=False)
+        Y = torch.linalg.solve(V, B, left=False)
+        centre = Y.mean(0)
+        E = Y - centre
+        Q = _span(E)
+        inside = Q.mT @ W @ Q
+        covariance = _covariance(inside, (E @ Q).mT @ (E @ Q) / problem.length)
+        D = torch.linalg.solve(inside @ covariance, E @ Q, left=False) @ Q.mT
         full = Q @ covariance @ Q.mT
-        # ȳ = Σ_h V_hᵀ (m + Σ (W_hᵀ m + u_h)), as rows
-        matrix = (V + W @ full @ V).sum(0)
-        constant = (u.unsqueeze(1) @ full @ V).sum(0).squeeze(0)
-        m = torch.linalg.solve(matrix.mT, centre - constant)
+        if problem.key_bias is not None:
+            centre = centre - full @ problem.key_bias.reshape(d)
+        m = torch.linalg.solve(torch.eye(d, dtype=W.dtype, device=W.device) + full @ W.mT, centre)
     except LinAlgError:
         return None
-    X = D @ Q.mT + m
+    X = D + m
     return X if bool(X.isfinite().all()) else None
 
 
@@ -67,34 +62,18 @@ def _span(E: Tensor) -> Tensor:
     return directions[sizes > _NEGLIGIBLE * sizes[0]].mT
 
 
-def _mixing(W: Tensor, V: Tensor, covariance: Tensor) -> Tensor:
-    """K(Σ) = Σ_h W_h Σ V_h."""
-    return (W @ covariance @ V).sum(0)
-
-
-def _one_head(W: Tensor, V: Tensor, S: Tensor) -> Tensor:
-    """The one positive solution of `Σ (WᵀΣW) Σ = V⁻ᵀ S V⁻¹`."""
-    inverse = torch.linalg.inv(V)
-    S = inverse.mT @ S @ inverse
+def _covariance(W: Tensor, S: Tensor) -> Tensor:
+    """The one positive solution of `Σ (WᵀΣW) Σ = S`."""
     covariance = torch.eye(len(S), dtype=S.dtype, device=S.device)
     for _ in range(_ROUNDS):
-        middle = torch.linalg.inv(W.mT @ covariance @ W)
-        covariance = _geometric_mean(middle, S, 0.5)
+        covariance = _geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
     return covariance
 
 
-def _heads(W: Tensor, V: Tensor, S: Tensor) -> Tensor:
-    covariance = torch.eye(len(S), dtype=S.dtype, device=S.device)
-    for _ in range(_ROUNDS):
-        inverse = torch.linalg.inv(_mixing(W, V, covariance))
-        covariance = _geometric_mean(covariance, inverse.mT @ S @ inverse, 1 / 3)
-    return covariance
-
-
-def _geometric_mean(P: Tensor, S: Tensor, share: float) -> Tensor:
-    """`P #_t S = P^½ (P^−½ S P^−½)^t P^½`; without weight, t = ½."""
+def _geometric_mean(P: Tensor, S: Tensor) -> Tensor:
+    """`P # S = P^½ (P^−½ S P^−½)^½ P^½`."""
     root, inverse_root = _power(P, 0.5), _power(P, -0.5)
-    mean = root @ _power(inverse_root @ S @ inverse_root, share) @ root
+    mean = root @ _power(inverse_root @ S @ inverse_root, 0.5) @ root
     return (mean + mean.mT) / 2
 
 
