@@ -107,6 +107,9 @@ def train(args: argparse.Namespace) -> None:
     for epoch in range(args.epochs):
         model.train()
         for block, mask, truth in batches(ids, labels, args.batch, pad, args.device, mix):
+            # A few thousand words are soon learnt by heart: some are hidden each time.
+            hidden = torch.rand(block.shape, device=block.device) < args.forget
+            block = torch.where(hidden & (block > 4), tokenizer.mask_token_id, block)
             logits = model(block, attention_mask=mask).logits
             torch.nn.functional.cross_entropy(logits, truth, label_smoothing=0.1).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.2)
+    parser.add_argument("--forget", type=float, default=0.2, help="share of words hidden")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=1e-3)

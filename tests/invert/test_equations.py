@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reference
 from keyhole import invert
 from keyhole.errors import InputError
 from keyhole.invert.equations import Equations

@@ -1,7 +1,8 @@
-"""Levenberg–Marquardt, the loop around it, and the judge: planted truth, many problems, statuses."""
+"""Levenberg–Marquardt, the loop around it, the judge: planted truth, many problems, statuses."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -55,7 +56,7 @@ def test_digits_double_near_the_solution(seed):
     sizes = [size for _, size in found.trace]
     assert len(sizes) <= 5
     assert sizes[-1] < 1e-13
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         assert after <= max(10 * before**2, 1e-14)
 
 
@@ -123,7 +124,7 @@ def test_a_singular_v_leaves_a_family():
 
 
 def test_an_unreachable_output_is_a_mismatch():
-    problem, X = invert.plant(5, 3, seed=2)
+    problem, _ = invert.plant(5, 3, seed=2)
     V = torch.cat([problem.V, problem.V[:, :1]], 1)  # the fourth output repeats the first
     wide = invert.Problem(problem.W, V, torch.cat([problem.B, problem.B[:, :1]], 1))
     assert invert.LevenbergMarquardt(starts=32)(wide).status is Status.RECOVERED

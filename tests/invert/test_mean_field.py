@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -42,7 +43,7 @@ def test_there_is_exactly_one_covariance_wherever_one_begins():
             distances.append(_thompson(covariance, found))
         assert distances[-1] < 1e-9
         # Each step halves the distance, to the precision at which it can be told.
-        for before, after in zip(distances, distances[1:], strict=False):
+        for before, after in itertools.pairwise(distances):
             assert after <= 0.5 * before + 1e-10
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from invert.reference_layer import block
 
+from invert.reference_layer import block
 from keyhole import invert
 from keyhole.errors import InputError
 from keyhole.invert.problem import load

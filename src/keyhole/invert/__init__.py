@@ -1,26 +1,36 @@
 """Inputs from weights and outputs: one module per idea. Each method is called on a problem."""
 
+from keyhole.invert.adam import Adam
 from keyhole.invert.bounds import Bounds, bounds
 from keyhole.invert.certify import Certificate, certify
+from keyhole.invert.gradient_descent import GradientDescent
 from keyhole.invert.hessian import gauss_newton_product, hessian, hessian_product
 from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
+from keyhole.invert.lbfgs import LBFGS
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.loss import gradient, jacobian, loss
 from keyhole.invert.mean_field import mean_field
 from keyhole.invert.modified_newton import ModifiedNewton
+from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
 from keyhole.invert.regularized_newton import RegularizedNewton
 from keyhole.invert.rehearsal import plant
+from keyhole.invert.residual_stream import ResidualStream
 
 __all__ = [
+    "LBFGS",
+    "Adam",
     "Bounds",
     "Certificate",
+    "GradientDescent",
     "Inversion",
     "LevenbergMarquardt",
     "ModifiedNewton",
+    "NewtonCG",
     "Problem",
     "RegularizedNewton",
+    "ResidualStream",
     "bounds",
     "certify",
     "gauss_newton_product",

@@ -125,9 +125,9 @@ def _joined(one: Inversion, other: Inversion) -> Inversion:
     """Two searches of one problem as one."""
     solutions = tuple(distinct([*one.solutions, *other.solutions]))
     better = one
-    if other.solutions and (not one.solutions or solutions[0] is other.solutions[0]):
-        better = other
-    elif not one.solutions and (other.residual or torch.inf) < (one.residual or torch.inf):
+    if (other.solutions and (not one.solutions or solutions[0] is other.solutions[0])) or (
+        not one.solutions and (other.residual or torch.inf) < (one.residual or torch.inf)
+    ):
         better = other
     reason = better.reason
     if len(solutions) > len(better.solutions) > 0:

@@ -1,0 +1,122 @@
+"""L-BFGS: what people try second. Nocedal 1980, the two loops batched over the starts.
+
+The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
+without positive curvature gets weight 0, which takes it out of both loops. The stride is halved
+until the loss falls as the slope promises (Armijo), for all starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.equations import Equations
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.loss import gradient_of
+from keyhole.invert.problem import Problem
+from keyhole.invert.search import State, Watch, solve, solve_all
+
+_ARMIJO = 1e-4
+_HALVINGS = 25
+_CURVED = 1e-14
+
+
+@dataclass(frozen=True)
+class LBFGS:
+    """A quasi-Newton method with limited memory, from many starts at once."""
+
+    starts: int = 64
+    steps: int = 2000
+    seed: int = 0
+    solutions: int = 1
+    seconds: float | None = None
+    device: str = "cpu"
+    memory: int = 20
+
+    def __call__(
+        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
+    ) -> Inversion:
+        return solve(self, problem, start=start, watch=watch)
+
+    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
+        return solve_all(self, problems, watch=watch)
+
+    def begin(self, equations: Equations, X: Tensor) -> State:
+        loss = equations.loss(X)
+        pairs = X.new_zeros(len(X), self.memory, X[0].numel())
+        memory = {
+            "slope": gradient_of(equations, X).flatten(1),
+            "s": pairs,
+            "y": pairs.clone(),
+            "weight": X.new_zeros(len(X), self.memory),
+        }
+        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+
+    def step(self, equations: Equations, state: State) -> State:
+        old = state.memory
+        slope = old["slope"]
+        p = -_two_loops(slope, old["s"], old["y"], old["weight"])
+        promise = (slope * p).sum(1)
+        uphill = promise >= 0
+        p = torch.where(uphill[:, None], -slope, p)
+        promise = torch.where(uphill, -slope.square().sum(1), promise)
+        # Without pairs the slope has no scale: the first step is one of length at most 1.
+        fresh = (old["weight"] == 0).all(1)
+        stride = torch.where(fresh, 1 / p.norm(dim=1).clamp(min=1), 1.0)
+        ahead, loss, taken = _search(equations, state, p, stride, promise)
+        slope_ahead = gradient_of(equations, ahead).flatten(1)
+        s, y = (ahead - state.X).flatten(1), slope_ahead - slope
+        curvature = (s * y).sum(1)
+        useful = taken & (curvature > _CURVED * s.norm(dim=1) * y.norm(dim=1))
+        weight = torch.where(useful, 1 / curvature, torch.zeros_like(curvature))
+        memory = {
+            "slope": slope_ahead,
+            "s": torch.cat([old["s"][:, 1:], s[:, None]], 1),
+            "y": torch.cat([old["y"][:, 1:], y[:, None]], 1),
+            "weight": torch.cat([old["weight"][:, 1:], weight[:, None]], 1),
+        }
+        # One failed search empties the memory (weights shift out); a second along the slope ends.
+        memory["weight"] = torch.where(taken[:, None], memory["weight"], 0.0)
+        return State(ahead, loss, ~taken & fresh, memory)
+
+
+def _two_loops(slope: Tensor, s: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The inverse Hessian's estimate times the slope: (R,N)."""
+    q = slope
+    count = s.shape[1]
+    shares: list[Tensor] = [slope] * count
+    for k in reversed(range(count)):
+        share = weight[:, k] * (s[:, k] * q).sum(1)
+        shares[k] = share
+        q = q - share[:, None] * y[:, k]
+    square = y[:, -1].square().sum(1)
+    newest = torch.where(
+        weight[:, -1] > 0, 1 / (weight[:, -1] * square).clamp(min=1e-300), torch.ones_like(square)
+    )
+    q = newest[:, None] * q
+    for k in range(count):
+        other = weight[:, k] * (y[:, k] * q).sum(1)
+        q = q + (shares[k] - other)[:, None] * s[:, k]
+    return q
+
+
+def _search(
+    equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Halve strides until each loss has fallen enough; rows that never do stay where they are."""
+    X, loss = state.X, state.loss
+    taken = torch.zeros_like(state.stalled)
+    for _ in range(_HALVINGS):
+        trial = state.X + (stride[:, None] * p).reshape(state.X.shape)
+        value = equations.loss(trial)
+        good = ~taken & (value <= state.loss + _ARMIJO * stride * promise)
+        X = torch.where(good[:, None, None], trial, X)
+        loss = torch.where(good, value, loss)
+        taken = taken | good
+        if bool(taken.all()):
+            break
+        stride = torch.where(taken, stride, 0.5 * stride)
+    return X, loss, taken

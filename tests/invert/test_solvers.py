@@ -1,0 +1,157 @@
+"""First-order, quasi-Newton and matrix-free solvers: planted truth, every variant, statuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keyhole import invert
+from keyhole.errors import InputError
+from keyhole.invert.equations import Equations
+from keyhole.invert.judge import residual_of
+from keyhole.invert.newton_cg import least_squares_step
+from keyhole.invert.residual_stream import gmres
+from keyhole.results import Status
+
+VARIANTS = {
+    "bare": {"symmetric": True},
+    "several heads": {"heads": 2, "value_scale": 0.4},
+    "residual": {"residual": True, "value_scale": 0.2},
+    "causal": {"causal": True, "symmetric": True},
+    "everything": {
+        "heads": 2,
+        "residual": True,
+        "causal": True,
+        "biases": True,
+        "value_scale": 0.2,
+    },
+}
+METHODS = {
+    "gradient descent": invert.GradientDescent(steps=3000),
+    "Adam": invert.Adam(steps=3000, rate=0.01),
+    "L-BFGS": invert.LBFGS(steps=600),
+    "Newton–CG": invert.NewtonCG(steps=60),
+}
+
+
+def near(X, distance=1e-3):
+    noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return X + distance * noise
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("name", ["L-BFGS", "Newton–CG"])
+def test_near_the_input_it_finds_the_input(name, options):
+    problem, X = invert.plant(4, 3, seed=5, **options)
+    found = METHODS[name](problem, start=near(X))
+    assert found.status is Status.RECOVERED, found.reason
+    assert float((found.X - X).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["gradient descent", "Adam"])
+def test_first_order_methods_come_down(name):
+    problem, X = invert.plant(3, 2, residual=True, value_scale=0.2, seed=5)
+    found = METHODS[name](problem, start=near(X, 0.1))
+    assert found.status is Status.RECOVERED, found.reason
+    assert float((found.X - X).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_many_problems_at_once_are_as_good_as_one_by_one(name):
+    pairs = [invert.plant(3, 2, residual=True, value_scale=0.1, seed=seed) for seed in range(3)]
+    method = replace(METHODS[name], starts=2)
+    together = method.many([problem for problem, _ in pairs])
+    for found, (problem, X) in zip(together, pairs, strict=True):
+        assert found.status is Status.RECOVERED
+        assert residual_of(problem, found.X) < 1e-12
+        assert float((found.X - X).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_do_not_know_of_each_other(name):
+    problem, X = invert.plant(4, 3, seed=1)
+    starts = torch.stack([near(X, 0.1), near(X, 0.5), near(X, 1.0)])
+    method = replace(METHODS[name], steps=10)
+    equations = Equations.of([problem])
+
+    def after(batch):
+        state = method.begin(equations, batch)
+        for _ in range(10):
+            state = method.step(equations, state)
+        return state.X
+
+    alone = torch.cat([after(start.unsqueeze(0)) for start in starts])
+    assert torch.allclose(after(starts), alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nan_and_hopeless_problems_end_in_a_status(name):
+    problem, X = invert.plant(4, 3, scale=0.0)
+    broken = replace(problem, B=problem.B * torch.nan)
+    assert METHODS[name](broken).status is Status.NOT_APPLICABLE
+    unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))
+    found = replace(METHODS[name], starts=2, steps=20)(unreachable)
+    assert found.status is Status.UNSOLVED
+    assert found.X is not None
+
+
+def test_known_entries_stay():
+    problem, X = invert.plant(4, 3, seed=1)
+    known = torch.full_like(X, torch.nan)
+    known[1] = X[1]
+    for name in ("L-BFGS", "Newton–CG"):
+        found = METHODS[name](replace(problem, known=known), start=near(X))
+        assert torch.equal(found.X[1], X[1])
+        assert found.status is Status.RECOVERED
+
+
+def test_the_inner_iterations_solve_the_damped_least_squares():
+    problem, X = invert.plant(4, 3, seed=1)
+    equations = replace(Equations.of([problem]), gamma=0.1)
+    X = near(X, 0.5).unsqueeze(0)
+    here = equations.linearised(X)
+    r, mu = equations.residuals(X), torch.tensor([0.05], dtype=torch.float64)
+    exact = torch.zeros(1, dtype=torch.float64)
+    p = least_squares_step(here, r, mu, equations.gamma * X, exact + 1e-12, 200)
+    J = here.jacobian()[0]
+    normal = J.mT @ J + 0.15 * torch.eye(12, dtype=torch.float64)
+    right = J.mT @ r.flatten() + 0.1 * X.flatten()
+    assert torch.allclose(p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9)
+
+
+def test_gmres_solves_the_square_system():
+    problem, X = invert.plant(4, 3, residual=True, seed=1)
+    equations = Equations.of([problem])
+    X = X.unsqueeze(0) + 0.1
+    here, r = equations.linearised(X), equations.residuals(X)
+    p = gmres(here, r, 1e-13)
+    assert torch.allclose(here.forward(p), r, rtol=0, atol=1e-10)
+
+
+def test_a_residual_stream_is_followed_from_the_output():
+    solved = 0
+    for seed in range(4):
+        problem, X = invert.plant(12, 12, residual=True, value_scale=0.5 / 12**0.5, seed=seed)
+        found = invert.ResidualStream()(problem)
+        assert found.status is Status.RECOVERED
+        solved += float((found.X - X).abs().max()) < 1e-9
+    assert solved >= 3
+
+
+def test_a_stream_with_heads_mask_and_biases():
+    problem, X = invert.plant(
+        6, 4, heads=2, residual=True, causal=True, biases=True, value_scale=0.15, seed=2
+    )
+    found = invert.ResidualStream()(problem)
+    assert found.status is Status.RECOVERED
+    assert float((found.X - X).abs().max()) < 1e-9
+
+
+def test_a_stream_needs_a_residual_connection():
+    with pytest.raises(InputError, match="expected a problem with a residual connection"):
+        invert.ResidualStream()(invert.plant(3, 3)[0])
+    broken = invert.plant(3, 3, residual=True)[0]
+    broken = replace(broken, B=broken.B * torch.nan)
+    assert invert.ResidualStream()(broken).status is Status.NOT_APPLICABLE
