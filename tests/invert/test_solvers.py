@@ -88,7 +88,7 @@ def test_rows_do_not_know_of_each_other(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_nan_and_hopeless_problems_end_in_a_status(name):
-    problem, X = invert.plant(4, 3, scale=0.0)
+    problem, _ = invert.plant(4, 3, scale=0.0)
     broken = replace(problem, B=problem.B * torch.nan)
     assert METHODS[name](broken).status is Status.NOT_APPLICABLE
     unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))

@@ -2,7 +2,7 @@
 
     attention maps leaked      the equations are linear            ClosedForm
     a causal mask              they are triangular                 TokenByToken
-    a residual connection      the output is near the input        NewtonCG
+    a residual connection      the output is near the input        ResidualStream
     none of these              few starts suffice after the mean   LevenbergMarquardt, then the
                                field; the rest look for others     curve, then more starts
 
@@ -25,9 +25,9 @@ from keyhole.invert.continuation import solutions_along_the_curve
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
 from keyhole.invert.reduce import reduce
+from keyhole.invert.residual_stream import ResidualStream
 from keyhole.invert.search import Watch
 from keyhole.results import Status, Unsuccessful
 
@@ -77,9 +77,8 @@ class Auto:
             if sweep.solutions:
                 return
         if problem.residual:
-            stream = NewtonCG(starts=1, seed=self.seed, device=self.device)
-            found = stream(problem, watch=watch)
-            yield "Newton–CG from the output, because of the residual connection", found
+            found = ResidualStream(seed=self.seed, device=self.device)(problem, watch=watch)
+            yield "from the output, because of the residual connection", found
             if found.solutions:
                 return
         search = LevenbergMarquardt(
@@ -124,11 +123,11 @@ class Auto:
 def _joined(one: Inversion, other: Inversion) -> Inversion:
     """Two searches of one problem as one."""
     solutions = tuple(distinct([*one.solutions, *other.solutions]))
-    better = one
-    if (other.solutions and (not one.solutions or solutions[0] is other.solutions[0])) or (
-        not one.solutions and (other.residual or torch.inf) < (one.residual or torch.inf)
-    ):
-        better = other
+    if one.solutions:
+        better = other if solutions[0] is not one.solutions[0] else one
+    else:
+        closer = (other.residual or torch.inf) < (one.residual or torch.inf)
+        better = other if other.solutions or closer else one
     reason = better.reason
     if len(solutions) > len(better.solutions) > 0:
         reason += f"; {len(solutions)} different inputs have this output"

@@ -24,10 +24,12 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
 from keyhole.invert.search import Watch
+from keyhole.linear import least_squares
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3
 _PRODUCTS = 120
+_NOTHING = 1e-14
 
 
 @dataclass(frozen=True)
@@ -98,31 +100,24 @@ def corrected(equations: Equations, X: Tensor, corrections: int = 8) -> Tensor |
 
 def gmres(near: Linearised, r: Tensor, accuracy: float, products: int = _PRODUCTS) -> Tensor:
     """`J p = r` to a relative accuracy, by at most so many products (Saad and Schultz 1986)."""
-    shape = r.shape
     size = r.norm()
     basis = [r.flatten() / size]
-    columns: list[Tensor] = []
     H = r.new_zeros(products + 1, products)
+    y = r.new_zeros(1, 1)
     for k in range(products):
-        w = near.forward(basis[k].reshape(shape)).flatten()
+        w = near.forward(basis[k].reshape(r.shape)).flatten()
         Q = torch.stack(basis)
         for _ in range(2):  # twice is enough to stay orthogonal
             shares = Q @ w
             w = w - shares @ Q
             H[: k + 1, k] += shares
         H[k + 1, k] = w.norm()
-        columns.append(w)
-        right = r.new_zeros(k + 2)
-        right[0] = size
         block = H[: k + 2, : k + 1]
-        y = torch.linalg.lstsq(
-            block, right.unsqueeze(1), driver="gels" if block.is_cuda else "gelsd"
-        )
-        left = (block @ y.solution).squeeze(1) - right
-        if float(left.norm()) <= accuracy * float(size) or float(H[k + 1, k]) <= 1e-14 * float(
-            size
-        ):
+        right = r.new_zeros(k + 2, 1)
+        right[0] = size
+        y = least_squares(block.cpu(), right.cpu()).to(r.device)
+        left = (block @ y - right).norm()
+        if left <= accuracy * size or H[k + 1, k] <= _NOTHING * size:
             break
         basis.append(w / H[k + 1, k])
-    found = y.solution.squeeze(1)  # pyright: ignore[reportPossiblyUnbound]
-    return (found @ torch.stack(basis[: len(found)])).reshape(shape)
+    return (y.squeeze(1) @ torch.stack(basis[: len(y)])).reshape(r.shape)
