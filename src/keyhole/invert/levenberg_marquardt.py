@@ -17,13 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.equations import Equations
+from keyhole.invert.equations import Equations, Linearised
+from keyhole.invert.hessian import gauss_newton_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.search import State, Watch, solve, solve_all
 
 _GAVE_UP = 1e12
 _LEAST = 1e-16
+_LARGE = 200  # unknowns
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,15 @@ class LevenbergMarquardt:
 
     def step(self, equations: Equations, state: State) -> State:
         X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
-        J = equations.linearised(X).jacobian()
-        normal = J.mT @ J
-        slope = J.mT @ r.flatten(1).unsqueeze(-1)
+        near = equations.linearised(X)
+        normal = _normal(equations, near, X)
+        slope = near.backward(r).flatten(1).unsqueeze(-1)
         if equations.gamma:
             slope = slope + equations.gamma * X.flatten(1).unsqueeze(-1)
         diagonal = normal.diagonal(dim1=-2, dim2=-1)
         relative = state.loss / equations.B.square().sum((-2, -1)).clamp(min=1e-300)
         mu = (alpha * relative.clamp(max=1.0) + _LEAST) * diagonal.mean(-1) + equations.gamma
         diagonal += mu.unsqueeze(-1)
-        if equations.fixed is not None:
-            diagonal += (normal.diagonal(dim1=-2, dim2=-1) == 0).to(J.dtype)
         factor, info = torch.linalg.cholesky_ex(normal)
         p = -torch.cholesky_solve(slope, factor).squeeze(-1)
         ahead = X + p.reshape(X.shape)
@@ -80,3 +80,11 @@ class LevenbergMarquardt:
             (alpha > _GAVE_UP) | (tiny & ~better),
             {"r": torch.where(wide, r_ahead, r), "alpha": alpha},
         )
+
+
+def _normal(equations: Equations, near: Linearised, X: Tensor) -> Tensor:
+    """JᵀJ: by its structure where that pays, as a plain product where the matrices are small."""
+    if X[0].numel() >= _LARGE:
+        return gauss_newton_of(equations, X)
+    J = near.jacobian()
+    return J.mT @ J
