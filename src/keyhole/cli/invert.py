@@ -66,7 +66,7 @@ def invert(
 
     asked, maps = load(problem)
     attack = named(
-        method, starts=starts, solutions=solutions, seconds=seconds, device=device, seed=seed,
+        method, starts=starts, solutions=solutions or (16 if method == "auto" else 1), seconds=seconds, device=device, seed=seed,
         maps=maps,
     )  # fmt: skip
     with progress("starts") as track:

@@ -1,18 +1,24 @@
 """Inputs from weights and outputs: one module per idea. Each method is called on a problem."""
 
 from keyhole.invert.adam import Adam
+from keyhole.invert.auto import Auto
 from keyhole.invert.bounds import Bounds, bounds
+from keyhole.invert.causal import TokenByToken
 from keyhole.invert.certify import Certificate, certify
+from keyhole.invert.closed_form import ClosedForm
+from keyhole.invert.end_to_end import EndToEnd
 from keyhole.invert.gradient_descent import GradientDescent
 from keyhole.invert.hessian import gauss_newton_product, hessian, hessian_product
 from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
+from keyhole.invert.layers import Amplification, Layer, Layers, LayersInversion
 from keyhole.invert.lbfgs import LBFGS
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.loss import gradient, jacobian, loss
 from keyhole.invert.mean_field import mean_field
 from keyhole.invert.modified_newton import ModifiedNewton
 from keyhole.invert.newton_cg import NewtonCG
+from keyhole.invert.peel import Peel
 from keyhole.invert.problem import Problem
 from keyhole.invert.regularized_newton import RegularizedNewton
 from keyhole.invert.rehearsal import plant
@@ -21,16 +27,25 @@ from keyhole.invert.residual_stream import ResidualStream
 __all__ = [
     "LBFGS",
     "Adam",
+    "Amplification",
+    "Auto",
     "Bounds",
     "Certificate",
+    "ClosedForm",
+    "EndToEnd",
     "GradientDescent",
     "Inversion",
+    "Layer",
+    "Layers",
+    "LayersInversion",
     "LevenbergMarquardt",
     "ModifiedNewton",
     "NewtonCG",
+    "Peel",
     "Problem",
     "RegularizedNewton",
     "ResidualStream",
+    "TokenByToken",
     "bounds",
     "certify",
     "gauss_newton_product",

@@ -72,7 +72,7 @@ class Auto:
             yield "closed form, from the attention maps", ClosedForm(maps=self.maps)(problem)
             return
         if problem.causal and problem.fault is None:
-            sweep = TokenByToken(seed=self.seed, solutions=self.solutions)(problem)
+            sweep = TokenByToken(seed=self.seed, seconds=self._left(began))(problem)
             yield "token by token, because the mask is causal", sweep
             if sweep.solutions:
                 return

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,31 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.errors import InputError
 from keyhole.invert.problem import Problem
+
+
+class Matrix(Protocol):
+    def jacobian(self) -> Tensor: ...
+
+
+class Smooth(Protocol):
+    """What Newton steps need of equations: these, a token's (causal.py), a stack's (layers.py)."""
+
+    @property
+    def B(self) -> Tensor: ...  # noqa: N802 - the paper's name
+
+    @property
+    def fixed(self) -> Tensor | None: ...
+
+    @property
+    def gamma(self) -> float: ...
+
+    def residuals(self, X: Tensor) -> Tensor: ...
+
+    def loss_of(self, r: Tensor, X: Tensor) -> Tensor: ...
+
+    def linearised(self, X: Tensor) -> Matrix: ...
+
+    def select(self, rows: Tensor) -> Self: ...
 
 
 @dataclass(frozen=True, eq=False)

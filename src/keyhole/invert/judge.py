@@ -42,8 +42,12 @@ def residual_of(problem: Problem, X: Tensor) -> float:
     return float((problem.output(X) - problem.B).abs().max() / sizes.clamp(min=1e-300))
 
 
-def judge(problem: Problem, X: Tensor) -> Verdict:
-    """Decide what an input is worth as an answer to a problem."""
+def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
+    """Decide what an input is worth as an answer to a problem.
+
+    `unique`: something beside the output has settled that X is the only one, as leaked maps do;
+    then the Jacobian is not looked at.
+    """
     residual = residual_of(problem, X)
     off = float((problem.output(X) - problem.B).abs().max())
     exact = residual <= ROUNDING
@@ -51,7 +55,7 @@ def judge(problem: Problem, X: Tensor) -> Verdict:
         nearly = residual <= NEARLY
         reason = f"residual {residual:.1e}"
         return Verdict(Status.INEXACT if nearly else Status.UNSOLVED, reason, residual, None)
-    condition, missing = _determined(problem, X)
+    condition, missing = (None, 0) if unique else _determined(problem, X)
     reason = f"residual {residual:.1e}"
     if not exact:
         reason += f", within the tolerance {problem.tolerance:.1e} of the output"

@@ -11,13 +11,14 @@ It works on `Y = BV⁻¹` and in the row space of Y (reduce.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from keyhole.invert.equations import Equations, Linearised
+from keyhole.invert.equations import Equations, Smooth
 from keyhole.invert.hessian import gauss_newton_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
@@ -26,6 +27,7 @@ from keyhole.invert.search import State, Watch, solve, solve_all
 _GAVE_UP = 1e12
 _LEAST = 1e-16
 _LARGE = 200  # unknowns
+_CONVERGED = 4 * torch.finfo(torch.float64).eps  # relative to B
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,15 @@ class LevenbergMarquardt:
     def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
         return solve_all(self, problems, watch=watch)
 
-    def begin(self, equations: Equations, X: Tensor) -> State:
+    def begin(self, equations: Smooth, X: Tensor) -> State:
         r = equations.residuals(X)
         alpha = X.new_full((len(X),), self.damping)
         loss = equations.loss_of(r, X)
         return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), {"r": r, "alpha": alpha})
 
-    def step(self, equations: Equations, state: State) -> State:
+    def step(self, equations: Smooth, state: State) -> State:
         X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
-        near = equations.linearised(X)
-        normal = _normal(equations, near, X)
-        slope = near.backward(r).flatten(1).unsqueeze(-1)
+        normal, slope = _normal_equations(equations, X, r)
         if equations.gamma:
             slope = slope + equations.gamma * X.flatten(1).unsqueeze(-1)
         diagonal = normal.diagonal(dim1=-2, dim2=-1)
@@ -81,10 +81,30 @@ class LevenbergMarquardt:
             {"r": torch.where(wide, r_ahead, r), "alpha": alpha},
         )
 
+    def descend(
+        self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
+    ) -> tuple[Tensor, Tensor]:
+        """Every row of X to where its own search ends, and the losses there; nobody judges."""
+        deadline = torch.inf if self.seconds is None else time.perf_counter() + self.seconds
+        state = self.begin(equations, X)
+        rows = torch.arange(len(X), device=X.device)
+        X, loss = X.clone(), state.loss.clone()
+        target = equations.B[0].numel() * (accuracy * equations.B.abs().max()) ** 2
+        for _ in range(self.steps):
+            state = self.step(equations, state)
+            X[rows], loss[rows] = state.X, state.loss
+            over = state.stalled | (state.loss <= target) | ~state.loss.isfinite()
+            if over.any():
+                state, rows, equations = state.keep(~over), rows[~over], equations.select(~over)
+            if not len(rows) or time.perf_counter() > deadline:
+                break
+        return X, loss
 
-def _normal(equations: Equations, near: Linearised, X: Tensor) -> Tensor:
-    """JᵀJ: by its structure where that pays, as a plain product where the matrices are small."""
-    if X[0].numel() >= _LARGE:
-        return gauss_newton_of(equations, X)
-    J = near.jacobian()
-    return J.mT @ J
+
+def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """JᵀJ and Jᵀr: by their structure where that pays, as plain products of a small J."""
+    if isinstance(equations, Equations) and X[0].numel() >= _LARGE:
+        slope = equations.linearised(X).backward(r).flatten(1).unsqueeze(-1)
+        return gauss_newton_of(equations, X), slope
+    J = equations.linearised(X).jacobian()
+    return J.mT @ J, J.mT @ r.flatten(1).unsqueeze(-1)

@@ -9,7 +9,6 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.invert.adam import Adam
 from keyhole.invert.auto import Auto
-from keyhole.invert.closed_form import ClosedForm
 from keyhole.invert.gradient_descent import GradientDescent
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.lbfgs import LBFGS
@@ -49,13 +48,14 @@ def named(
     """The method called `name`; `maps` are the attention maps of the problem's file, if any."""
     if starts < 1 or solutions < 1:
         raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
-    search = {"starts": starts, "solutions": solutions, "seconds": seconds, "seed": seed}
-    if name == "auto":
-        return Auto(maps=maps, device=device, **search)
-    if name == "closed-form":
-        if maps is None:
+    if name in ("auto", "closed-form"):
+        if name == "closed-form" and maps is None:
             raise InputError("expected a tensor `maps` in the problem for closed-form, got none")
-        return ClosedForm(maps=maps)
+        return Auto(
+            maps=maps, starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device
+        )
     if name not in _SEARCHES:
         raise InputError(f"expected a method among {', '.join(NAMES)}, got {name}")
-    return _SEARCHES[name](device=device, **search)
+    return _SEARCHES[name](
+        starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device
+    )

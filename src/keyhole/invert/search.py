@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.invert import starts
-from keyhole.invert.equations import Equations, kind
+from keyhole.invert.equations import Equations, Smooth, kind
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import Verdict, distinct, judge
 from keyhole.invert.problem import Problem
@@ -291,7 +291,7 @@ class _Race:
         record.best_loss = min(record.best_loss, loss)
 
 
-def polished(equations: Equations, X: Tensor, steps: int = 4) -> Tensor:
+def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
     """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
     if X.numel() > _DENSE or equations.gamma > 0:
         return X

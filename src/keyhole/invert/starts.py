@@ -3,6 +3,7 @@
 What the structure suggests comes first (ALGORITHMS: a head that attends to itself, a residual
 stream: the output is near the input; small scores: mean_field.py), then small Gaussian inputs:
 from small ones Levenberg–Marquardt succeeds several times as often as from inputs of full size.
+With a residual connection Gaussians of the output's size about the output find more inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.invert.equations import Equations
+from keyhole.invert.equations import Equations, Smooth
 from keyhole.invert.mean_field import mean_field
 from keyhole.invert.problem import Problem
 
@@ -33,8 +34,10 @@ def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
     if start == 1 and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
     stream = torch.Generator().manual_seed(hash((seed, number, start)) & 0x7FFFFFFF)
-    small = SMALL * torch.randn(shape, generator=stream, dtype=torch.float64)
-    return small.to(problem.B.device)
+    noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(problem.B.device)
+    if problem.residual:
+        return problem.B + problem.B.square().mean().sqrt() * noise
+    return SMALL * noise
 
 
 def warmed(problem: Problem, guess: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ def warmed(problem: Problem, guess: Tensor) -> Tensor:
     return X.squeeze(0)
 
 
-def newton(equations: Equations, X: Tensor, steps: int = 8) -> Tensor | None:
+def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
     """Plain Newton on square equations from (1,n,d); None unless it converges at once."""
     before = torch.inf
     scale = float(equations.B.abs().max())

@@ -1,0 +1,51 @@
+"""Problems with a planted input; outputs come from the NumPy witness, not from the library."""
+
+from __future__ import annotations
+
+import reference_stack
+import torch
+
+from keyhole import invert
+
+
+def gaussians(seed):
+    stream = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+
+def plant(n, d, seed=0, *, heads=1, m=None, s=0.3, biases=False, twins=False, **options):
+    """(problem, X, maps)"""
+    draw = gaussians(seed)
+    X, m = draw(n, d), m or d
+    if twins:
+        X[1] = X[0]
+    W, V = s * draw(heads, d, d) / d**0.5, draw(heads, d, m)
+    more = {"key_bias": draw(heads, d), "output_bias": draw(m)} if biases else {}
+    arrays = {name: tensor.numpy() for name, tensor in more.items()}
+    witness = reference_stack.output(X.numpy(), W.numpy(), V.numpy(), **options, **arrays)
+    seen = (options.get("causal", False), arrays.get("key_bias"))
+    maps = reference_stack.maps(X.numpy(), W.numpy(), *seen)
+    if heads == 1:
+        W, V = W[0], V[0]
+        if biases:
+            more["key_bias"] = more["key_bias"][0]
+    problem = invert.Problem(W, V, torch.from_numpy(witness), **options, **more)
+    return problem, X, torch.from_numpy(maps if heads > 1 else maps[0])
+
+
+def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
+    """(stack, X)"""
+    draw = gaussians(seed)
+    X, layers = draw(n, d), []
+    flow = X.numpy()
+    for _ in range(depth):
+        W, V = 0.3 * draw(d, d) / d**0.5, v * draw(d, d) / (d * depth) ** 0.5
+        layers.append(invert.Layer(W, V, residual=residual, causal=causal))
+        weights = (W.numpy()[None], V.numpy()[None])
+        flow = reference_stack.output(flow, *weights, causal=causal, residual=residual)
+    return invert.Layers(tuple(layers), torch.from_numpy(flow)), X
+
+
+def off(found, X):
+    """The largest error, relative to the largest entry."""
+    return float((found - X).abs().max() / X.abs().max())
