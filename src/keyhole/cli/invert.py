@@ -66,8 +66,8 @@ def invert(
 
     asked, maps = load(problem)
     attack = named(
-        method, starts=starts, solutions=solutions or (16 if method == "auto" else 1), seconds=seconds, device=device, seed=seed,
-        maps=maps,
+        method, starts=starts, solutions=solutions or (16 if method == "auto" else 1),
+        seconds=seconds, device=device, seed=seed, maps=maps,
     )  # fmt: skip
     with progress("starts") as track:
         show = track(method.value, starts)
