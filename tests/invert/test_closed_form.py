@@ -162,6 +162,16 @@ def test_rounded_maps_without_enough_steps_are_honest():
     assert off(result.X, X) > 1e-9
 
 
+def test_foreign_maps_that_are_rounded_are_not_believed():
+    problem, _, _ = plant(5, 5, seed=0)
+    _, _, maps = plant(5, 5, seed=1)
+    method = invert.LevenbergMarquardt(starts=1, steps=100)
+    result = invert.ClosedForm(maps.half(), method)(problem)
+    assert result.status in (Status.UNSOLVED, Status.INEXACT)
+    assert "too coarse or foreign" in result.reason
+    assert result.solutions == ()
+
+
 def test_a_tolerance_of_the_output_is_allowed_for():
     problem, X, maps = plant(6, 6)
     blurred = replace(problem, B=problem.B.float(), tolerance=1e-5)
@@ -188,6 +198,7 @@ def test_conjugate_gradients_that_do_not_arrive_say_so(monkeypatch):
     problem, _, maps = plant(6, 4, heads=2)
     monkeypatch.setattr(leaked_maps, "_ONE_FACTOR", 0)
     monkeypatch.setattr(leaked_maps, "_ITERATIONS", 1)
+    monkeypatch.setattr("keyhole.invert.closed_form.DENSE", 0)  # or the logarithms mend it
     monkeypatch.setattr("keyhole.invert.closed_form.polished", lambda _, X: X)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.UNSOLVED

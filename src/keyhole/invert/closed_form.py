@@ -102,10 +102,7 @@ class _Answer:
             how = f"the maps are singular and leave {given} directions open, their logarithms none"
         if missing:
             how = f"output and maps leave {missing} directions open: X is one of a family"
-        verdict = judge(self.problem, X, unique=True)
-        if verdict.status not in _SOLVED:
-            X = polished(Equations.of([self.problem]), X)
-            verdict = judge(self.problem, X, unique=True)
+        X, verdict = self._sharpened(linear, X)
         off = self._off(X)
         slack = _AGREE if off <= _AGREE else self._slack(linear, first)
         if verdict.status in _SOLVED and off <= slack:
@@ -116,35 +113,48 @@ class _Answer:
             return self._inversion(Status.UNSOLVED, reason, X, verdict)
         if self.rounding <= _AGREE and off > slack:
             also = f", with {missing} directions open" if missing else ""
-            reason = f"the input that they lead to has maps {off:.1e} away from them{also}"
-            return self._foreign(X, verdict, reason)
+            reason = (
+                f"the maps do not belong to this problem: the input that they lead to has maps "
+                f"{off:.1e} away from them{also}"
+            )
+            return self._inversion(Status.MISMATCH, reason, X, verdict)
         return self._refined(linear, X, verdict, slack)
+
+    def _sharpened(self, linear: Linear, X: Tensor) -> tuple[Tensor, Verdict]:
+        """X as it is if exact; else with the logarithms of the maps, else by Newton on the output.
+
+        The equations of the output alone are the worst conditioned of all.
+        """
+        verdict = judge(self.problem, X, unique=True)
+        if verdict.status not in _SOLVED and self.rounding <= _AGREE and X.numel() <= DENSE:
+            X = fit_scores(self.problem, linear, X, restarts=0)[0]
+            verdict = judge(self.problem, X, unique=True)
+        if verdict.status not in _SOLVED:
+            X = polished(Equations.of([self.problem]), X)
+            verdict = judge(self.problem, X, unique=True)
+        return X, verdict
 
     def _refined(self, linear: Linear, X: Tensor, verdict: Verdict, slack: float) -> Inversion:
         """Levenberg–Marquardt on the output from where the maps lead: they may be rounded."""
-        refined = self.method.method(self.problem, start=X)
-        if refined.status not in _SOLVED and X.numel() <= DENSE:
-            nearer = fit_scores(self.problem, linear, X, restarts=0)[0]
-            refined = self.method.method(self.problem, start=nearer)
-        if refined.X is None or refined.status not in _SOLVED:
-            reason = (
-                f"{verdict.reason} from maps whose rows sum to 1 within {self.rounding:.1e}; "
-                f"Levenberg–Marquardt from there: {refined.reason}"
-            )
-            return self._inversion(verdict.status, reason, X, verdict)
-        off = self._off(refined.X)
-        if off > slack + 10 * self.rounding:
-            reason = f"the nearest input with this output has maps {off:.1e} away from them"
-            return self._foreign(refined.X, judge(self.problem, refined.X), reason)
+        ends: list[str] = []
+        for begin in (lambda: X, lambda: fit_scores(self.problem, linear, X, restarts=0)[0]):
+            if ends and X.numel() > DENSE:
+                break
+            refined = self.method.method(self.problem, start=begin())
+            ends.append(refined.reason)
+            if refined.X is None or refined.status not in _SOLVED:
+                continue
+            off = self._off(refined.X)
+            if off <= slack + 10 * self.rounding:
+                also = f"from where the maps lead, whose own are within {off:.1e} of them"
+                return replace(refined, reason=f"{refined.reason}; {also}")
+            ends[-1] = f"an input with this output, but with maps {off:.1e} away"
         reason = (
-            f"{refined.reason}; by Levenberg–Marquardt from where the maps lead, "
-            f"whose own are within {off:.1e} of them"
+            f"{verdict.reason} from maps whose rows sum to 1 within {self.rounding:.1e}; "
+            f"Levenberg–Marquardt from there: {ends[-1]}; the maps are too coarse or foreign"
         )
-        return replace(refined, reason=reason)
-
-    def _foreign(self, X: Tensor, verdict: Verdict, reason: str) -> Inversion:
-        reason = f"the maps do not belong to this problem: {reason}"
-        return self._inversion(Status.MISMATCH, reason, X, verdict)
+        status = Status.UNSOLVED if verdict.status in _SOLVED else verdict.status
+        return self._inversion(status, reason, X, verdict)
 
     def _off(self, X: Tensor) -> float:
         """How far the maps of X are from those that leaked."""

@@ -22,6 +22,8 @@ _ITERATIONS = 5000
 _DEPENDENT = 1e-10
 _OPEN = 1e-9  # singular values of what may not be quite a solution
 _ROUNDS = 100
+_LEAST = 1e-15
+_GAVE_UP = 1e12
 _FITS = 1e-24  # loss relative to the output's square
 
 
@@ -209,14 +211,14 @@ def fit_scores(
 def _descend(scores: Scores, X: Tensor) -> tuple[Tensor, float]:
     fixed = scores.linear.fixed
     free = torch.ones_like(X, dtype=torch.bool) if fixed is None else fixed.isnan()
+    enough = _FITS * float(scores.linear.B.square().sum())
     r = scores.residuals(X)
     loss, damping = float(r.square().sum()), 1e-2
     for _ in range(_ROUNDS):
         J = scores.jacobian(X)
         normal = J.mT @ J
         size = float(normal.diagonal().mean())
-        floor = 1e-15 + damping * min(1.0, loss)
-        normal.diagonal().add_(floor * size)
+        normal.diagonal().add_((_LEAST + damping * min(1.0, loss)) * size)
         factor, info = torch.linalg.cholesky_ex(normal)
         step = torch.cholesky_solve((J.mT @ r).unsqueeze(-1), factor).squeeze(-1)
         ahead = X.clone()
@@ -225,8 +227,8 @@ def _descend(scores: Scores, X: Tensor) -> tuple[Tensor, float]:
         ahead_loss = float(r_ahead.square().sum())
         if int(info) == 0 and ahead_loss < loss:
             X, r, loss, damping = ahead, r_ahead, ahead_loss, damping / 5
+        elif loss <= enough or damping > _GAVE_UP:
+            break
         else:
             damping *= 4
-        if damping > 1e12 or float(step.abs().max()) <= 1e-15 * float(X.abs().max()):
-            break
     return X, loss
