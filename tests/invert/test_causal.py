@@ -10,17 +10,10 @@ from plants import off, plant
 from torch.autograd.functional import jacobian
 
 from keyhole import invert
-from keyhole.invert.causal import TokenEquations, first_of_each
+from keyhole.invert.causal import first_of_each
+from keyhole.invert.equations import Equations
+from keyhole.invert.token_equations import TokenEquations
 from keyhole.results import Status
-
-
-def token(problem, X, k):
-    W = problem.W.reshape(-1, problem.dim, problem.dim)
-    V = problem.V.reshape(-1, problem.dim, problem.outputs)
-    bias = problem.key_bias
-    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
-    bias = None if bias is None else bias.reshape(-1, problem.dim)
-    return TokenEquations(W, V, B[None, k : k + 1], X[None, :k], bias, residual=problem.residual)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -28,7 +21,7 @@ def token(problem, X, k):
 def test_a_tokens_equations_and_derivative(heads, residual):
     problem, X, _ = plant(5, 3, heads=heads, causal=True, residual=residual, biases=True)
     for k in range(5):
-        equations = token(problem, X, k)
+        equations = TokenEquations.after(X[None, :k], Equations.of([problem]))
         assert float(equations.residuals(X[None, k : k + 1]).abs().max()) <= 1e-13
         x = torch.ones(3, dtype=torch.float64)
         expected = jacobian(lambda x, e=equations: e.residuals(x[None, None])[0, 0], x)

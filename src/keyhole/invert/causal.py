@@ -32,7 +32,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole import attention
 from keyhole.invert.equations import Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import SAME, Verdict, distinct, judge
@@ -40,6 +39,7 @@ from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.problem import Problem
 from keyhole.invert.reduce import Reduced, reduce
 from keyhole.invert.search import polished
+from keyhole.invert.token_equations import TokenEquations
 from keyhole.results import Status, Unsuccessful
 
 _ENOUGH = 1e-14  # relative residual at which a token's search ends; the whole is polished later
@@ -47,67 +47,6 @@ _EXACT = 1e-10  # and up to which it counts as solved: the tokens before are not
 _OWN_WEIGHTS = (1.0, 0.5, 0.2)  # besides 1/i
 _SPREAD = 1.5
 _SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenEquations:
-    """The last row of the equations, for the last token; everything before it is known.
-
-    Weights are those of the layer, `B` is (1,1,m), `before` (R,k,d), `fixed` (1,1,d). The unknown
-    is X (R,1,d).
-    """
-
-    W: Tensor
-    V: Tensor
-    B: Tensor
-    before: Tensor
-    key_bias: Tensor | None = None
-    fixed: Tensor | None = None
-    residual: bool = False
-    gamma: float = 0.0
-
-    def select(self, rows: Tensor) -> TokenEquations:
-        return replace(self, before=self.before[rows])
-
-    def impose(self, X: Tensor) -> Tensor:
-        return X if self.fixed is None else torch.where(self.fixed.isnan(), X, self.fixed)
-
-    def residuals(self, X: Tensor) -> Tensor:
-        tokens = torch.cat([self.before, X], -2)
-        out = attention.output(tokens, self.W, self.V, last=True, key_bias=self.key_bias)
-        out = out.unsqueeze(-2) - self.B
-        return out + X if self.residual else out
-
-    def loss_of(self, r: Tensor, X: Tensor) -> Tensor:  # noqa: ARG002 - γ is not for this method
-        return r.square().sum((-2, -1))
-
-    def linearised(self, X: Tensor) -> TokenJacobian:
-        return TokenJacobian(self, X)
-
-
-@dataclass(frozen=True, eq=False)
-class TokenJacobian:
-    """The derivative of equations.py with everything but the last token held still."""
-
-    equations: TokenEquations
-    X: Tensor
-
-    def jacobian(self) -> Tensor:
-        """(R, m, d); columns of known entries are zero."""
-        e, X = self.equations, self.X
-        tokens = torch.cat([e.before, X], -2)
-        A = attention.probabilities(attention.scores(X, tokens, e.W, key_bias=e.key_bias))
-        H = torch.einsum("rkd,hdm->rhkm", tokens, e.V)
-        C = A.mT * (H - A @ H)  # R,H,k+1,m
-        keys = torch.einsum("rkd,hed->rhke", tokens, e.W)
-        query = X.unsqueeze(-3) @ e.W
-        if e.key_bias is not None:
-            query = query + e.key_bias.unsqueeze(-2)
-        J = C.mT @ keys + C[..., -1:, :].mT @ query + A[..., -1:] * e.V.mT
-        J = J.sum(-3)
-        if e.residual:
-            J = J + torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)
-        return J if e.fixed is None else J * e.fixed.isnan().to(J.dtype)
 
 
 @dataclass(frozen=True)
@@ -182,7 +121,7 @@ class _Sweep:
         self, reduced: Reduced, equations: Equations, prefixes: Tensor, unlikely: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Every prefix with every solution found for the next token, the likeliest few."""
-        token = _next(equations, prefixes)
+        token = TokenEquations.after(prefixes, equations)
         x = self._starts(token)
         count, starts = x.shape[:2]
         self.tried += count * starts
@@ -198,7 +137,7 @@ class _Sweep:
         parent, which = first_of_each(x, good).nonzero(as_tuple=True)
         before, x = prefixes[parent], x[parent, which].unsqueeze(1)
         longer = torch.cat([before, x], 1)
-        unlikely = unlikely[parent] + _log_volume(replace(token, before=before).linearised(x))
+        unlikely = unlikely[parent] + replace(token, before=before).linearised(x).log_volume()
         norms = longer.flatten(1).norm(dim=1)
         order = (longer[0].numel() * norms.log() + unlikely).argsort()
         self.dropped += max(0, len(order) - self.method.beam)
@@ -285,31 +224,8 @@ def _check(problem: Problem) -> None:
             raise Unsuccessful(Status.NOT_APPLICABLE, str(reason))
 
 
-def _next(equations: Equations, prefixes: Tensor) -> TokenEquations:
-    """The equations of the token that follows the prefixes (P,k,d)."""
-    k = prefixes.shape[1]
-    return TokenEquations(
-        W=equations.W[0],
-        V=equations.V[0],
-        B=equations.B[:, k : k + 1],
-        before=prefixes,
-        key_bias=None if equations.key_bias is None else equations.key_bias[0],
-        fixed=None if equations.fixed is None else equations.fixed[:, k : k + 1],
-        residual=equations.residual,
-    )
-
-
 def first_of_each(x: Tensor, good: Tensor) -> Tensor:
     """Which of the solutions x (P,R,d) are good and none of the earlier ones again: (P,R)."""
     same = torch.cdist(x, x) <= SAME * x.norm(dim=-1, keepdim=True)
     same &= good.unsqueeze(-1) & good.unsqueeze(-2)
     return good & ~same.tril(-1).any(-1)
-
-
-def _log_volume(near: TokenJacobian) -> Tensor:
-    """log|det J| of each row; of JᵀJ where J is not square, and of the unknown columns only."""
-    J = near.jacobian()
-    if near.equations.fixed is not None:
-        J = J[..., near.equations.fixed[0, 0].isnan()]
-    sizes = torch.linalg.svdvals(J)
-    return sizes.clamp(min=1e-300).log().sum(-1)
