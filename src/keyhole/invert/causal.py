@@ -8,8 +8,9 @@ known its own equation has d unknowns, whatever the length:
 and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of d×d take the place of one of
 nd×nd.
 
-A token has about two solutions (measured: s = 0.3, any n, d), each the start of another sequence,
-and a wrong one betrays itself only when a later token has none. So up to `beam` prefixes are kept.
+A token has one to three solutions on average (measured behind true prefixes, n and d of 8 and 16,
+entries of W of variance 0.09/d), each the start of another sequence, and a wrong one betrays itself
+only when a later token has none. So up to `beam` prefixes are kept.
 Which are likely? If nothing is known about the tokens but that they are of one size, the inputs
 behind one output have densities `‖X‖^−kd / |det J|` (k tokens, X Gaussian of the likeliest
 size; det J from the change of variables, a product over the tokens): small first, like the
