@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole import attention
 from keyhole.exposures.family import Checked, Watch
 from keyhole.invert import Auto, Inversion, Problem, certify
 from keyhole.invert.judge import SAME
@@ -19,7 +20,8 @@ from keyhole.oracle import Oracle, OracleError, ask
 from keyhole.oracle.planted import Attention
 from keyhole.results import Finding, Skip, Status
 
-LENGTH = 8  # tokens of the secret input
+LENGTH = 6  # tokens of the secret input
+SECONDS = 10.0  # for one leak
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,18 @@ def check(surface: str, oracle: Oracle, seed: int, watch: Watch | None) -> Check
         reason = "it needs the weights of an attention layer that answers for every token"
         return Checked(skips=tuple(Skip(leak.exposure, "Auto", reason) for leak in LEAKS))
     stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
-    secret = torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64)
+    secret = _ordinary(layer, torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64))
     try:
         output = ask(oracle, secret.unsqueeze(0))[0]
     except OracleError:
         return Checked()  # the other family says so already
     return Checked(tuple(_run(leak, surface, layer, secret, output, seed, watch) for leak in LEAKS))
+
+
+def _ordinary(layer: Attention, X: Tensor) -> Tensor:
+    """The input at a size where scores have deviation 1, as in a working model."""
+    deviation = float(attention.scores(X, X, layer.W).std())
+    return X / max(deviation, 1e-6) ** 0.5
 
 
 def _layer(oracle: Oracle) -> Attention | None:
@@ -87,7 +95,7 @@ def _run(
             watch(leak.exposure, done, total)
 
     maps = problem.maps(secret) if leak.maps else None
-    found = Auto(maps=maps, starts=64, seed=seed)(problem, watch=notify)
+    found = Auto(maps=maps, starts=64, seconds=SECONDS, seed=seed)(problem, watch=notify)
     status, reason, error = _compared(found, secret, leak.decimals)
     if found.X is not None and found.solved:
         certificate = certify(problem, found.X)

@@ -69,7 +69,9 @@ class Auto:
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
         if self.maps is not None:
-            yield "closed form, from the attention maps", ClosedForm(maps=self.maps)(problem)
+            finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
+            solved = ClosedForm(maps=self.maps, method=finish)(problem)
+            yield "closed form, from the attention maps", solved
             return
         if problem.causal and problem.fault is None:
             sweep = TokenByToken(seed=self.seed, seconds=self._left(began))(problem)

@@ -23,6 +23,9 @@ def demo() -> dict[str, Oracle]:
         "attention layer, every token": plant(
             "attention", dim=64, every_token=True, causal=True, seed=seed
         ),
+        "attention layer, every token, no mask": plant(
+            "attention", dim=16, every_token=True, seed=seed
+        ),
     }
 
 
