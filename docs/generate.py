@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from keyhole.report.page import plot
 from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
-ORDER = ("audit", "extract", "report", "plant", "serve")
+ORDER = ("audit", "extract", "invert", "report", "plant", "serve")
 
 
 def cli_reference() -> str:
@@ -65,6 +66,15 @@ def error_plot() -> str:
     return f"<body style='margin: 0'>{plot(findings)}</body>"
 
 
+def benchmark_figure(name: str) -> str:
+    """The figure of a benchmark that has one, measured now."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    module = importlib.import_module(name)
+    figure = module.figure(module.table(quick=False))
+    html = figure.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
+    return f"<body style='margin: 0'>{html}</body>"
+
+
 def pictures(pages: dict[str, tuple[str, int]]) -> None:
     """Each page as a browser shows it, down to a height."""
     chromium = shutil.which("chromium")
@@ -79,7 +89,7 @@ def pictures(pages: dict[str, tuple[str, int]]) -> None:
             source = Path(folder) / "page.html"
             source.write_text(html, "utf-8")
             page.goto(source.as_uri())
-            page.wait_for_selector("#error-against-queries .main-svg")
+            page.wait_for_selector(".main-svg")
             clip = {"x": 0, "y": 0, "width": 1100, "height": height}
             page.screenshot(path=DOCS / name, clip=clip, full_page=True)
         browser.close()
@@ -91,5 +101,7 @@ if __name__ == "__main__":
         {
             "audit.png": (audit_page(), 1960),
             "error-against-queries.png": (error_plot(), 560),
+            "inversion-sensitivity.png": (benchmark_figure("inversion_sensitivity"), 1010),
+            "inversion-cost.png": (benchmark_figure("inversion_cost"), 430),
         }
     )

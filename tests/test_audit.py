@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from keyhole import oracle
-from keyhole.audit import ATTACKS, Audit, audit
+from keyhole.audit import Audit, audit
 from keyhole.errors import InputError
+from keyhole.exposures.inputs import LEAKS
+from keyhole.exposures.weights import ATTACKS
 from keyhole.extract.auto import Kind
 from keyhole.oracle.target import describe, open_surfaces, open_target
 from keyhole.results import Status
@@ -29,12 +31,28 @@ def test_the_demo_gives_its_weights_away():
     clipped = by_exposure["the same, inputs of norm 10 at most"]
     assert clipped.status is Status.INEXACT
     others = [one for one in found.findings if one not in (limited, clipped)]
-    assert len(others) == 8
+    others = [one for one in others if one.sought == "weights"]
+    assert len(others) == 9
     assert all(finding.status is Status.RECOVERED for finding in others)
     assert all(finding.error < 1e-8 for finding in others if finding.exposure != "signs")
     assert {finding.surface for finding in found.findings} == set(surfaces)
-    assert found.exposed == 9
     assert not found.skips
+    given_away(found)
+
+
+def given_away(found):
+    """Through each layer's output the input itself came back, with and without maps, proved."""
+    inputs = [one for one in found.findings if one.sought == "input"]
+    assert len(inputs) == 2 * len(LEAKS)
+    for finding in inputs:
+        if "decimals" in finding.exposure:
+            continue
+        assert finding.status is Status.RECOVERED, finding.reason
+        assert finding.error < 1e-8
+        assert "is the one put in" in finding.reason
+        assert "proved" in finding.reason
+    rounded = [one for one in inputs if "decimals" in one.exposure]
+    assert all(one.status is not Status.RECOVERED for one in rounded)
 
 
 KINDS = {
@@ -51,10 +69,14 @@ KINDS = {
 @pytest.mark.parametrize(("target", "count"), KINDS.values(), ids=KINDS)
 def test_what_applies_is_run_and_the_rest_skipped_with_a_reason(target, count):
     found = audit(target)
-    assert len(found.findings) == count
-    assert found.exposed == (5 if count == 6 else 1)
-    assert len(found.skips) == len(ATTACKS) - count
-    assert all("; this target gives " in skip.reason for skip in found.skips)
+    weights = [finding for finding in found.findings if finding.sought == "weights"]
+    assert len(weights) == count
+    assert sum(finding.exposed for finding in weights) == (5 if count == 6 else 1)
+    inputs = len(found.findings) - count
+    assert inputs == (len(LEAKS) if getattr(target, "every_token", False) else 0)
+    assert len(found.skips) == len(ATTACKS) - count + len(LEAKS) - inputs
+    reasons = {skip.reason for skip in found.skips if skip.attack != "Auto"}
+    assert all("; this target gives " in reason for reason in reasons)
 
 
 def test_a_silent_target_is_not_a_clean_one():

@@ -11,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from keyhole import oracle
+from keyhole import invert, oracle
 from keyhole.cli import app
 from keyhole.results import Extraction
 
@@ -113,6 +114,57 @@ def test_a_clean_target_exits_with_zero(tmp_path):
     assert keyhole("extract", "t.safetensors", cwd=tmp_path).returncode == 0
 
 
+def test_invert_reads_an_input_back_and_proves_it(tmp_path):
+    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 3, "--scale", 0.3)
+    assert keyhole("plant", "p.safetensors", *planted, cwd=tmp_path).returncode == 0
+    done = keyhole(
+        "invert", "p.safetensors", "--starts", 32, "--certify", "--json", "--out", "f.json",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert data["status"] == "recovered"
+    assert data["certificate"]["radius"] < 1e-9
+    assert "proved: exactly one input with this output lies within" in done.stderr
+    problem, secret = invert.plant(3, 4, scale=0.3)
+    found = load_file(tmp_path / "f.safetensors")
+    assert min(float((one - secret).abs().max()) for one in found["solutions"]) < 1e-8
+    assert torch.allclose(problem.output(found["X"]), problem.B, rtol=0, atol=1e-10)
+
+
+def test_invert_with_leaked_maps_is_closed_form(tmp_path):
+    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 4, "--scale", 0.3, "--maps")
+    keyhole("plant", "p.safetensors", *planted, cwd=tmp_path)
+    done = keyhole("invert", "p.safetensors", "--method", "closed-form", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the only input with this output and these maps" in done.stderr
+
+
+def test_a_nan_in_a_problem_could_not_be_checked(tmp_path):
+    problem, _ = invert.plant(3, 2)
+    replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
+    done = keyhole("invert", "p.safetensors", "--json", cwd=tmp_path)
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["reason"].startswith("expected finite numbers in B")
+
+
+def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
+    problem, _ = invert.plant(12, 12, scale=2.0, seed=1)
+    problem.save(tmp_path / "p.safetensors")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keyhole", "invert", "p.safetensors", "--starts", "100000",
+         "--json", "--method", "levenberg-marquardt", "--out", "best.json"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(12)
+    process.send_signal(signal.SIGINT)
+    out, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert json.loads(out)["status"] == "interrupted"
+    assert load_file(tmp_path / "best.safetensors")["X"].shape == (12, 12)
+    assert "stopped; best residual" in words
+
+
 WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
     "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
@@ -127,6 +179,19 @@ WRONG = {
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
     "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
+    "no problem": (["invert", "text.txt"], 2, r"expected a \.safetensors file"),
+    "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
+    "no maps": (
+        ["invert", "p.safetensors", "--method", "closed-form"],
+        2,
+        "expected a tensor `maps`",
+    ),
+    "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected at least one start"),
+    "out nowhere": (
+        ["invert", "p.safetensors", "--out", "no/f.json"],
+        2,
+        "expected a file to write",
+    ),
     "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
 }
 
@@ -134,6 +199,7 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
     (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
+    invert.plant(3, 2, symmetric=True)[0].save(tmp_path / "p.safetensors")
     eye = torch.eye(2, dtype=torch.float64)
     metadata = {"keyhole": "1", "kind": "head"}
     save_file(

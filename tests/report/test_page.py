@@ -59,7 +59,7 @@ def test_what_came_from_a_target_is_escaped(found):
     ("findings", "sentence"),
     [
         ((), "Nothing was checked"),
-        ((Status.NOT_IDENTIFIABLE,), "None of the 1 exposures checked gave the weights away"),
+        ((Status.NOT_IDENTIFIABLE,), "None of the 1 exposures checked gave anything away"),
         ((Status.ORACLE_FAILED,), "Could not check"),
         ((Status.INEXACT, Status.MISMATCH), "through 1 of 2 exposures"),
     ],

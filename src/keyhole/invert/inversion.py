@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from keyhole.errors import InputError
 from keyhole.results import FORMAT, Status, dump, environment, write_text
 
 _ADVICE = {
@@ -76,6 +78,9 @@ class Inversion:
             tensors = {"X": self.X.cpu().contiguous()}
             if self.solutions:
                 tensors["solutions"] = torch.stack(self.solutions).cpu()
-            save_file(tensors, inputs)
+            try:
+                save_file(tensors, inputs)
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"expected a file to write to, got {inputs}: {error}") from error
             data["inputs"] = inputs.name
         write_text(path, dump(data))
