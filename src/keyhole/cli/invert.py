@@ -69,6 +69,8 @@ def invert(
         method, starts=starts, solutions=solutions or (16 if method == "auto" else 1),
         seconds=seconds, device=device, seed=seed, maps=maps,
     )  # fmt: skip
+    n, d = asked.length, asked.dim
+    say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
     with progress("starts") as track:
         show = track(method.value, starts)
         found = attack(asked, watch=lambda done, total, best: show(done, total, f"best {best:.1e}"))

@@ -28,7 +28,7 @@ from keyhole.linear import least_squares
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3
-_PRODUCTS = 120
+_PRODUCTS = 250
 _NOTHING = 1e-14
 
 

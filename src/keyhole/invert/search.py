@@ -116,6 +116,8 @@ def solve_all(
 ) -> list[Inversion]:
     """Search problems together; those that reduce to one shape share their batches."""
     began = time.perf_counter()
+    if start is not None and len(problems) > 1:
+        raise InputError(f"expected starts for one problem, got {len(problems)} problems")
     ended: dict[int, Inversion] = {}
     groups: dict[str, list[int]] = {}
     records: dict[int, _Record] = {}
