@@ -144,7 +144,7 @@ class Tally:
         self.results.append(result)
         errors = [relative(found, X) for found in result.solutions]
         self.errors.append(min(errors, default=torch.inf))
-        self.first += result.X is not None and relative(result.X, X) <= SAME
+        self.first += bool(errors) and relative(result.X, X) <= SAME
 
     def __str__(self) -> str:
         solved = sum(len(result.solutions) > 0 for result in self.results)
