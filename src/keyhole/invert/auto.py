@@ -26,9 +26,9 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.problem import Problem
+from keyhole.invert.race import Watch
 from keyhole.invert.reduce import reduce
 from keyhole.invert.residual_stream import ResidualStream
-from keyhole.invert.search import Watch
 from keyhole.results import Status, Unsuccessful
 
 _FIRST = 16  # starts before the curve is followed

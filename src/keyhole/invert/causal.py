@@ -38,8 +38,8 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import SAME, Verdict, distinct, judge
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.problem import Problem
+from keyhole.invert.race import polished
 from keyhole.invert.reduce import Reduced, reduce
-from keyhole.invert.search import polished
 from keyhole.invert.token_equations import TokenEquations
 from keyhole.results import Status, Unsuccessful
 

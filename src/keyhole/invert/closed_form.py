@@ -35,7 +35,7 @@ from keyhole.invert.judge import Verdict, judge
 from keyhole.invert.leaked_maps import DENSE, Linear, fit_scores
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.problem import Problem
-from keyhole.invert.search import polished
+from keyhole.invert.race import polished
 from keyhole.results import Status, Unsuccessful
 
 _AGREE = 1e-9  # maps this close are the same

@@ -27,7 +27,7 @@ from keyhole.errors import InputError
 from keyhole.invert.equations import Equations
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
 from keyhole.invert.problem import Problem
-from keyhole.invert.search import polished
+from keyhole.invert.race import polished
 from keyhole.results import FORMAT, Status, environment
 
 MOVED = 1e-8  # relative, when amplification is measured

@@ -17,7 +17,8 @@ from keyhole.invert.equations import Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.loss import gradient_of
 from keyhole.invert.problem import Problem
-from keyhole.invert.search import State, Watch, solve, solve_all
+from keyhole.invert.race import State, Watch
+from keyhole.invert.search import solve, solve_all
 
 _ARMIJO = 1e-4
 _HALVINGS = 25

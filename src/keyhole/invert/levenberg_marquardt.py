@@ -22,7 +22,8 @@ from keyhole.invert.equations import Equations, Smooth
 from keyhole.invert.hessian import gauss_newton_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.search import State, Watch, solve, solve_all
+from keyhole.invert.race import State, Watch
+from keyhole.invert.search import solve, solve_all
 
 _GAVE_UP = 1e12
 _LEAST = 1e-16

@@ -16,8 +16,8 @@ from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.modified_newton import ModifiedNewton
 from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
+from keyhole.invert.race import Watch
 from keyhole.invert.regularized_newton import RegularizedNewton
-from keyhole.invert.search import Watch
 
 _SEARCHES = {
     "levenberg-marquardt": LevenbergMarquardt,

@@ -23,7 +23,7 @@ from keyhole.invert.equations import Equations, Linearised
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
-from keyhole.invert.search import Watch
+from keyhole.invert.race import Watch
 from keyhole.linear import least_squares
 
 _CONVERGED = 1e-11
