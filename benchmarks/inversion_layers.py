@@ -74,7 +74,7 @@ def closed_form(seeds: range, d: int) -> list[Row]:
         errors, times = [], []
         for seed in seeds:
             problem, X = planted(n, d, seed, **options)
-            result = invert.ClosedForm(problem.maps(X))(problem)
+            result = invert.ClosedForm(problem.maps_of(X))(problem)
             errors.append(relative(result.X, X) if result.solved else torch.inf)
             times.append(result.seconds)
         measured = f"{max(errors):.1e}, {1e3 * statistics.median(times):.0f} ms"
@@ -93,7 +93,7 @@ def rounded_maps(seeds: range, d: int) -> list[Row]:
             found = 0
             for seed in seeds:
                 problem, X = planted(n, d, seed)
-                result = invert.ClosedForm(change(problem.maps(X)))(problem)
+                result = invert.ClosedForm(change(problem.maps_of(X)))(problem)
                 found += result.solved and relative(result.X, X) <= SAME
             rows.append(Row(f"leaked maps, {name}, {n}x{d}", f"{found} of {len(seeds)} exact"))
     return rows

@@ -185,7 +185,7 @@ WRONG = {
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
         2,
-        "expected a tensor `maps`",
+        "expected attention maps",
     ),
     "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected at least one start"),
     "out nowhere": (

@@ -32,7 +32,7 @@ def test_the_structure_decides_and_is_named(word, options):
 
 def test_leaked_maps_leave_one_input():
     problem, X = invert.plant(6, 6, seed=2)
-    found = invert.Auto(maps=problem.maps(X))(problem)
+    found = invert.Auto()(replace(problem, maps=problem.maps_of(X)))
     assert found.status is Status.RECOVERED
     assert "closed form" in found.reason
     assert float((found.X - X).abs().max()) < 1e-9
@@ -48,7 +48,7 @@ def test_several_inputs_with_one_output_are_all_named():
     assert min(float((one - X).abs().max()) for one in found.solutions) < 1e-6
 
 
-def test_the_curve_helps_where_starts_do_not(monkeypatch):
+def test_the_curve_helps_where_starts_do_not():
     from keyhole.invert import auto
 
     problem, _ = invert.plant(8, 4, seed=3)
@@ -64,6 +64,19 @@ def test_a_broken_problem_is_a_status():
         assert invert.Auto(starts=2)(broken).status is Status.NOT_APPLICABLE
 
 
+def test_ctrl_c_between_two_searches(monkeypatch):
+    from keyhole.invert import auto
+
+    def impatient(*args, **options):
+        raise KeyboardInterrupt
+
+    problem, _ = invert.plant(4, 3, causal=True)
+    monkeypatch.setattr(auto.TokenByToken, "__call__", impatient)
+    found = invert.Auto()(problem)
+    assert found.status is Status.INTERRUPTED
+    assert found.reason == "stopped before a start"
+
+
 def test_time_runs_out():
     problem, _ = invert.plant(10, 10, seed=1)
     found = invert.Auto(starts=10**4, solutions=10**6, seconds=1.0)(problem)
@@ -73,7 +86,9 @@ def test_time_runs_out():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_a_method(name):
     problem, X = invert.plant(3, 2, symmetric=True, seed=1)
-    method = named(name, starts=2, solutions=1, seconds=1.0, maps=problem.maps(X))
+    if name == "closed-form":
+        problem = replace(problem, maps=problem.maps_of(X))
+    method = named(name, starts=2, solutions=1, seconds=1.0)
     found = method(problem, watch=lambda done, total, best: None)
     assert found.X is not None
     if name != "regularized-newton":  # which goes to another place, and says so
@@ -83,7 +98,7 @@ def test_every_name_is_a_method(name):
 def test_names_that_are_none():
     with pytest.raises(InputError, match="expected a method among auto, "):
         named("newton")
-    with pytest.raises(InputError, match="expected a tensor `maps`"):
-        named("closed-form")
+    with pytest.raises(InputError, match="expected attention maps"):
+        named("closed-form")(invert.plant(3, 2)[0])
     with pytest.raises(InputError, match="expected at least one start"):
         named("auto", starts=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ import torch
 from invert.reference_layer import block
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.problem import load
 from keyhole.results import Status
 
 
@@ -37,7 +38,7 @@ def test_a_real_block_with_heads_projection_and_biases_is_a_problem(causal, resi
         residual=residual,
     )
     assert np.allclose(problem.output(tensor(X)).numpy(), truth, rtol=0, atol=1e-13)
-    assert problem.maps(tensor(X)).shape == (heads, n, n)
+    assert problem.maps_of(tensor(X)).shape == (heads, n, n)
 
 
 def test_a_problem_has_no_field_for_the_truth():
@@ -58,6 +59,7 @@ GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
         ({"B": torch.ones(4, 3) * 1j}, r"expected real numbers in B"),
         ({"key_bias": torch.ones(2)}, r"expected key_bias of shape 3, got 2"),
         ({"known": torch.ones(3, 3)}, r"expected known of shape 4×3, got 3×3"),
+        ({"maps": torch.ones(3, 3)}, r"expected maps of shape 4×4, got 3×3"),
         ({"tolerance": -1.0}, r"expected tolerance of 0 or more, got -1.0"),
         ({"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True}, r"as many outputs as"),
     ],
@@ -70,28 +72,27 @@ def test_wrong_shapes_are_one_clear_line(change, message):
 def test_a_problem_survives_a_file(tmp_path):
     problem, X = invert.plant(4, 3, biases=True, causal=True, seed=1)
     path = tmp_path / "problem.safetensors"
-    problem.save(path, maps=problem.maps(X))
-    again, maps = load(path)
+    replace(problem, maps=problem.maps_of(X)).save(path)
+    again = invert.Problem.load(path)
     for name in ("W", "V", "B", "key_bias", "output_bias"):
         assert torch.equal(getattr(again, name), getattr(problem, name))
     assert again.causal
     assert not again.residual
-    assert torch.equal(maps, problem.maps(X))
-    assert invert.Problem.load(path).length == 4
+    assert torch.equal(again.maps, problem.maps_of(X))
 
 
 def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
     with pytest.raises(InputError, match="there is no such file"):
-        load(tmp_path / "none.safetensors")
+        invert.Problem.load(tmp_path / "none.safetensors")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"\x08\x00\x00")
     with pytest.raises(InputError, match=r"expected a .safetensors file"):
-        load(broken)
+        invert.Problem.load(broken)
     from safetensors.torch import save_file
 
     save_file({"W": torch.eye(2)}, tmp_path / "half.safetensors")
     with pytest.raises(InputError, match=r"expected tensors W, V and B in .* got W"):
-        load(tmp_path / "half.safetensors")
+        invert.Problem.load(tmp_path / "half.safetensors")
 
 
 @pytest.mark.parametrize("name", ["W", "V", "B"])

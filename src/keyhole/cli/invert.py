@@ -59,15 +59,14 @@ def invert(
     as_json: Json = False,
 ) -> None:
     """Read the input of an attention layer back from its weights and output."""
-    from keyhole.invert import certify
+    from keyhole.invert import Problem, certify
     from keyhole.invert.named import named
-    from keyhole.invert.problem import load
     from keyhole.results import Status, dump
 
-    asked, maps = load(problem)
+    asked = Problem.load(problem)
     attack = named(
         method, starts=starts, solutions=solutions or (16 if method == "auto" else 1),
-        seconds=seconds, device=device, seed=seed, maps=maps,
+        seconds=seconds, device=device, seed=seed,
     )  # fmt: skip
     n, d = asked.length, asked.dim
     say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +49,9 @@ def plant(
         problem, secret = invert.plant(
             tokens, dim, scale=scale, heads=heads, residual=residual, causal=causal, seed=seed
         )
-        problem.save(path, maps=problem.maps(secret) if maps else None)
+        if maps:
+            problem = replace(problem, maps=problem.maps_of(secret))
+        problem.save(path)
         say(f"{path}: the output of {tokens} secret tokens, d = {dim}")
         return
     target = oracle.plant(

@@ -94,8 +94,9 @@ def _run(
         if watch is not None:
             watch(leak.exposure, done, total)
 
-    maps = problem.maps(secret) if leak.maps else None
-    found = Auto(maps=maps, starts=64, seconds=SECONDS, seed=seed)(problem, watch=notify)
+    if leak.maps:
+        problem = replace(problem, maps=problem.maps_of(secret))
+    found = Auto(starts=64, seconds=SECONDS, seed=seed)(problem, watch=notify)
     status, reason, error = _compared(found, secret, leak.decimals)
     if found.X is not None and found.solved:
         certificate = certify(problem, found.X)

@@ -34,11 +34,10 @@ from keyhole.results import Status, Unsuccessful
 _FIRST = 16  # starts before the curve is followed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Auto:
-    """Choose by the problem's structure; `maps` are attention maps that leaked as well."""
+    """Choose by the problem's structure."""
 
-    maps: Tensor | None = None
     starts: int = 256
     steps: int = 400
     seed: int = 0
@@ -46,31 +45,33 @@ class Auto:
     seconds: float | None = None
     device: str = "cpu"
 
-    def __repr__(self) -> str:
-        leaked = "leaked maps, " if self.maps is not None else ""
-        return f"Auto({leaked}starts={self.starts}, seed={self.seed})"
-
     def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
         began = time.perf_counter()
         result: Inversion | None = None
-        for chosen, found in self._attempts(problem, began, watch):
-            found = replace(found, reason=f"{found.reason} ({chosen})")
-            result = found if result is None else _joined(result, found)
-            over = self.seconds is not None and time.perf_counter() - began > self.seconds
-            stopped = found.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
-            if over or stopped or len(result.solutions) >= self.solutions:
-                break
+        try:
+            for chosen, found in self._attempts(problem, began, watch):
+                found = replace(found, reason=f"{found.reason} ({chosen})")
+                result = found if result is None else _joined(result, found)
+                if self._settled(result, found, began):
+                    break
+        except KeyboardInterrupt:  # searches take it themselves; this one came between them
+            result = _stopped(result)
         if result is None:
             raise AssertionError  # every problem has at least one attempt
         return replace(result, method=repr(self), seconds=time.perf_counter() - began)
+
+    def _settled(self, result: Inversion, found: Inversion, began: float) -> bool:
+        over = self.seconds is not None and time.perf_counter() - began > self.seconds
+        stopped = found.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
+        return over or stopped or len(result.solutions) >= self.solutions
 
     def _attempts(
         self, problem: Problem, began: float, watch: Watch | None
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
-        if self.maps is not None:
+        if problem.maps is not None:
             finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
-            solved = ClosedForm(maps=self.maps, method=finish)(problem)
+            solved = ClosedForm(method=finish)(problem)
             yield "closed form, from the attention maps", solved
             return
         if problem.causal and problem.fault is None:
@@ -120,6 +121,13 @@ class Auto:
             return None
         check = LevenbergMarquardt(steps=10, solutions=self.solutions)
         return check(problem, start=torch.stack(crossings))
+
+
+def _stopped(result: Inversion | None) -> Inversion:
+    """What there is when a person has had enough."""
+    if result is None:
+        return Inversion(Status.INTERRUPTED, "stopped before a start", "", None, None, 0, 0.0)
+    return result if result.solutions else replace(result, status=Status.INTERRUPTED)
 
 
 def _joined(one: Inversion, other: Inversion) -> Inversion:

@@ -35,7 +35,7 @@ from keyhole.invert.judge import Verdict, judge
 from keyhole.invert.leaked_maps import DENSE, Linear, fit_scores
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.problem import Problem
-from keyhole.invert.race import polished
+from keyhole.invert.race import Watch, polished
 from keyhole.results import Status, Unsuccessful
 
 _AGREE = 1e-9  # maps this close are the same
@@ -46,15 +46,16 @@ _SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClosedForm:
-    """`maps` (n×n, or H×n×n for several heads) that leaked with the output of a problem."""
+    """`maps` (n×n, or H×n×n for several heads) where the problem does not hold them itself."""
 
-    maps: Tensor
+    maps: Tensor | None = None
     method: LevenbergMarquardt = field(default_factory=LevenbergMarquardt)  # for the last digits
 
     def __repr__(self) -> str:
-        return f"ClosedForm(maps={'×'.join(map(str, self.maps.shape))}, method={self.method!r})"
+        return f"ClosedForm(method={self.method!r})"
 
-    def __call__(self, problem: Problem) -> Inversion:
+    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:  # noqa: ARG002
+        """There is nothing to watch: one linear solve."""
         began = time.perf_counter()
         maps = self._checked(problem)
         try:
@@ -64,13 +65,12 @@ class ClosedForm:
         return replace(answer, method=repr(self), seconds=time.perf_counter() - began)
 
     def _checked(self, problem: Problem) -> Tensor:
+        if self.maps is not None:
+            problem = replace(problem, maps=self.maps)  # which checks the shape
+        if problem.maps is None:
+            raise InputError("expected attention maps in the problem, got none")
         n, heads = problem.length, problem.heads
-        shape = tuple(self.maps.shape)
-        if shape != (heads, n, n) and not (heads == 1 and shape == (n, n)):
-            expected = f"{heads}×{n}×{n}" if problem.W.ndim == 3 else f"{n}×{n}"
-            got = "×".join(map(str, shape))
-            raise InputError(f"expected maps of shape {expected}, got {got}")
-        return self.maps.detach().to(problem.B.device, torch.float64).reshape(heads, n, n)
+        return problem.maps.to(problem.B.device).reshape(heads, n, n)
 
 
 class _Answer:
@@ -158,7 +158,7 @@ class _Answer:
 
     def _off(self, X: Tensor) -> float:
         """How far the maps of X are from those that leaked."""
-        maps = self.problem.maps(X).reshape(self.maps.shape)
+        maps = self.problem.maps_of(X).reshape(self.maps.shape)
         return float((maps - self.maps).abs().max())
 
     def _slack(self, linear: Linear, X: Tensor) -> float:
@@ -167,7 +167,9 @@ class _Answer:
         signs = torch.randint(0, 2, linear.B.shape, generator=stream).to(X) * 2 - 1
         size = max(self.problem.tolerance, _ROUNDED * float(linear.B.abs().max()))
         moved = replace(linear, B=linear.B + size * signs).solve()[0]
-        return _AGREE + 10 * float((self.problem.maps(moved) - self.problem.maps(X)).abs().max())
+        return _AGREE + 10 * float(
+            (self.problem.maps_of(moved) - self.problem.maps_of(X)).abs().max()
+        )
 
     def _inversion(self, status: Status, reason: str, X: Tensor, verdict: Verdict) -> Inversion:
         exact = status in _SOLVED

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
-
 from keyhole.errors import InputError
 from keyhole.invert.adam import Adam
 from keyhole.invert.auto import Auto
+from keyhole.invert.closed_form import ClosedForm
 from keyhole.invert.gradient_descent import GradientDescent
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.lbfgs import LBFGS
@@ -43,17 +42,14 @@ def named(
     seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
-    maps: Tensor | None = None,
 ) -> Called:
-    """The method called `name`; `maps` are the attention maps of the problem's file, if any."""
+    """The method called `name`."""
     if starts < 1 or solutions < 1:
         raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
-    if name in ("auto", "closed-form"):
-        if name == "closed-form" and maps is None:
-            raise InputError("expected a tensor `maps` in the problem for closed-form, got none")
-        return Auto(
-            maps=maps, starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device
-        )
+    if name == "closed-form":
+        return ClosedForm(method=LevenbergMarquardt(seconds=seconds, seed=seed, device=device))
+    if name == "auto":
+        return Auto(starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device)
     if name not in _SEARCHES:
         raise InputError(f"expected a method among {', '.join(NAMES)}, got {name}")
     return _SEARCHES[name](

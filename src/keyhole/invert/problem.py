@@ -28,7 +28,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.errors import InputError
 
-_TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known")
+_TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known", "maps")
 _NUMBERS = ("tolerance", "gamma")
 _FLAGS = ("causal", "residual")
 
@@ -37,8 +37,9 @@ _FLAGS = ("causal", "residual")
 class Problem:
     """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
 
-    `known` (n×d) holds the entries of `X` that the attacker has already, NaN elsewhere. The output
-    is known within ±`tolerance`. `gamma` is the paper's regulariser.
+    `known` (n×d) holds the entries of `X` that the attacker has already, NaN elsewhere; `maps`
+    (n×n, or H×n×n) the attention maps, where they leaked as well. The output is known within
+    ±`tolerance`. `gamma` is the paper's regulariser.
     """
 
     W: Tensor
@@ -47,6 +48,7 @@ class Problem:
     key_bias: Tensor | None = None
     output_bias: Tensor | None = None
     known: Tensor | None = None
+    maps: Tensor | None = None
     causal: bool = False
     residual: bool = False
     tolerance: float = 0.0
@@ -72,6 +74,11 @@ class Problem:
         self._check_shape("key_bias", W.shape[:-1])
         self._check_shape("output_bias", V.shape[-1:])
         self._check_shape("known", torch.Size((self.length, self.dim)))
+        n, heads = self.length, self.heads
+        shapes = [(heads, n, n), (n, n)] if heads == 1 else [(heads, n, n)]
+        if self.maps is not None and self.maps.shape not in shapes:
+            expected = f"{heads}×{n}×{n}" if W.ndim == 3 else f"{n}×{n}"
+            raise InputError(f"expected maps of shape {expected}, got {_shape(self.maps)}")
         for name in _NUMBERS:
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
@@ -108,7 +115,7 @@ class Problem:
             result = result + self.output_bias
         return result + X if self.residual else result
 
-    def maps(self, X: Tensor) -> Tensor:
+    def maps_of(self, X: Tensor) -> Tensor:
         """The attention maps that belong to an input: (…, n, n), or (…, H, n, n)."""
         scores = attention.scores(X, X, self.W, key_bias=self.key_bias)
         return attention.probabilities(scores, causal=self.causal)
@@ -125,13 +132,11 @@ class Problem:
                 return f"expected finite numbers in {name}, got {int(wrong.sum())} NaN or infinite"
         return None
 
-    def save(self, path: str | Path, *, maps: Tensor | None = None) -> None:
-        """Write the problem as .safetensors, with leaked attention maps if there are any."""
+    def save(self, path: str | Path) -> None:
+        """Write the problem as .safetensors, to be handed to another machine."""
         tensors = {
             n: getattr(self, n).contiguous() for n in _TENSORS if getattr(self, n) is not None
         }
-        if maps is not None:
-            tensors["maps"] = maps.contiguous()
         metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
         try:
             save_file(tensors, path, metadata={"keyhole": "1", "kind": "inversion", **metadata})
@@ -141,33 +146,26 @@ class Problem:
     @classmethod
     def load(cls, path: str | Path) -> Problem:
         """Read a problem; any .safetensors with tensors W, V and B is one."""
-        return load(path)[0]
-
-
-def load(path: str | Path) -> tuple[Problem, Tensor | None]:
-    """A problem and, where the file holds `maps` as well, the attention maps that leaked."""
-    if not Path(path).is_file():
-        raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
-    missing = [name for name in ("W", "V", "B") if name not in tensors]
-    if missing:
-        got = ", ".join(sorted(tensors)) or "nothing"
-        raise InputError(f"expected tensors W, V and B in {path}, got {got}")
-    try:
-        problem = Problem(
-            **{name: tensors.get(name) for name in _TENSORS},  # type: ignore[arg-type]
-            **{name: metadata.get(name, "False") == "True" for name in _FLAGS},
-            **{name: float(metadata.get(name, 0.0)) for name in _NUMBERS},
-        )
-    except (InputError, ValueError) as error:
-        raise InputError(f"{error} in {path}") from error
-    maps = tensors.get("maps")
-    return problem, None if maps is None else _checked("maps", maps)
+        if not Path(path).is_file():
+            raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
+        missing = [name for name in ("W", "V", "B") if name not in tensors]
+        if missing:
+            got = ", ".join(sorted(tensors)) or "nothing"
+            raise InputError(f"expected tensors W, V and B in {path}, got {got}")
+        try:
+            return cls(
+                **{name: tensors.get(name) for name in _TENSORS},  # type: ignore[arg-type]
+                **{name: metadata.get(name, "False") == "True" for name in _FLAGS},
+                **{name: float(metadata.get(name, 0.0)) for name in _NUMBERS},
+            )
+        except (InputError, ValueError) as error:
+            raise InputError(f"{error} in {path}") from error
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
