@@ -139,7 +139,10 @@ def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
         row, column = number // 2 + 1, number % 2 + 1
         points = points_by_name[name]
         x = [point.value for point in points]
-        shares = {"an exact solution": ("solved", "#1d4ed8"), "the input": ("planted", "#047857")}
+        shares = {
+            "an exact solution": ("solved", "#1d4ed8"),
+            "the input, to 1e-5": ("planted", "#047857"),
+        }
         for label, (field, colour) in shares.items():
             panels.add_scatter(
                 x=x, y=[getattr(point, field) for point in points], name=label, row=row, col=column,
@@ -151,11 +154,14 @@ def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
             line={"color": "#c2410c", "dash": "dot"}, row=row, col=column, secondary_y=True,
         )  # fmt: skip
         if "scale" in name or "noise" in name:
-            panels.update_xaxes(type="log", row=row, col=column)
+            spacing = 3 if "noise" in name else 1
+            panels.update_xaxes(
+                type="log", dtick=spacing, exponentformat="power", row=row, col=column
+            )
         panels.update_yaxes(range=[-0.05, 1.05], tickformat=".0%", row=row, col=column)
         panels.update_yaxes(
-            type="log", exponentformat="power", row=row, col=column, secondary_y=True,
-            range=None, tickformat=None, autorange=True,
+            type="log", exponentformat="power", range=[2, 5.2], dtick=1, tickformat=None,
+            row=row, col=column, secondary_y=True,
         )  # fmt: skip
     panels.update_layout(
         template="simple_white", height=330 * ((len(names) + 1) // 2), width=1080,

@@ -73,7 +73,7 @@ def _after(method: LevenbergMarquardt, problem, start, steps: int):
 
 
 def comparison(quick: bool) -> list[show.Row]:
-    problems, seconds, count = (1, 0.3, 8) if quick else (10, 5.0, 64)
+    problems, seconds, count = (1, 0.3, 8) if quick else (10, 2.0, 64)
     rows = []
     for n, d in ((4, 4),) if quick else ((4, 8), (8, 4), (8, 8)):
         solved = dict.fromkeys(METHODS, 0)
