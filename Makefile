@@ -16,7 +16,7 @@ demo: $(READY)
 	@$(BIN)/keyhole audit demo || [ $$? -eq 1 ]  # 1: something was given away, as it should be
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile  # a file stays together: some share a server
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,8 @@ from keyhole.oracle.planted import Attention
 from keyhole.results import Finding, Skip, Status
 
 LENGTH = 6  # tokens of the secret input
-SECONDS = 10.0  # for one leak
+STARTS = 16
+SECONDS = 60.0  # at most, for one leak
 
 
 @dataclass(frozen=True)
@@ -86,17 +87,18 @@ def _run(
     watch: Watch | None,
 ) -> Finding:
     problem = Problem(layer.W, layer.V, output, causal=layer.causal)
+    exposure = leak.exposure.replace("a layer", "a causal layer") if layer.causal else leak.exposure
     if leak.decimals is not None:
         rounded = output.round(decimals=leak.decimals)
         problem = replace(problem, B=rounded, tolerance=0.5 * 10.0**-leak.decimals)
 
     def notify(done: int, total: int, best: float) -> None:  # noqa: ARG001 - a residual is no count
         if watch is not None:
-            watch(leak.exposure, done, total)
+            watch(exposure, done, total)
 
     if leak.maps:
         problem = replace(problem, maps=problem.maps_of(secret))
-    found = Auto(starts=64, seconds=SECONDS, seed=seed)(problem, watch=notify)
+    found = Auto(starts=STARTS, seconds=SECONDS, seed=seed)(problem, watch=notify)
     status, reason, error = _compared(found, secret, leak.decimals)
     if found.X is not None and found.solved:
         certificate = certify(problem, found.X)
@@ -104,7 +106,7 @@ def _run(
             reason += f"; proved: one exact input lies within {certificate.radius:.0e} of this one"
     return Finding(
         surface=surface,
-        exposure=leak.exposure,
+        exposure=exposure,
         attack="Auto",
         status=status,
         reason=reason,
