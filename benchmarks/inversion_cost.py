@@ -115,10 +115,14 @@ def figure(points_by_kind: dict[str, list[tuple[int, float, float]]]) -> go.Figu
                 mode="lines+markers", line={"color": colours[kind]}, showlegend=column == 1,
                 row=1, col=column,
             )  # fmt: skip
-    panels.update_xaxes(type="log", title="nd, the number of unknowns")
-    panels.update_yaxes(type="log", exponentformat="power")
+    panels.update_xaxes(type="log", dtick=1, title="nd, the number of unknowns")
+    panels.update_yaxes(type="log", dtick=1, exponentformat="power")
     panels.update_layout(
-        template="simple_white", height=420, width=1080, legend={"orientation": "h", "y": -0.25}
+        template="simple_white",
+        height=420,
+        width=1080,
+        margin={"t": 40},
+        legend={"orientation": "h", "y": -0.25},
     )
     return panels
 
