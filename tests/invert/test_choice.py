@@ -102,3 +102,5 @@ def test_names_that_are_none():
         named("closed-form")(invert.plant(3, 2)[0])
     with pytest.raises(InputError, match="expected at least one start"):
         named("auto", starts=0)
+    with pytest.raises(InputError, match="expected a device of this machine"):
+        named("auto", device="abacus")

@@ -43,7 +43,10 @@ def invert(
         MethodName, typer.Option(help="The solver; auto chooses by the problem's structure.")
     ] = MethodName.AUTO,
     starts: Annotated[int, typer.Option(help="How many starts to try.")] = 256,
-    solutions: Annotated[int, typer.Option(help="Stop after so many different exact inputs.")] = 16,
+    solutions: Annotated[
+        int | None,
+        typer.Option(help="Stop after so many different exact inputs: 16 for auto, else 1."),
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(help="Stop after so long, with the best found.")
     ] = None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from keyhole.errors import InputError
 from keyhole.invert.adam import Adam
 from keyhole.invert.auto import Auto
@@ -46,6 +48,7 @@ def named(
     """The method called `name`."""
     if starts < 1 or solutions < 1:
         raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
+    _check_device(device)
     if name == "closed-form":
         return ClosedForm(method=LevenbergMarquardt(seconds=seconds, seed=seed, device=device))
     if name == "auto":
@@ -55,3 +58,10 @@ def named(
     return _SEARCHES[name](
         starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device
     )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch says it in one way or the other
+        raise InputError(f"expected a device of this machine (cpu), got {device}") from error
