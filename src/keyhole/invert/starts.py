@@ -1,7 +1,7 @@
 """Where a search begins when there is no prior.
 
-What the structure suggests comes first (ALGORITHMS: a head that attends to itself, a residual
-stream: the output is near the input; small scores: mean_field.py), then small Gaussian inputs:
+What the structure suggests comes first (a head that attends to itself, a residual stream: the
+output is near the input; small scores: mean_field.py), then small Gaussian inputs:
 from small ones Levenberg–Marquardt succeeds several times as often as from inputs of full size.
 With a residual connection Gaussians of the output's size about the output find more inputs.
 """
@@ -19,6 +19,7 @@ from keyhole.invert.mean_field import mean_field
 from keyhole.invert.problem import Problem
 
 SMALL = 0.2
+_DENSE = 2000  # unknowns beyond which a Newton step with the whole Jacobian takes too long
 COLD = 0.02  # where the mean field is exact enough to be corrected in a step or two
 
 
@@ -31,7 +32,8 @@ def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
     shape = (problem.length, problem.dim)
     if start == 0 and problem.outputs == problem.dim:
         return problem.B if problem.output_bias is None else problem.B - problem.output_bias
-    if start == 1 and (guess := mean_field(problem)) is not None:
+    affordable = problem.length * problem.dim <= _DENSE
+    if start == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
     stream = torch.Generator().manual_seed(hash((seed, number, start)) & 0x7FFFFFFF)
     noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(problem.B.device)
