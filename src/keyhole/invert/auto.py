@@ -5,6 +5,7 @@
     a residual connection      the output is near the input        ResidualStream
     none of these              few starts suffice after the mean   LevenbergMarquardt, then the
                                field; the rest look for others     curve, then more starts
+                               (NewtonCG where matrices are too large)
 
 Bare attention usually has several exact inputs with the same output, so there the search goes on
 after the first until the starts (or `solutions`, or `seconds`) are used up.
@@ -25,6 +26,7 @@ from keyhole.invert.continuation import solutions_along_the_curve
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.newton_cg import NewtonCG
 from keyhole.invert.problem import Problem
 from keyhole.invert.race import Watch
 from keyhole.invert.reduce import reduce
@@ -32,6 +34,7 @@ from keyhole.invert.residual_stream import ResidualStream
 from keyhole.results import Status, Unsuccessful
 
 _FIRST = 16  # starts before the curve is followed
+_DENSE = 2000  # unknowns, beyond which only products with the Jacobian are affordable
 
 
 @dataclass(frozen=True)
@@ -84,22 +87,25 @@ class Auto:
             yield "from the output, because of the residual connection", found
             if found.solutions:
                 return
-        search = LevenbergMarquardt(
+        unknowns = problem.length * problem.dim
+        solver = LevenbergMarquardt if unknowns <= _DENSE else NewtonCG
+        search = solver(
             starts=min(_FIRST, self.starts), steps=self.steps, seed=self.seed, device=self.device,
             solutions=1, seconds=self._left(began),
         )  # fmt: skip
+        name = "Levenberg–Marquardt" if unknowns <= _DENSE else "Newton–CG"
         first = search(problem, watch=watch)
-        yield "Levenberg–Marquardt from the mean field", first
+        yield f"{name} from the mean field", first
         if first.X is None:
             return
-        if not first.solutions:
+        if not first.solutions and unknowns <= _DENSE:
             curve = self._along_the_curve(problem, began)
             if curve is not None:
                 yield "along the curve from the mean field", curve
         rest = replace(
             search, starts=self.starts, solutions=self.solutions, seconds=self._left(began)
         )
-        yield f"Levenberg–Marquardt from {self.starts} starts", rest(problem, watch=watch)
+        yield f"{name} from {self.starts} starts", rest(problem, watch=watch)
 
     def _left(self, began: float) -> float | None:
         used = time.perf_counter() - began
