@@ -61,7 +61,9 @@ def test_a_broken_problem_is_a_status():
     problem, _ = invert.plant(3, 3)
     for change in ({}, {"causal": True}, {"residual": True}):
         broken = replace(problem, B=problem.B * torch.nan, **change)
-        assert invert.Auto(starts=2)(broken).status is Status.NOT_APPLICABLE
+        found = invert.Auto(starts=2)(broken)
+        assert found.status is Status.NOT_APPLICABLE
+        assert found.reason == "expected finite numbers in B, got 9 NaN or infinite"
 
 
 def test_ctrl_c_between_two_searches(monkeypatch):
@@ -102,5 +104,7 @@ def test_names_that_are_none():
         named("closed-form")(invert.plant(3, 2)[0])
     with pytest.raises(InputError, match="expected at least one start"):
         named("auto", starts=0)
+    with pytest.raises(InputError, match="expected more than 0 seconds"):
+        named("auto", seconds=-1.0)
     with pytest.raises(InputError, match="expected a device of this machine"):
         named("auto", device="abacus")

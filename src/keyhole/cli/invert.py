@@ -67,8 +67,10 @@ def invert(
     from keyhole.results import Status, dump
 
     asked = Problem.load(problem)
+    if solutions is None:
+        solutions = 16 if method == "auto" else 1
     attack = named(
-        method, starts=starts, solutions=solutions or (16 if method == "auto" else 1),
+        method, starts=starts, solutions=solutions,
         seconds=seconds, device=device, seed=seed,
     )  # fmt: skip
     n, d = asked.length, asked.dim

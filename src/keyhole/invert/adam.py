@@ -7,41 +7,26 @@ a distance of about its rate.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keyhole.invert.equations import Equations
-from keyhole.invert.inversion import Inversion
 from keyhole.invert.loss import gradient_of
-from keyhole.invert.problem import Problem
-from keyhole.invert.race import State, Watch
-from keyhole.invert.search import solve, solve_all
+from keyhole.invert.race import State
+from keyhole.invert.search import Solver
 
 _FIRST, _SECOND, _LEAST = 0.9, 0.999, 1e-12
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(Solver):
     """First-order descent with a rate per entry, from many starts at once."""
 
     starts: int = 64
     steps: int = 5000
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
     rate: float = 0.05
-
-    def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
-    ) -> Inversion:
-        return solve(self, problem, start=start, watch=watch)
-
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        return solve_all(self, problems, watch=watch)
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         loss = equations.loss(X)

@@ -57,6 +57,8 @@ class Auto:
                 result = found if result is None else _joined(result, found)
                 if self._settled(result, found, began):
                     break
+        except Unsuccessful as end:
+            result = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
         except KeyboardInterrupt:  # searches take it themselves; this one came between them
             result = _stopped(result)
         if result is None:
@@ -72,12 +74,14 @@ class Auto:
         self, problem: Problem, began: float, watch: Watch | None
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
+        if problem.fault:  # said once, without the name of a method that was not run
+            raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         if problem.maps is not None:
             finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
             solved = ClosedForm(method=finish)(problem)
             yield "closed form, from the attention maps", solved
             return
-        if problem.causal and problem.fault is None:
+        if problem.causal:
             sweep = TokenByToken(seed=self.seed, seconds=self._left(began))(problem)
             yield "token by token, because the mask is causal", sweep
             if sweep.solutions:

@@ -101,6 +101,7 @@ def certify(
 
 
 def _checked(problem: Problem, X: Tensor) -> Tensor:
+    # Not everyone who calls this has a type checker.
     if not isinstance(X, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"expected X as a torch.Tensor, got {type(X).__name__}")
     if X.shape != (problem.length, problem.dim) or X.is_complex():

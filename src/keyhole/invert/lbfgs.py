@@ -7,18 +7,15 @@ until the loss falls as the slope promises (Armijo), for all starts at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keyhole.invert.equations import Equations
-from keyhole.invert.inversion import Inversion
 from keyhole.invert.loss import gradient_of
-from keyhole.invert.problem import Problem
-from keyhole.invert.race import State, Watch
-from keyhole.invert.search import solve, solve_all
+from keyhole.invert.race import State
+from keyhole.invert.search import Solver
 
 _ARMIJO = 1e-4
 _HALVINGS = 25
@@ -26,24 +23,12 @@ _CURVED = 1e-14
 
 
 @dataclass(frozen=True)
-class LBFGS:
+class LBFGS(Solver):
     """A quasi-Newton method with limited memory, from many starts at once."""
 
     starts: int = 64
     steps: int = 2000
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
     memory: int = 20
-
-    def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
-    ) -> Inversion:
-        return solve(self, problem, start=start, watch=watch)
-
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        return solve_all(self, problems, watch=watch)
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         loss = equations.loss(X)

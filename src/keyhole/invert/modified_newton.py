@@ -13,7 +13,6 @@ t = 1 is accepted and the digits double; δ is only what rounding leaves of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +20,9 @@ from torch import Tensor
 
 from keyhole.invert.equations import Equations
 from keyhole.invert.hessian import held, hessian_of
-from keyhole.invert.inversion import Inversion
 from keyhole.invert.loss import gradient_of
-from keyhole.invert.problem import Problem
-from keyhole.invert.race import State, Watch
-from keyhole.invert.search import solve, solve_all
+from keyhole.invert.race import State
+from keyhole.invert.search import Solver
 
 _EPS = torch.finfo(torch.float64).eps
 _ARMIJO = 1e-4
@@ -33,23 +30,11 @@ _HALVINGS = 30
 
 
 @dataclass(frozen=True)
-class ModifiedNewton:
+class ModifiedNewton(Solver):
     """Newton's method on |∇²L| with a line search, from many starts at once."""
 
     starts: int = 64
     steps: int = 200
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
-
-    def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
-    ) -> Inversion:
-        return solve(self, problem, start=start, watch=watch)
-
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        return solve_all(self, problems, watch=watch)
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         loss = equations.loss(X)

@@ -48,6 +48,8 @@ def named(
     """The method called `name`."""
     if starts < 1 or solutions < 1:
         raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
+    if seconds is not None and not seconds > 0:
+        raise InputError(f"expected more than 0 seconds, got {seconds}")
     _check_device(device)
     if name == "closed-form":
         return ClosedForm(method=LevenbergMarquardt(seconds=seconds, seed=seed, device=device))

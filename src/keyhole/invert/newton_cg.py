@@ -10,48 +10,28 @@ the others of their batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from keyhole.invert.damping import LEAST, damped_start, damped_step
 from keyhole.invert.equations import Equations, Linearised
-from keyhole.invert.inversion import Inversion
-from keyhole.invert.problem import Problem
-from keyhole.invert.race import State, Watch
-from keyhole.invert.search import solve, solve_all
-
-_GAVE_UP = 1e12
-_LEAST = 1e-16
+from keyhole.invert.race import State
+from keyhole.invert.search import Solver
 
 
 @dataclass(frozen=True)
-class NewtonCG:
+class NewtonCG(Solver):
     """Matrix-free damped Gauss–Newton, from many starts at once; `inner` bounds the products."""
 
     starts: int = 16
     steps: int = 200
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
     damping: float = 1e-2
     inner: int = 400
 
-    def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
-    ) -> Inversion:
-        return solve(self, problem, start=start, watch=watch)
-
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        return solve_all(self, problems, watch=watch)
-
     def begin(self, equations: Equations, X: Tensor) -> State:
-        r = equations.residuals(X)
-        loss = equations.loss_of(r, X)
-        alpha = torch.full_like(loss, self.damping)
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), {"r": r, "alpha": alpha})
+        return damped_start(equations, X, self.damping)
 
     def step(self, equations: Equations, state: State) -> State:
         X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
@@ -60,22 +40,10 @@ class NewtonCG:
         # The damping is measured by how much J stretches the residual's own direction.
         slope = near.backward(r)
         stretch = slope.square().sum((-2, -1)) / r.square().sum((-2, -1)).clamp(min=1e-300)
-        mu = (alpha * relative.clamp(max=1.0) + _LEAST) * stretch
+        mu = (alpha * relative.clamp(max=1.0) + LEAST) * stretch
         forcing = relative.pow(0.25).clamp(max=0.1)
         p = least_squares_step(near, r, mu, equations.gamma * X, forcing, self.inner)
-        ahead = X + p
-        r_ahead = equations.residuals(ahead)
-        loss = equations.loss_of(r_ahead, ahead)
-        better = loss < state.loss
-        wide = better[:, None, None]
-        alpha = torch.where(better, (alpha / 5).clamp(min=_LEAST), alpha * 3)
-        tiny = p.abs().amax((-2, -1)) <= 1e-15 * X.abs().amax((-2, -1))
-        return State(
-            torch.where(wide, ahead, X),
-            torch.where(better, loss, state.loss),
-            (alpha > _GAVE_UP) | (tiny & ~better),
-            {"r": torch.where(wide, r_ahead, r), "alpha": alpha},
-        )
+        return damped_step(equations, state, p)
 
 
 def least_squares_step(

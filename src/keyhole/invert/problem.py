@@ -159,7 +159,7 @@ class Problem:
             got = ", ".join(sorted(tensors)) or "nothing"
             raise InputError(f"expected tensors W, V and B in {path}, got {got}")
         try:
-            return cls(
+            return cls(  # W, V and B are there: that was checked above
                 **{name: tensors.get(name) for name in _TENSORS},  # type: ignore[arg-type]
                 **{name: metadata.get(name, "False") == "True" for name in _FLAGS},
                 **{name: float(metadata.get(name, 0.0)) for name in _NUMBERS},
@@ -170,6 +170,7 @@ class Problem:
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
     """float64; what is not finite is no wrong call but a wrong problem: a status, later."""
+    # Not everyone who calls this has a type checker.
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError(f"expected {name} as a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_complex():

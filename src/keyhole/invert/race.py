@@ -115,7 +115,6 @@ class Race:
         # Round robin: every problem gets its best start before any gets its second.
         self.waiting = [(p, k) for k in range(self.total) for p in range(len(records))]
         self.waiting.reverse()
-        self.finished = 0
         self.state: State | None = None
         self.owner = torch.empty(0, dtype=torch.long)
         self.age = torch.empty(0, dtype=torch.long)
@@ -198,7 +197,6 @@ class Race:
     def _leave(self, over: Tensor) -> None:
         if self.state is None:
             return
-        self.finished += int(over.sum())
         stay = ~over
         self.state = self.state.keep(stay.to(self.state.X.device))
         self.owner, self.age, self.history = self.owner[stay], self.age[stay], self.history[stay]

@@ -6,8 +6,8 @@ Two exact steps for one head without a residual connection:
     n < d:               X = A⁻¹ Y lies in the row space of Y: X = X̂ Qᵀ with Q (d×n) orthonormal,
                          softmax(X̂ QᵀWQ X̂ᵀ) X̂ = Y Q          n² unknowns instead of nd
 
-Measured (benchmarks/inversion.py), working on Y instead of B is worth a factor in the share of
-starts that succeed, and the row space another.
+The first takes the condition of V out of every step; the second makes the steps smaller, and every
+start a point of the space in which the answer lies.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def plant(
     `symmetric` makes `W = scale·MMᵀ` instead, M with entries of variance 1/d; entries of V have
     standard deviation `value_scale` (a real block has about 1/√d).
     """
-    for name, size in {"length": length, "dim": dim, "heads": heads}.items():
+    for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         if size < 1:
             raise InputError(f"expected {name} of 1 or more, got {size}")
     stream = torch.Generator().manual_seed(seed)

@@ -7,17 +7,45 @@ what a person's Ctrl-C leaves, and what a result says is decided here, once for 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.invert.equations import kind
+from keyhole.invert.equations import Equations, kind
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.race import Method, Race, Record, Watch
+from keyhole.invert.race import Method, Race, Record, State, Watch
 from keyhole.invert.reduce import reduce
 from keyhole.results import Status, Unsuccessful
+
+
+@dataclass(frozen=True)
+class Solver(ABC):
+    """What all solvers from many starts share; `solutions` different inputs end the search."""
+
+    starts: int = 64
+    steps: int = 400
+    seed: int = 0
+    solutions: int = 1
+    seconds: float | None = None
+    device: str = "cpu"
+
+    @abstractmethod
+    def begin(self, equations: Equations, X: Tensor) -> State: ...
+
+    @abstractmethod
+    def step(self, equations: Equations, state: State) -> State: ...
+
+    def __call__(
+        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
+    ) -> Inversion:
+        return solve(self, problem, start=start, watch=watch)
+
+    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
+        return solve_all(self, problems, watch=watch)
 
 
 def solve(

@@ -2,7 +2,7 @@
 
 What the structure suggests comes first (a head that attends to itself, a residual stream: the
 output is near the input; small scores: mean_field.py), then small Gaussian inputs:
-from small ones Levenberg–Marquardt succeeds several times as often as from inputs of full size.
+from there Levenberg–Marquardt succeeds more often than from inputs of full size.
 With a residual connection Gaussians of the output's size about the output find more inputs.
 """
 
