@@ -13,6 +13,16 @@ from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.layers import Amplification, Layer, Layers, LayersInversion
 from keyhole.invert.lbfgs import LBFGS
+from keyhole.invert.leaks import (
+    AttentionMaps,
+    AttentionOutput,
+    HiddenStates,
+    KeyValues,
+    Leak,
+    Pooled,
+    load_leak,
+    save_leak,
+)
 from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.loss import gradient, jacobian, loss
 from keyhole.invert.mean_field import mean_field
@@ -23,28 +33,37 @@ from keyhole.invert.problem import Problem
 from keyhole.invert.regularized_newton import RegularizedNewton
 from keyhole.invert.rehearsal import plant
 from keyhole.invert.residual_stream import ResidualStream
+from keyhole.invert.text import Mark, TextRecovery, recover_text, recover_texts, recovering
 
 __all__ = [
     "LBFGS",
     "Adam",
     "Amplification",
+    "AttentionMaps",
+    "AttentionOutput",
     "Auto",
     "Bounds",
     "Certificate",
     "ClosedForm",
     "EndToEnd",
     "GradientDescent",
+    "HiddenStates",
     "Inversion",
+    "KeyValues",
     "Layer",
     "Layers",
     "LayersInversion",
+    "Leak",
     "LevenbergMarquardt",
+    "Mark",
     "ModifiedNewton",
     "NewtonCG",
     "Peel",
+    "Pooled",
     "Problem",
     "RegularizedNewton",
     "ResidualStream",
+    "TextRecovery",
     "TokenByToken",
     "bounds",
     "certify",
@@ -54,7 +73,12 @@ __all__ = [
     "hessian_blocks",
     "hessian_product",
     "jacobian",
+    "load_leak",
     "loss",
     "mean_field",
     "plant",
+    "recover_text",
+    "recover_texts",
+    "recovering",
+    "save_leak",
 ]

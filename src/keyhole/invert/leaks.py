@@ -1,0 +1,237 @@
+"""What leaked, of one text: five frozen types, and the files they travel in.
+
+A leak holds the leaked numbers as float32 and says what is known about them: the layer, the model,
+how they were rounded, what noise they carry, which positions are padding. It has no field for the
+text. A position that did not leak is a row of NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.models.capture import Exposure
+
+PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
+_FORMAT = "1"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class About:
+    """What is known about a leak besides its numbers; every field may be left out.
+
+    `precision` is how the numbers were rounded ("float32", "bfloat16", "float16", "int8", "int4";
+    None: found out from the numbers). `noise` is the standard deviation of noise that was added,
+    None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the identity
+    of the model that leaked.
+    """
+
+    model: str | None = None
+    precision: str | None = None
+    noise: float | None = None
+    mask: Tensor | None = None
+
+
+AnyLeak = TypeVar("AnyLeak", bound="_Leak")
+
+
+class _Leak(About):
+    """What the five types share: checks on the way in, names and shapes on the way out."""
+
+    kind: ClassVar[str]
+    names: ClassVar[tuple[str, ...]] = ("values",)
+    rank: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise InputError(
+                f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision}"
+            )
+        for name in self.names:
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                raise InputError(f"expected {name} to be a floating-point tensor")
+            if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
+                tensor = tensor[0]
+            if tensor.ndim != self.rank or 0 in tensor.shape:
+                raise InputError(
+                    f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
+                )
+            if bool(tensor.isinf().any()):
+                raise InputError(f"expected finite {name} (NaN where nothing leaked), got infinity")
+            if bool(tensor.isnan().all()):
+                raise InputError(f"expected {name} to hold numbers, got only NaN")
+            if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
+                object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
+            object.__setattr__(self, name, tensor.detach().to(torch.float32))
+        if self.mask is not None:
+            mask = self.mask.reshape(-1).to(torch.long)
+            if self.length is not None and len(mask) != self.length:
+                raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
+            object.__setattr__(self, "mask", mask)
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure(self.kind, int(getattr(self, "layer", 0)))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.names}
+
+    @property
+    def length(self) -> int | None:
+        """How many positions the text has, padding included; None where that did not leak."""
+        return getattr(self, self.names[0]).shape[-2]
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensors as (…, positions, numbers): what leaked at each position, side by side."""
+        return tensors["values"]
+
+    def cut(self: AnyLeak, length: int) -> AnyLeak:
+        """The leak of the first `length` positions."""
+        if self.length is None or length == self.length:
+            return self
+        ends = self.names if self.kind != "maps" else ()
+        short = {name: getattr(self, name)[..., :length, :] for name in ends}
+        if self.kind == "maps":
+            short = {"values": self.tensors["values"][:, :length, :length]}
+        return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
+
+    def save(self, path: str | Path) -> None:
+        """Write the leak as .safetensors: a whole file or none."""
+        save_leak(self, path)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates(_Leak):
+    """Hidden states (n, d) after block `layer`; 0 is the embeddings."""
+
+    values: Tensor
+    layer: int
+    kind: ClassVar[str] = "hidden"
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValues(_Leak):
+    """Keys and values (heads, n, k) of one layer, as they stand in a KV cache.
+
+    A causal model's layers count from 0, as its cache does; an encoder's from 1, as its maps do.
+    """
+
+    keys: Tensor
+    values: Tensor
+    layer: int
+    kind: ClassVar[str] = "kv"
+    names: ClassVar[tuple[str, ...]] = ("keys", "values")
+    rank: ClassVar[int] = 3
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        both = torch.cat([tensors["keys"], tensors["values"]], -1)
+        return both.transpose(-3, -2).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps(_Leak):
+    """Attention probabilities (heads, n, n) of one layer, counted from 1."""
+
+    values: Tensor
+    layer: int
+    kind: ClassVar[str] = "maps"
+    rank: ClassVar[int] = 3
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["values"].transpose(-3, -2).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOutput(_Leak):
+    """What layer `layer`'s attention (from 1) adds to the residual stream, (n, d)."""
+
+    values: Tensor
+    layer: int
+    kind: ClassVar[str] = "attention"
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled(_Leak):
+    """A sentence embedding (d,); `length` is the number of tokens where it is known."""
+
+    values: Tensor
+    pooling: str = "mean"
+    normalised: bool = True
+    tokens: int | None = None
+    kind: ClassVar[str] = "pooled"
+    rank: ClassVar[int] = 1
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure(self.kind, 0, self.pooling, self.normalised)
+
+    @property
+    def length(self) -> int | None:
+        return self.tokens
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["values"].unsqueeze(-2)
+
+
+Leak = HiddenStates | KeyValues | AttentionMaps | AttentionOutput | Pooled
+TYPES: dict[str, type[Leak]] = {
+    kind.kind: kind for kind in (HiddenStates, KeyValues, AttentionMaps, AttentionOutput, Pooled)
+}
+
+
+def save_leak(leak: _Leak, path: str | Path) -> None:
+    """Write the whole file or leave the old one, so that nobody reads half a leak."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in leak.tensors.items()}
+    if leak.mask is not None:
+        tensors["mask"] = leak.mask.cpu()
+    known = {
+        field.name: getattr(leak, field.name)
+        for field in fields(leak)
+        if field.name not in tensors and field.name != "mask"
+    }
+    metadata = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(known)}
+    try:
+        save_file(tensors, partial, metadata=metadata)
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"expected a file to write the leak to, got {path}: {error}") from error
+
+
+def load_leak(path: str | Path) -> Leak:
+    """Read a leak that `save` wrote, or say in one line why it is none."""
+    if not Path(path).is_file():
+        raise InputError(f"expected a leak file, got {path}: there is no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"expected a leak file, got {path}: {error}") from error
+    if metadata.get("keyhole") != _FORMAT or metadata.get("leak") not in TYPES:
+        raise InputError(f"expected a leak file written by Keyhole, got {path}")
+    return _assemble(metadata, tensors, path)
+
+
+def _assemble(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
+    try:
+        known: dict[str, Any] = json.loads(metadata["about"])
+        return TYPES[metadata["leak"]](**tensors, **known)
+    except InputError as error:
+        raise InputError(f"{error} in {path}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"expected a leak file written by Keyhole, got {path}: {error}") from error

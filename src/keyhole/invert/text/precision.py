@@ -1,0 +1,92 @@
+"""How exact a leak is, found out from its own numbers.
+
+A leaked number is y = f + ε. Rounding leaves a grid in y: bfloat16 and float16 have few bits of
+mantissa, integers one step a row (int8 with a scale for each token, decimals, …). Then ε is uniform
+over a step: variance step²/12. Float32 itself is not exact either: two machines add up in different
+orders. Noise leaves no trace in y; it shows in the residual of the right text, and only there (see
+verification.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.leaks import Leak
+
+FLOOR = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
+_GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """`sigma` (positions, numbers): the standard deviation of each leaked number's own error.
+
+    `scale` is the root mean square of the leak around its mean: the unit of relative figures.
+    """
+
+    name: str
+    sigma: Tensor
+    scale: float
+    noise: float | None
+
+    @property
+    def relative(self) -> float:
+        """The error that the numbers themselves admit, relative to the leak's spread."""
+        return float(self.sigma.square().nanmean().sqrt()) / self.scale
+
+
+def precision_of(leak: Leak) -> Precision:
+    """The rounding of a leak: from its numbers, and its stated noise on top."""
+    rows = leak.rows(leak.tensors).float()
+    seen = rows[rows.isfinite()]
+    scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
+    floor = FLOOR * float(seen.square().mean().sqrt())
+    name, step = _rounding(rows, leak.precision)
+    noise = leak.noise or 0.0
+    sigma = (step.square() / 12 + floor**2 + noise**2).sqrt()
+    return Precision(name, sigma, scale, leak.noise)
+
+
+def _rounding(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
+    """The name of the grid that the numbers lie on, and the step at each of them."""
+    numbers = rows.nan_to_num()
+    for name, dtype, bits in (("bfloat16", torch.bfloat16, 8), ("float16", torch.float16, 11)):
+        if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
+            exponent = torch.frexp(numbers.abs().clamp(min=1e-30)).exponent
+            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits)
+    steps = torch.stack([_step(row[row.isfinite()]) for row in rows])
+    levels = torch.where(steps > 0, numbers.abs().amax(-1) / steps.clamp(min=1e-30), torch.nan)
+    if bool((steps > 0).any()):
+        most = float(levels.nan_to_num().max())
+        name = "int4" if most <= 8.5 else "int8" if most <= 256.5 else "rounded"
+        return name, steps.unsqueeze(-1).expand_as(rows)
+    return "float32", torch.zeros_like(rows)
+
+
+def _step(row: Tensor) -> Tensor:
+    """The step of the grid that one row lies on; 0 where it lies on none.
+
+    First the usual one: the largest number is 127 steps (or 7) from zero. Then any other: with few
+    levels many numbers meet exactly, and all gaps between the rest are whole multiples of one step.
+    """
+    none = torch.zeros((), device=row.device)
+    levels = row.double().sort().values
+    largest = levels.abs().max() if len(levels) else none
+    if len(levels) < 8 or not bool(largest > 0):
+        return none
+    for most in (7, 127):
+        if _whole(levels / (largest / most)):
+            return (largest / most).float()
+    gaps = levels.diff()
+    gaps = gaps[gaps > 1e-6 * largest]
+    if len(gaps) < 2 or len(gaps) > 0.9 * len(levels):
+        return none
+    step = (gaps / (gaps / gaps.min()).round()).mean()
+    return step.float() if _whole(gaps / step) else none
+
+
+def _whole(numbers: Tensor) -> bool:
+    return bool((numbers - numbers.round()).abs().max() < _GRID)

@@ -1,0 +1,256 @@
+"""What a model exposes at one layer, read by hooks that always come off.
+
+`capture(model, exposure, …)` runs the model on token ids or on embeddings, stops it as soon as the
+exposure has been computed (the layers above never run), and returns the tensors under the names
+that the leak types use. Gradients flow from them to `embeddings`, so recovery uses the same code as
+the leak: what is compared is computed in one way.
+
+Layers are counted as `output_hidden_states=True` does: hidden states of layer 0 are the embeddings,
+those of layer ℓ what block ℓ gives; maps, keys and attention outputs of layer ℓ are made inside
+block ℓ = 1 … L. The exception is the KV cache of a causal model, which counts from 0 as the cache
+itself does; an encoder has no cache, and its keys and values count from 1 like its maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from keyhole.errors import InputError
+from keyhole.models.anatomy import Anatomy, anatomy
+
+KINDS = ("hidden", "kv", "maps", "attention", "pooled")
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`.
+
+    `pooling` ("mean", "cls" or "pooler") and `normalised` say how a pooled embedding was made.
+    """
+
+    kind: str
+    layer: int = 0
+    pooling: str = "mean"
+    normalised: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"expected an exposure among {', '.join(KINDS)}, got {self.kind}")
+        if self.pooling not in ("mean", "cls", "pooler"):
+            raise InputError(f"expected pooling mean, cls or pooler, got {self.pooling}")
+
+    @classmethod
+    def parse(cls, text: str) -> Exposure:
+        """Read `hidden:3` and the like."""
+        kind, colon, layer = text.partition(":")
+        if kind == "pooled" and not colon:
+            return cls(kind)
+        if not layer.isdecimal():
+            raise InputError(f"expected an exposure such as hidden:3 or pooled, got {text}")
+        return cls(kind, int(layer))
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "pooled" else f"{self.kind}:{self.layer}"
+
+    def block(self, parts: Anatomy) -> int:
+        """The number (from 1) of the block that makes it; 0 for the embeddings."""
+        first = 0 if self.kind == "hidden" or (self.kind == "kv" and parts.causal) else 1
+        if self.kind == "pooled":
+            return parts.layers
+        last = parts.layers - (self.kind == "kv" and parts.causal)
+        if not first <= self.layer <= last:
+            raise InputError(
+                f"expected a layer from {first} to {last} for {self}, got {self.layer}"
+            )
+        return self.layer + (self.kind == "kv" and parts.causal)
+
+
+class _Stop(Exception):
+    """Raised by a hook once everything wanted has been seen; caught by `capture`."""
+
+
+@contextmanager
+def hooks(*wanted: tuple[Callable[..., RemovableHandle], Callable[..., Any]]) -> Generator[None]:
+    """Register hooks for the length of a block: `hooks((module.register_forward_hook, f), …)`."""
+    handles: list[RemovableHandle] = []
+    try:
+        for register, hook in wanted:
+            handles.append(register(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def attention_as(parts: Anatomy, implementation: str) -> Generator[None]:
+    """Run with another implementation of attention (maps exist only in the eager one)."""
+    config = cast("Any", parts.base.config)
+    before = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def capture(
+    model: nn.Module,
+    exposure: Exposure,
+    *,
+    ids: Tensor | None = None,
+    embeddings: Tensor | None = None,
+    mask: Tensor | None = None,
+    **inputs: Any,
+) -> dict[str, Tensor]:
+    """The exposure's tensors, batch first, for `ids` (b, n) or word `embeddings` (b, n, e).
+
+    Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d) and
+    pooled embeddings (b, d); `keys` and `values` (b, h, n, k) as they stand in a KV cache. `mask`
+    (b, n) is 1 on text, 0 on padding. `inputs` go to the model: `position_ids`,
+    `past_key_values`, `token_type_ids`.
+    """
+    parts = anatomy(model)
+    found: dict[str, Tensor] = {}
+    implementation = "eager" if exposure.kind == "maps" else _implementation(parts)
+    wanted = _hooks(parts, exposure, found)
+    given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
+    if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
+        inputs["use_cache"] = True
+    with hooks(*wanted), attention_as(parts, implementation), suppress(_Stop):
+        parts.base(**given, attention_mask=mask, **inputs)
+    if exposure.kind == "pooled":
+        found["values"] = _pool(parts, exposure, found.pop("states"), mask)
+    return found
+
+
+def _implementation(parts: Anatomy) -> str:
+    return str(cast("Any", parts.base.config)._attn_implementation)
+
+
+Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]
+
+
+def _hooks(parts: Anatomy, exposure: Exposure, found: dict[str, Tensor]) -> list[Wanted]:
+    """What to register so that `found` fills up and the forward pass ends there."""
+    number = exposure.block(parts)
+    if exposure.kind == "hidden":
+        return _hidden(parts, number, found, "values")
+    if exposure.kind == "pooled":
+        return _hidden(parts, parts.layers, found, "states")
+    attention = parts.attentions[number - 1]
+    # One block may serve several layers: its number is how often blocks have been entered.
+    entered = [0]
+
+    def enter(*_: Any) -> None:
+        entered[0] += 1
+
+    counting: list[Wanted] = [
+        (block.register_forward_pre_hook, enter) for block in dict.fromkeys(parts.blocks)
+    ]
+    if exposure.kind == "attention":
+
+        def take_output(_m: nn.Module, _i: Any, output: Tensor) -> None:
+            if entered[0] == number:
+                found["values"] = output
+                raise _Stop
+
+        return [*counting, (attention.output.register_forward_hook, take_output)]
+
+    if exposure.kind == "maps":
+
+        def take_maps(_m: nn.Module, _i: Any, output: tuple[Tensor, Tensor]) -> None:
+            if entered[0] == number:
+                found["values"] = output[1]
+                raise _Stop
+
+        return [*counting, (attention.module.register_forward_hook, take_maps)]
+    return [*counting, *_key_values(parts, number, found, entered)]
+
+
+def _hidden(parts: Anatomy, number: int, found: dict[str, Tensor], name: str) -> list[Wanted]:
+    """Hidden states: the input of block ℓ+1, or what the base model returns after the last."""
+    if number == parts.layers:
+
+        def take_last(_m: nn.Module, _i: Any, output: Any) -> None:
+            found[name] = output.last_hidden_state
+
+        return [(parts.base.register_forward_hook, take_last)]
+    entered = [0]
+
+    def take(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if entered[0] == number:
+            found[name] = args[0] if args else kwargs["hidden_states"]
+            raise _Stop
+        entered[0] += 1
+
+    return [
+        (partial(block.register_forward_pre_hook, with_kwargs=True), take)
+        for block in dict.fromkeys(parts.blocks)
+    ]
+
+
+def _key_values(
+    parts: Anatomy, number: int, found: dict[str, Tensor], entered: list[int]
+) -> list[Wanted]:
+    """Keys and values: from the cache of a causal model, from the projections of an encoder."""
+    attention = parts.attentions[number - 1]
+
+    def split(states: Tensor) -> Tensor:
+        return states.unflatten(-1, (parts.key_heads, parts.head_dim)).transpose(1, 2)
+
+    if parts.causal:
+
+        def take_cache(_m: nn.Module, _a: Any, kwargs: dict[str, Any], _o: Any) -> None:
+            if entered[0] == number:
+                layer = kwargs["past_key_values"].layers[number - 1]
+                found["keys"], found["values"] = layer.keys, layer.values
+                raise _Stop
+
+        return [(partial(attention.module.register_forward_hook, with_kwargs=True), take_cache)]
+
+    def take(name: str) -> Callable[..., None]:
+        def hook(_m: nn.Module, _i: Any, output: Tensor) -> None:
+            if entered[0] == number:
+                found[name] = split(output)
+                if len(found) == 2:
+                    raise _Stop
+
+        return hook
+
+    return [
+        (attention.key.register_forward_hook, take("keys")),
+        (attention.value.register_forward_hook, take("values")),
+    ]
+
+
+def _pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
+    """One vector for a text, as sentence-transformers makes it."""
+    if exposure.pooling == "cls":
+        pooled = states[:, 0]
+    elif exposure.pooling == "pooler":
+        pooled = _pooler(parts, states)
+    else:
+        weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
+        total = weights.sum(1, keepdim=True).clamp(min=1)
+        pooled = (states * weights.unsqueeze(-1)).sum(1) / total
+    if exposure.normalised and exposure.pooling != "pooler":
+        pooled = nn.functional.normalize(pooled, dim=-1)
+    return pooled
+
+
+def _pooler(parts: Anatomy, states: Tensor) -> Tensor:
+    base = cast("Any", parts.base)
+    if getattr(base, "pooler", None) is None:
+        raise InputError(f"expected a model with a pooler, got {type(parts.base).__name__}")
+    if parts.family == "albert":
+        return base.pooler_activation(base.pooler(states[:, 0]))
+    return base.pooler(states)

@@ -1,0 +1,165 @@
+"""Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
+
+A checkpoint that is a pickle can run what it likes when it is opened, so it is refused unless it is
+asked for by name (`allow_pickle=True`). Code that a checkpoint brings along is never run.
+
+`identity` names a model by what it computes: its configuration and its weights (every name and
+shape, and a sample of the values), without the head, so that a leak can say whose it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from keyhole.errors import InputError
+from keyhole.models.anatomy import anatomy
+
+CLASSES = {
+    "base": "AutoModel",
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "choice": "AutoModelForMultipleChoice",
+}
+_SAMPLES = 32  # values of each tensor that go into the identity
+_NOT_COMPUTED = frozenset({
+    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
+    "label2id", "problem_type", "_attn_implementation", "output_attentions",
+    "output_hidden_states", "return_dict", "use_cache", "gradient_checkpointing",
+    "quantization_config", "chunk_size_feed_forward", "tie_word_embeddings",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model ready to be attacked: in eval, float32, no gradients for its weights."""
+
+    model: Any
+    tokenizer: Any
+    identity: str
+    name: str
+
+
+def transformers() -> Any:
+    """The library, or one line that says how to get it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(
+            "expected transformers to be installed, got none: pip install 'keyhole[models]'"
+        ) from error
+
+
+def load_model(
+    name: str | Path,
+    *,
+    task: str = "base",
+    allow_pickle: bool = False,
+    tokenizer: bool = True,
+    device: str | torch.device = "cpu",
+) -> Loaded:
+    """A model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
+
+    `task` adds a head: "base" (none), "causal", "classification" or "choice".
+    """
+    if task not in CLASSES:
+        raise InputError(f"expected a task among {', '.join(CLASSES)}, got {task}")
+    where, options = _source(str(name), allow_pickle)
+    library = transformers()
+    arguments = {**options, "trust_remote_code": False}
+
+    def load_weights() -> Any:
+        return getattr(library, CLASSES[task]).from_pretrained(
+            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
+            attn_implementation="eager",
+        )  # fmt: skip
+
+    model = _quietly(load_weights, f"a model in {name}")
+    model = model.eval().requires_grad_(False).to(device)
+    words = _tokenizer(str(name), where, arguments) if tokenizer else None
+    return Loaded(model, words, identity(model), str(name))
+
+
+def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
+    make = transformers().AutoTokenizer.from_pretrained
+    words = _quietly(lambda: make(where, **arguments), f"a tokenizer in {name}")
+    if len(words) <= len(words.all_special_ids):
+        # The library makes an empty one where a known family's files are missing.
+        raise InputError(f"expected a tokenizer in {name}, got none with words")
+    return words
+
+
+def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
+    """Where to load from, and with which options; refuses what can be refused by looking."""
+    path = Path(name)
+    if not name.strip():
+        raise InputError("expected a model's folder or name, got nothing")
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"expected a GGUF file, got {name}: there is no such file")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_file():
+        raise InputError(f"expected a folder, a .gguf file or a hub name, got the file {name}")
+    if not path.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise InputError(f"expected a model's folder, got {name}: there is no such folder")
+        return name, {}
+    if not (path / "config.json").is_file():
+        raise InputError(f"expected a folder with a config.json, got {name}")
+    pickled = any(path.glob("*.bin"))
+    if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
+        got = "pickled weights: pass allow_pickle=True if you trust them" if pickled else "none"
+        raise InputError(f"expected weights as .safetensors in {name}, got {got}")
+    return str(path), {"local_files_only": True}
+
+
+def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
+    if "gguf_file" in options:
+        return {}
+    return {"use_safetensors": None if allow_pickle else True}
+
+
+def _quietly(load: Callable[[], Any], what: str) -> Any:
+    """Load without progress bars; any failure of the library becomes one line."""
+    library = transformers()
+    logging = library.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return load()
+    except Exception as error:
+        # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"expected {what}, got: {first}") from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def identity(model: nn.Module) -> str:
+    """Sixteen hexadecimal digits that two models share when they compute the same hidden states."""
+    parts = anatomy(model)
+    config = cast("Any", parts.base.config).to_dict()
+    settings = {key: value for key, value in config.items() if key not in _NOT_COMPUTED}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, weight in sorted(parts.base.named_parameters()):
+        if name.startswith("pooler"):
+            continue
+        values = weight.detach().reshape(-1)
+        steps = min(_SAMPLES, len(values))
+        # float64: float32 cannot count the entries of a large table.
+        chosen = torch.linspace(0, len(values) - 1, steps, dtype=torch.float64).long()
+        sample = values[chosen.to(values.device)].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

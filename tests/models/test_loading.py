@@ -1,0 +1,116 @@
+"""Loading: what comes back is ready to be attacked; what cannot be trusted is refused in a line."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import transformers
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models import Exposure, capture, identity, load_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny.model("bert").save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+def test_a_folder(folder):
+    loaded = load_model(folder)
+    assert not loaded.model.training
+    assert not any(weight.requires_grad for weight in loaded.model.parameters())
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.float32}
+    assert loaded.tokenizer("w1 w2")["input_ids"] == [2, 6, 7, 3]
+    whole, ours = tiny.model("bert"), tiny.ids()
+    got = capture(loaded.model, Exposure("hidden", 3), ids=ours)["values"]
+    assert torch.equal(got, whole(input_ids=ours).last_hidden_state)
+    assert loaded.identity == identity(whole)
+
+
+def test_identity_is_the_weights_and_the_shape_not_the_head():
+    base = tiny.model("bert")
+    assert identity(base) == identity(tiny.model("bert"))
+    assert identity(base) != identity(tiny.model("bert", seed=1))
+    assert identity(base) != identity(tiny.model("bert", hidden_act="relu"))
+    with torch.random.fork_rng():
+        topped = transformers.BertForSequenceClassification(base.config)
+    topped.bert.load_state_dict(base.state_dict())
+    assert identity(topped) == identity(base)
+    weight = base.encoder.layer[1].output.dense.weight
+    weight.data[0, 0] += 1e-3
+    assert identity(base) != identity(tiny.model("bert"))
+
+
+def test_a_task_adds_a_head(folder):
+    assert load_model(folder, task="classification").model.config.num_labels == 2
+    with pytest.raises(InputError, match="a task among base"):
+        load_model(folder, task="poetry")
+
+
+def test_pickled_weights_are_refused_unless_asked_for(folder, tmp_path):
+    config = folder / "config.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    torch.save(tiny.model("bert").state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match="pickled weights: pass allow_pickle=True"):
+        load_model(tmp_path)
+    with pytest.raises(InputError, match="expected a tokenizer in"):
+        load_model(tmp_path, allow_pickle=True)
+    loaded = load_model(tmp_path, allow_pickle=True, tokenizer=False)
+    assert loaded.identity == identity(tiny.model("bert"))
+
+
+def test_remote_code_is_never_run(folder, tmp_path):
+    """A checkpoint that names code of its own is an error, and the code stays unread."""
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    text = (tmp_path / "config.json").read_text()
+    named = text.replace('"model_type": "bert"', '"model_type": "own",\n  "auto_map": '
+                         '{"AutoConfig": "own.Own", "AutoModel": "own.Own"}')  # fmt: skip
+    (tmp_path / "config.json").write_text(named)
+    (tmp_path / "own.py").write_text("raise SystemExit('run')")
+    with pytest.raises(InputError, match="expected a model in"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "there is no such folder"),
+        ("./nothing", "there is no such folder"),
+        ("folder/model.gguf", "expected a GGUF file"),
+        ("", "got nothing"),
+    ],
+)
+def test_a_name_that_leads_nowhere(name, message):
+    with pytest.raises(InputError, match=message):
+        load_model(name)
+
+
+def test_folders_that_are_no_models(folder, tmp_path):
+    with pytest.raises(InputError, match=r"with a config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(InputError, match=r"weights as .safetensors in .* got none"):
+        load_model(tmp_path)
+    weights = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(InputError, match="expected a model in") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="got the file"):
+        load_model(tmp_path / "config.json")
+
+
+def test_without_the_library(folder, monkeypatch):
+    def refuse(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(InputError, match=r"pip install 'keyhole\[models\]'"):
+        load_model(folder)

@@ -1,0 +1,83 @@
+"""Tiny random-weight models of each family and a tokenizer, made here: no network, no files."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+WORDS = [f"w{number}" for number in range(195)]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SHAPE = {
+    "vocab_size": len(WORDS) + len(SPECIAL), "hidden_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 80,
+}  # fmt: skip
+ENCODERS = ("bert", "roberta", "distilbert", "albert")
+DECODERS = ("gpt2", "llama", "qwen3")
+
+
+def tokenizer(causal=False):
+    """One token a word; encoders frame each text in [CLS] … [SEP]."""
+    table = {word: number for number, word in enumerate(SPECIAL + WORDS)}
+    words = Tokenizer(WordLevel(table, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    if not causal:
+        words.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", mask_token="[MASK]",
+    )  # fmt: skip
+
+
+def model(family, seed=0, **changes):
+    """Weights large enough that layers and heads do something."""
+    shape = {**SHAPE, "pad_token_id": 0, **changes}
+    match family:
+        case "bert":
+            config = transformers.BertConfig(**shape)
+        case "roberta":
+            config = transformers.RobertaConfig(**shape)
+        case "distilbert":
+            config = transformers.DistilBertConfig(
+                vocab_size=shape["vocab_size"], dim=shape["hidden_size"],
+                n_layers=shape["num_hidden_layers"], n_heads=shape["num_attention_heads"],
+                hidden_dim=shape["intermediate_size"],
+                max_position_embeddings=shape["max_position_embeddings"], pad_token_id=0,
+            )  # fmt: skip
+        case "albert":
+            config = transformers.AlbertConfig(**{"embedding_size": 24, **shape})
+        case "gpt2":
+            config = transformers.GPT2Config(
+                vocab_size=shape["vocab_size"], n_embd=shape["hidden_size"],
+                n_layer=shape["num_hidden_layers"], n_head=shape["num_attention_heads"],
+                n_positions=shape["max_position_embeddings"], bos_token_id=2, eos_token_id=3,
+            )  # fmt: skip
+        case "llama":
+            config = transformers.LlamaConfig(
+                **{"num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3, **shape}
+            )
+        case _:
+            config = transformers.Qwen3Config(
+                **{"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 2, "eos_token_id": 3,
+                   **shape}
+            )  # fmt: skip
+    config.initializer_range = changes.get("initializer_range", 0.12)
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = transformers.AutoModel.from_config(config)
+    return made.eval().requires_grad_(False)
+
+
+def ids(texts=3, length=12, seed=0, causal=False):
+    """Random words, framed as the tokenizer frames them."""
+    stream = torch.Generator().manual_seed(seed)
+    words = torch.randint(len(SPECIAL), SHAPE["vocab_size"], (texts, length), generator=stream)
+    if not causal:
+        words[:, 0], words[:, -1] = 2, 3
+    return words
