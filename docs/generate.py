@@ -22,7 +22,10 @@ from keyhole.report.page import plot
 from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
-ORDER = ("audit", "extract", "invert", "report", "plant", "serve")
+ORDER = (
+    "audit", "extract", "invert", "invert problem", "invert text", "capture", "report", "plant",
+    "serve",
+)  # fmt: skip
 
 
 def cli_reference() -> str:
@@ -35,7 +38,7 @@ def cli_reference() -> str:
     ]
     for name in ("", *ORDER):
         title = f"keyhole {name}".strip()
-        command = [sys.executable, "-m", "keyhole", *([name] if name else []), "--help"]
+        command = [sys.executable, "-m", "keyhole", *name.split(), "--help"]
         environment = {**os.environ, "COLUMNS": "90", "TERMINAL_WIDTH": "90"}
         text = subprocess.run(
             command, capture_output=True, text=True, check=True, env=environment

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,11 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_models as tiny
 from keyhole import invert, oracle
 from keyhole.cli import app
 from keyhole.results import Extraction
 
-COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+COMMANDS = sorted(
+    [command.name or command.callback.__name__ for command in app.registered_commands]
+    + [f"{group.name} {command.name}" for group in app.registered_groups
+       for command in group.typer_instance.registered_commands]
+)  # fmt: skip
 
 
 def keyhole(
@@ -193,6 +199,26 @@ WRONG = {
         2,
         "expected a file to write",
     ),
+    "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
+    "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
+    "data for an endpoint": (["audit", "small.safetensors", "--data", "text.txt"], 2, "--data"),
+    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
+    "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),
+    "no exposure": (
+        ["capture", "demo", "--text", "a", "--expose", "thoughts:1"],
+        2,
+        "among hidden",
+    ),
+    "no layer": (["capture", "demo", "--text", "a", "--expose", "hidden:9"], 2, "from 0 to 4"),
+    "no text": (["capture", "demo", "--expose", "hidden:1"], 2, "expected --text or --data"),
+    "bad precision": (
+        ["capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],
+        2,
+        "expected a precision among",
+    ),
+    "no leak": (["invert", "text", "demo", "text.txt"], 2, "expected a leak file"),
+    "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
+    "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
     "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
 }
 
@@ -200,6 +226,8 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
     (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("\n")
     invert.plant(3, 2, symmetric=True)[0].save(tmp_path / "p.safetensors")
     eye = torch.eye(2, dtype=torch.float64)
     metadata = {"keyhole": "1", "kind": "head"}
@@ -227,15 +255,18 @@ def test_a_server_that_is_not_there_is_a_failure(tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_ends_with_an_example(command, tmp_path):
-    done = keyhole(command, "--help", cwd=tmp_path)
+    done = keyhole(*command.split(), "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
 def test_the_examples_run(command, tmp_path):
-    example = keyhole(command, "--help", cwd=tmp_path).stdout.rsplit("Example:", 1)[1]
-    lines = [line.split()[1:] for line in example.strip().splitlines()]
+    tiny.save("bert", tmp_path / "my-model")  # the examples' own
+    (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
+    (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
+    text = keyhole(*command.split(), "--help", cwd=tmp_path).stdout
+    lines = [shlex.split(line)[1:] for line in text.rsplit("Example:", 1)[1].strip().splitlines()]
     assert lines
     for arguments in lines:
         done = keyhole(*arguments, cwd=tmp_path)

@@ -81,3 +81,9 @@ def ids(texts=3, length=12, seed=0, causal=False):
     if not causal:
         words[:, 0], words[:, -1] = 2, 3
     return words
+
+
+def save(family, folder):
+    """A model and its tokenizer in a folder, as from the hub."""
+    model(family).save_pretrained(folder)
+    tokenizer(family in DECODERS).save_pretrained(folder)

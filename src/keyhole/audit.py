@@ -10,15 +10,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from keyhole.errors import InputError
-from keyhole.exposures import inputs, weights
+from keyhole.exposures import inputs, texts, weights
 from keyhole.exposures.family import Watch
+from keyhole.exposures.texts import TextTarget
 from keyhole.oracle import Oracle, identity_of
 from keyhole.results import FORMAT, Finding, Skip, Status, environment
 
-FAMILIES = (weights.check, inputs.check)
+ENDPOINTS = (weights.check, inputs.check)
+MODELS = (texts.check,)
 
 
 @dataclass(frozen=True)
@@ -64,27 +67,35 @@ class Audit:
 
 
 def audit(
-    surfaces: Oracle | Mapping[str, Oracle],
+    surfaces: Oracle | Mapping[str, Oracle] | None = None,
     *,
+    models: TextTarget | Mapping[str, TextTarget] | None = None,
     target: str = "",
     seed: int = 0,
     watch: Watch | None = None,
 ) -> Audit:
     """Run every attack of the registry that applies.
 
-    A target may have several surfaces (endpoints), given by name; one alone needs no name.
+    A target may have several surfaces (endpoints) and several models, each given by name; one alone
+    needs no name.
     """
     started = time.perf_counter()
-    named = surfaces if isinstance(surfaces, Mapping) else {"": surfaces}
+    oracles = surfaces if isinstance(surfaces, Mapping) else {"": surfaces} if surfaces else {}
+    subjects = models if isinstance(models, Mapping) else {"": models} if models else {}
+    checks = [
+        *(partial(check, name, oracle) for name, oracle in oracles.items() for check in ENDPOINTS),
+        *(partial(check, name, model) for name, model in subjects.items() for check in MODELS),
+    ]
     findings: list[Finding] = []
     skips: list[Skip] = []
-    for surface, oracle in named.items():
-        for check in FAMILIES:
-            checked = check(surface, oracle, seed, watch)
-            findings.extend(checked.findings)
-            if len(named) == 1:  # on one surface of several, the others' attacks are not missed
-                skips.extend(checked.skips)
-    identity = "; ".join(identity_of(oracle) for oracle in named.values())
+    for check in checks:
+        checked = check(seed, watch)
+        findings.extend(checked.findings)
+        if len(oracles) + len(subjects) == 1:  # of several, the others' attacks are not missed
+            skips.extend(checked.skips)
+    named = [identity_of(oracle) for oracle in oracles.values()]
+    named += [f"{one.loaded.name} {one.loaded.identity}" for one in subjects.values()]
+    identity = "; ".join(named)
     return Audit(
         target=target or identity,
         identity=identity,

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from keyhole.errors import InputError
 from keyhole.oracle.storage import Planted, from_tensors, save
+from keyhole.readings import Readings
 
 FORMAT = 1
 
@@ -145,7 +146,8 @@ _PLAIN = (
 class Finding:
     """One exposure of a target, and what one attack made of it.
 
-    `surface` names the endpoint where a target has several, `sought` is what the attacker is after.
+    `surface` names the endpoint where a target has several, `sought` is what the attacker is after;
+    `texts`, where that is text, shows it as it was and as it came back, in each precision.
     """
 
     exposure: str
@@ -161,6 +163,7 @@ class Finding:
     trace: tuple[tuple[int, float], ...] = ()
     surface: str = ""
     sought: str = "weights"
+    texts: tuple[Readings, ...] = ()
 
     @property
     def exposed(self) -> bool:
@@ -170,7 +173,12 @@ class Finding:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
         finding = cls(**data)
-        return replace(finding, status=Status(finding.status), trace=_points(data["trace"]))
+        return replace(
+            finding,
+            status=Status(finding.status),
+            trace=_points(data["trace"]),
+            texts=tuple(Readings.from_dict(one) for one in data["texts"]),
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from keyhole import oracle, report
 from keyhole.audit import Audit, audit
+from keyhole.readings import Piece, Reading, Readings
 from keyhole.results import Finding, Skip, Status
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
@@ -23,7 +24,12 @@ def found() -> Audit:
 
 
 def hostile(found: Audit) -> Audit:
-    bad = [replace(finding, exposure=HOSTILE, reason=HOSTILE) for finding in found.findings]
+    read = Reading(HOSTILE, (Piece(HOSTILE, "verified", True),), True, True)
+    texts = (Readings("hidden", 1, HOSTILE, (read,)),)
+    bad = [
+        replace(finding, exposure=HOSTILE, reason=HOSTILE, surface=HOSTILE, texts=texts)
+        for finding in found.findings
+    ]
     skips = (Skip(HOSTILE, HOSTILE, HOSTILE),)
     return replace(found, target=HOSTILE, findings=tuple(bad), skips=skips)
 

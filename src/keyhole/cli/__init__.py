@@ -1,6 +1,6 @@
 """The command line, one module per command. Importing a module registers its command."""
 
-from keyhole.cli import audit, extract, invert, report, rehearse  # noqa: I001 - as in --help
+from keyhole.cli import audit, extract, invert, text, report, rehearse  # noqa: I001 - as in --help
 from keyhole.cli.frame import app, main
 
-__all__ = ["app", "audit", "extract", "invert", "main", "rehearse", "report"]
+__all__ = ["app", "audit", "extract", "invert", "main", "rehearse", "report", "text"]

@@ -35,6 +35,15 @@ Target = Annotated[
         help="A .safetensors file, http://host:port/v2/models/NAME, or demo.",
     ),
 ]
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo."),
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Open pickled weights, which can run code: trust them?"),
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 LedgerFile = Annotated[

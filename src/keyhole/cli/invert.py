@@ -1,14 +1,24 @@
-"""`keyhole invert`: parse, one library call, print."""
+"""`keyhole invert PROBLEM` and `keyhole invert text MODEL LEAK …`: parse, one call, print."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
-from keyhole.cli.frame import CLEAN, FAILURE, FINDINGS, INTERRUPTED, Json, Seed, app
+from keyhole.cli.frame import (
+    CLEAN,
+    FAILURE,
+    FINDINGS,
+    INTERRUPTED,
+    Device,
+    Json,
+    Seed,
+    app,
+)
 from keyhole.console import progress, say
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
@@ -27,7 +37,23 @@ class MethodName(StrEnum):
     CLOSED_FORM = "closed-form"
 
 
-@app.command(
+class _Group(typer.core.TyperGroup):
+    """`keyhole invert FILE` means `keyhole invert problem FILE`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = ["problem", *args]
+        return super().resolve_command(ctx, args)
+
+
+group = typer.Typer(cls=_Group, no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(
+    group, name="invert", help="Read inputs back: of one attention layer, or the text of a model."
+)
+
+
+@group.command(
+    "problem",
     epilog="\b\nExample:\n"
     "  keyhole plant problem.safetensors --kind inversion --dim 8 --tokens 6 --scale 0.3\n"
     "  keyhole invert problem.safetensors --certify --out found.json",
@@ -53,7 +79,7 @@ def invert(
     proof: Annotated[
         bool, typer.Option("--certify", help="Prove how close an exact input is to the one found.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
@@ -61,7 +87,10 @@ def invert(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Read the input of an attention layer back from its weights and output."""
+    """Read the input of an attention layer back from its weights and output.
+
+    `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
+    """
     from keyhole.invert import Problem, certify
     from keyhole.invert.named import named
     from keyhole.results import Status, dump

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ CLASSES = {
     "classification": "AutoModelForSequenceClassification",
     "choice": "AutoModelForMultipleChoice",
 }
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SAMPLES = 32  # values of each tensor that go into the identity
 _NOT_COMPUTED = frozenset({
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
@@ -56,6 +58,14 @@ def transformers() -> Any:
         raise InputError(
             "expected transformers to be installed, got none: pip install 'keyhole[models]'"
         ) from error
+
+
+def names_model(name: str) -> bool:
+    """Is this a model as people name them: a folder, a .gguf file, or owner/name on the hub?"""
+    path = Path(name)
+    if path.exists() or path.suffix == ".gguf":
+        return path.is_dir() or path.suffix == ".gguf"
+    return re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
 
 
 def load_model(

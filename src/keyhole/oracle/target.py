@@ -49,7 +49,9 @@ def open_surfaces(name: str) -> dict[str, Oracle]:
 def describe(name: str, surfaces: dict[str, Oracle]) -> str:
     """What the target is, in words a report can open with."""
     if name == DEMO:
-        return "the planted endpoints that ship with Keyhole"
+        return "the planted endpoints and the classifier that ship with Keyhole"
+    if not surfaces:
+        return name
     oracle = surfaces[""]
     kind = getattr(oracle, "kind", None)
     if kind:

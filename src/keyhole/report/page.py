@@ -25,7 +25,10 @@ _pages = jinja2.Environment(
 def render(audit: Audit) -> str:
     """The page; everything that came from a target is escaped."""
     return _pages.get_template("page.html").render(
-        audit=audit, words=words, plot=plot(audit.findings)
+        audit=audit,
+        words=words,
+        matrices=words.matrices(audit),
+        plot=plot(audit.findings),
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from keyhole.audit import Audit
+from keyhole.readings import Readings
 from keyhole.results import Finding, Status
 
 
@@ -36,6 +39,8 @@ def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
     if finding.status is Status.RECOVERED:
         return "recovered"
+    if finding.sought == "text":
+        return f"{finding.known:.0%} of tokens"
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.status is Status.BUDGET:
@@ -58,4 +63,44 @@ def colour(finding: Finding) -> str:
     if finding.exposed:
         return "bad"
     unclear = (Status.BUDGET, Status.UNVERIFIED, Status.ORACLE_FAILED)
+    if finding.sought == "text":  # a search that was cut short proves nothing
+        return "part"
     return "part" if finding.status in unclear else "good"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The exposure matrix of one model: kind of exposure × layer, a cell for each precision."""
+
+    layers: list[int | None]
+    rows: dict[str, dict[int | None, tuple[Readings, ...]]]
+
+
+def matrices(audit: Audit) -> dict[str, Matrix]:
+    """One matrix for each model from which text was sought."""
+    found: dict[str, Matrix] = {}
+    for finding in audit.findings:
+        if not finding.texts:
+            continue
+        layer = finding.texts[0].layer
+        matrix = found.setdefault(finding.surface, Matrix([], {}))
+        if layer not in matrix.layers:
+            matrix.layers.append(layer)
+            matrix.layers.sort(key=lambda one: (one is None, one or 0))
+        kind = finding.exposure.removesuffix(f" of layer {layer}")
+        matrix.rows.setdefault(kind, {})[layer] = finding.texts
+    return found
+
+
+def originals(finding: Finding) -> list[str]:
+    return [reading.original for reading in finding.texts[0].readings]
+
+
+def share(known: float) -> str:
+    """A percentage that says 100 only where all of it is meant."""
+    return f"{int(known * 100)}%"
+
+
+def heat(known: float) -> str:
+    """From nearly white to red: how much came back."""
+    return f"hsl(0 80% {96 - 14 * known:.0f}%)"

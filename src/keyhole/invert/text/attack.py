@@ -6,8 +6,8 @@ the leak. It proposes ids and says what that cost; whether they are right is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from keyhole.invert.leaks import Leak
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import capture
 
+Notice = Callable[[int, int], None]  # number of the leak, its tokens that fit so far
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -26,10 +28,12 @@ class Target:
     model: Any
     tokenizer: Any
     parts: Anatomy
+    notice: Notice = lambda _number, _tokens: None
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any) -> Target:
-        return cls(model, tokenizer, anatomy(model))
+    def of(cls, model: Any, tokenizer: Any, notice: Notice | None = None) -> Target:
+        target = cls(model, tokenizer, anatomy(model))
+        return target if notice is None else replace(target, notice=notice)
 
     @property
     def vocabulary(self) -> int:

@@ -153,6 +153,8 @@ class Search:
                 self._read(text, chunk, rows[: len(chunk)])
                 for text, chunk, rows in zip(active, chunks, given, strict=True)
             ]
+            for text in active:
+                self.target.notice(text.number, text.position)
             yield from (text for text in active if text.done)
             on = [number for number, text in enumerate(active) if not text.done]
             if on:

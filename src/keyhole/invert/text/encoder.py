@@ -57,7 +57,7 @@ class EncoderStates:
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         samples = self.samples or max(4000, 48 * target.parts.width)
-        back = inverse_map(target, leaks[0].exposure, samples, self.seed)
+        back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())
         for numbers in _batches(leaks, self.batch):
             texts = Texts.of(target, {number: leaks[number] for number in numbers}, back, table)

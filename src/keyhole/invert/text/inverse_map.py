@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from keyhole.invert.leaks import Leak
 from keyhole.invert.text.attack import Target
 from keyhole.models.capture import Exposure, capture
 
@@ -49,12 +50,12 @@ class InverseMap:
         return states @ self.M + self.b
 
 
-def inverse_map(target: Target, exposure: Exposure, tokens: int, seed: int) -> InverseMap:
-    """The map for one exposure, from about `tokens` random tokens; remembered."""
+def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
+    """The map for a leak's exposure, from about `tokens` random tokens; remembered."""
     kept = _KEPT.setdefault(target.parts.base, {})
-    key = (exposure, tokens, seed)
+    key = (leak.exposure, tokens, seed)
     if key not in kept or kept[key].M.device != target.parts.device:
-        kept[key] = _fit(target, exposure, tokens, seed)
+        kept[key] = _fit(target, leak, tokens, seed)
     return kept[key]
 
 
@@ -74,11 +75,11 @@ def random_texts(target: Target, count: int, length: int, stream: torch.Generato
     return ids
 
 
-def _fit(target: Target, exposure: Exposure, tokens: int, seed: int) -> InverseMap:
+def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     parts = target.parts
     device, table = parts.device, parts.table.float()
     stream = torch.Generator().manual_seed(seed)
-    width, size = parts.width, table.shape[1]
+    width, size = leak.rows(leak.tensors).shape[-1], table.shape[1]
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
     energy = torch.zeros(size, size, dtype=torch.float64, device=device)
@@ -91,7 +92,7 @@ def _fit(target: Target, exposure: Exposure, tokens: int, seed: int) -> InverseM
             break
         ids = random_texts(target, max(1, at_once // length), length, stream).to(device)
         with torch.no_grad():
-            states = capture(target.model, exposure, ids=ids)["values"].float()
+            states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
         inside = slice(before, length - after) if length > before + after else slice(None)
         h = states[:, inside].flatten(0, 1)
         e = table[ids[:, inside].flatten()]

@@ -13,8 +13,8 @@ gives `x` back. What follows depends on the layer:
 - With rotary positions and grouped queries a row holds fewer numbers than `x` (SmolLM2: 384 against
   576), so there is no `x` to solve for; but the rotation can be undone and what remains of the
   first layer does not depend on the position: one table of the vocabulary's keys and values.
-- Deeper layers of an encoder: `x` is the hidden state of the layer below; it is handed to the
-  attack on hidden states.
+- Deeper layers of an encoder: `x` is the hidden state of the layer below, but rounding and noise
+  are even in keys and values and not in `x`; so the attack on hidden states reads them as they are.
 - Deeper layers of a decoder: left to right, comparing keys and values themselves.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.invert.leaks import HiddenStates, KeyValues, Leak
+from keyhole.invert.leaks import KeyValues, Leak
 from keyhole.invert.text.attack import Attack, Proposal, Target
 from keyhole.invert.text.decoder import DecoderStates
 from keyhole.invert.text.encoder import EncoderStates
@@ -56,15 +56,10 @@ class CachedKeys:
         if parts.causal and (parts.rotary or not first):
             yield from self.decoder(target, leaks)
             return
-        inputs = [attention_inputs(target, leak, number) for leak in texts]
-        if first:
-            yield from _look_up(target, inputs)
+        if not first:
+            yield from self.encoder(target, leaks)
             return
-        below = [
-            HiddenStates(values=x, layer=number - 1, mask=leak.mask, noise=leak.noise)
-            for x, leak in zip(inputs, texts, strict=True)
-        ]
-        yield from self.encoder(target, below)
+        yield from _look_up(target, [attention_inputs(target, leak, number) for leak in texts])
 
 
 def attention_inputs(target: Target, leak: KeyValues, number: int) -> Tensor:

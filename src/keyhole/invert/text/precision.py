@@ -45,6 +45,10 @@ def precision_of(leak: Leak) -> Precision:
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
     floor = FLOOR * float(seen.square().mean().sqrt())
     name, step = _rounding(rows, leak.precision)
+    if name == "float32" and leak.rank > 2:  # heads may have a scale each
+        each = {name: _rounding(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
+        steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
+        name, step = min(found for found, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
     sigma = (step.square() / 12 + floor**2 + noise**2).sqrt()
     return Precision(name, sigma, scale, leak.noise)

@@ -20,6 +20,8 @@ from keyhole.invert.text.verification import judge
 from keyhole.models.loading import identity
 from keyhole.results import Status, Unsuccessful
 
+Watch = Callable[[int, int], None]  # tokens that fit so far, of how many
+
 # One line for each attack: (kind of leak, causal model) -> its default hyperparameters.
 ATTACKS: dict[tuple[str, bool], Callable[[], Attack]] = {
     ("hidden", False): EncoderStates,
@@ -34,26 +36,51 @@ ATTACKS: dict[tuple[str, bool], Callable[[], Attack]] = {
 
 
 def recover_text(
-    model: Any, tokenizer: Any, leak: Leak, *, method: Attack | None = None
+    model: Any,
+    tokenizer: Any,
+    leak: Leak,
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
 ) -> TextRecovery:
     """The text that the leak gives away, verified by running the model on it."""
-    return next(iter(recover_texts(model, tokenizer, [leak], method=method)))
+    return recover_texts(model, tokenizer, [leak], method=method, watch=watch)[0]
 
 
 def recover_texts(
-    model: Any, tokenizer: Any, leaks: Sequence[Leak], *, method: Attack | None = None
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
 ) -> list[TextRecovery]:
     """Many leaks of one exposure at once, in the order in which they were given."""
-    found: dict[int, TextRecovery] = dict(recovering(model, tokenizer, leaks, method=method))
+    found = dict(recovering(model, tokenizer, leaks, method=method, watch=watch))
     return [found[number] for number in range(len(leaks))]
 
 
 def recovering(
-    model: Any, tokenizer: Any, leaks: Sequence[Leak], *, method: Attack | None = None
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[tuple[int, TextRecovery]]:
-    """The same, one by one as they are found: (number of the leak, what became of it)."""
+    """The same, one by one as they are found: (number of the leak, what became of it).
+
+    `watch` is told how many tokens fit so far, and of how many.
+    """
     started = time.perf_counter()
-    target = Target.of(model, tokenizer)
+    settled = [0] * len(leaks)
+
+    def notice(number: int, tokens: int) -> None:
+        settled[number] = tokens
+        if watch is not None:
+            watch(sum(settled), sum(leak.length or 0 for leak in leaks))
+
+    target = Target.of(model, tokenizer, notice)
     texts = [_check(target, leak) for leak in leaks]
     if len({(text.kind, text.exposure) for text in texts}) > 1:
         raise InputError("expected leaks of one exposure, got several: recover each by itself")
@@ -66,7 +93,9 @@ def recovering(
         name = type(attack).__name__
         for number, proposal in attack(target, texts):
             left.discard(number)
-            yield number, _judged(target, texts[number], proposal, name, started)
+            found = _judged(target, texts[number], proposal, name, started)
+            notice(number, len(found.ids))
+            yield number, found
     except Unsuccessful as end:
         for number in sorted(left):
             yield number, _ended(end, name, started)

@@ -137,7 +137,8 @@ class Texts:
 
     def _run(self, rows: Tensor, ids: Tensor) -> Tensor:
         """What the model gives for `ids`, which are tried for these rows."""
-        return self.target.expose(self.leaks[0], ids, self.mask[rows].long())["values"]
+        leak = self.leaks[0]
+        return leak.rows(self.target.expose(leak, ids, self.mask[rows].long()))
 
     def _note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
         """Take down what was found for some rows with so many passes; which fit their leaks?"""
@@ -158,6 +159,7 @@ class Texts:
             leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
             fit = compare(self.precisions[row], leaked, numbers[:n])
             self.good[row, :n] = fit.good & self.seen[row, :n]
+            self.target.notice(self.numbers[row], int(self.good[row, :n].sum()))
             if fit.settled:
                 done.append(row)
         return done
@@ -216,11 +218,11 @@ class Texts:
                 z = z.detach().requires_grad_()
                 words = start + z.view_as(start) @ root
                 words = torch.where(self.free[..., None], words, fixed)
+                leak = self.leaks[0]
                 given = capture(
-                    self.target.model, self.leaks[0].exposure, embeddings=words,
-                    mask=self.mask.long(),
-                )["values"]  # fmt: skip
-                off = (given - self.leaked) * self.seen[..., None]
+                    self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()
+                )
+                off = (leak.rows(given) - self.leaked) * self.seen[..., None]
                 losses = off.square().sum((1, 2)) / sizes
                 (gradient,) = torch.autograd.grad(losses.sum(), z)
             return losses.detach(), gradient

@@ -1,0 +1,61 @@
+"""Recovered text beside the original: what a report shows of a finding about text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token as it is written, how far it is to be believed, and whether it is right."""
+
+    text: str
+    mark: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One text, and what was read of it; only an audit, which knows the original, can make one."""
+
+    original: str
+    pieces: tuple[Piece, ...]
+    exact: bool
+    verified: bool
+
+    @property
+    def known(self) -> float:
+        """The share of the tokens that are right."""
+        return sum(piece.right for piece in self.pieces) / max(1, len(self.pieces))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Reading:
+        pieces = tuple(Piece(**one) for one in data["pieces"])
+        return cls(data["original"], pieces, data["exact"], data["verified"])
+
+
+@dataclass(frozen=True)
+class Readings:
+    """The texts read from one exposure in one precision: a cell of the exposure matrix."""
+
+    kind: str
+    layer: int | None
+    precision: str
+    readings: tuple[Reading, ...]
+
+    @property
+    def known(self) -> float:
+        """The share of all tokens that are right."""
+        pieces = [piece for reading in self.readings for piece in reading.pieces]
+        return sum(piece.right for piece in pieces) / max(1, len(pieces))
+
+    @property
+    def exact(self) -> int:
+        """Texts that came back exactly, and verified."""
+        return sum(reading.exact and reading.verified for reading in self.readings)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Readings:
+        readings = tuple(Reading.from_dict(one) for one in data["readings"])
+        return cls(data["kind"], data["layer"], data["precision"], readings)
