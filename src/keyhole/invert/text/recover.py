@@ -140,6 +140,7 @@ def _judged(
         forwards=proposal.forwards + verdict.forwards,
         fitting=proposal.fitting,
         tested=proposal.tested,
+        judging=verdict.forwards,
     )
 
 
