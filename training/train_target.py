@@ -135,8 +135,9 @@ def write(args, model, tokenizer, dev: float, seconds: float) -> None:
     card = f"""# The target in the box
 
 A small sentiment classifier to audit: BERT architecture, {args.layers} layers of width
-{args.width}, {args.heads} heads, {parameters:,} parameters in half precision, a WordPiece vocabulary of
-{len(tokenizer):,}. Trained on SST-2 by `training/train_target.py`; not meant for anything else.
+{args.width}, {args.heads} heads, {parameters:,} parameters in half precision, a vocabulary of
+{len(tokenizer):,} word pieces. Trained on SST-2 by `training/train_target.py`; not meant for
+anything else.
 
 - accuracy on the 872 sentences of SST-2's dev set: {dev:.1%} (as shipped, in half precision)
 - settings: `{json.dumps(settings)}`
