@@ -1,9 +1,10 @@
 """Text from an encoder's hidden states: how much comes back, verified, at what cost.
 
-The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (see texts.py for `--encoder` and `--data`), a
-few hours on two cores; `--layers 3,6`, `--parts exact,time,precision,partial,false`, `--texts`,
-`--dialogues`, `--degraded` (texts for each precision) and `--leaks` (corrupted ones, from number
-`--start` on) shorten it. `--quick` takes a random-weight model instead.
+The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (texts.py: `--encoder`, `--data`), and an
+ALBERT that reads reactions (`--reactions`): hours on two cores. `--layers 3,6`, `--parts
+exact,time,precision,partial,false,reactions`, `--texts`, `--dialogues`, `--degraded` (texts for
+each precision) and `--leaks` (corrupted ones, from number `--start` on) shorten it. `--quick` takes
+a random-weight model instead.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ OPTIONS.add_argument("--timed", type=int, default=3)
 OPTIONS.add_argument("--leaks", type=int, default=1000)
 OPTIONS.add_argument("--start", type=int, default=0)
 OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
-OPTIONS.add_argument("--parts", default="exact,time,precision,partial,false")
+OPTIONS.add_argument("--parts", default="exact,time,precision,partial,false,reactions")
 CHOSEN = texts.chosen(OPTIONS)
 # Of 20 leaks so many are of each exposure.
-MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 2,
-              "kv:3": 1, "maps:1": 2}  # fmt: skip
+MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
+              "kv:3": 1, "maps:1": 1}  # fmt: skip
 
 
 def run(quick: bool) -> list[Row]:
@@ -70,6 +71,8 @@ def full() -> Iterator[texts.Part]:
     if "false" in wanted:
         subject = Subject.of(loaded, short)
         yield "false claims", lambda: false_claims(subject, plan(CHOSEN.leaks, CHOSEN.start))
+    if "reactions" in wanted:
+        yield "rxnmapper", reactions
 
 
 def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
@@ -90,6 +93,16 @@ def small() -> Iterator[texts.Part]:
     yield "partial", lambda: partly(loaded, ids[:2], 2)
     mismatched = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
     yield "false claims", lambda: false_claims(Subject.of(loaded, ids), mismatched)
+
+
+def reactions() -> Iterator[Row]:
+    """ALBERT, which runs one block twelve times, on a reaction in SMILES."""
+    loaded = texts.rxnmapper(CHOSEN)
+    ids = texts.encoded(loaded, [texts.REACTION])
+    for layer in (1, 6, 12):
+        got = recover(loaded, ids, layer)
+        what = f"rxnmapper, layer {layer}, a reaction of {len(ids[0])} tokens"
+        yield Row(what, got.summary, details=got.cost)
 
 
 @dataclass(frozen=True, eq=False)

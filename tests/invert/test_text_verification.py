@@ -11,6 +11,7 @@ import torch
 import tiny_models as tiny
 from keyhole import invert
 from keyhole.invert import Mark
+from keyhole.invert.text import verification
 from keyhole.invert.text.attack import Target
 from keyhole.invert.text.precision import precision_of
 from keyhole.invert.text.verification import judge
@@ -195,3 +196,35 @@ def test_a_text_of_another_length():
     verdict = judge(target(), leak_of(IDS[0]), IDS[0][:-1].tolist())
     assert verdict.status is Status.UNSOLVED
     assert "13 tokens proposed for 14 positions" in verdict.reason
+
+
+def test_the_whole_leak_speaks_for_a_token(monkeypatch):
+    """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
+    table = target().parts.table
+    ids = tiny.ids(texts=1, length=14)[0]
+    monkeypatch.setattr(verification, "_rows", lambda _t, _l, text: table[text].roll(1, dims=1))
+    values = table[ids].roll(1, dims=0)
+    noise = 0.05 * float(values.std())
+    leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=noise)
+    assert judge(target(), leak, ids.tolist()).verified
+    wrong = ids.clone()
+    wrong[3] = ids[3] + 1
+    assert not judge(target(), leak, wrong.tolist()).verified
+
+
+def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
+    """The token at 3 shows nowhere; what other rivals change must not speak for it."""
+    table = target().parts.table
+    ids = tiny.ids(texts=1, length=40)[0]
+
+    def rows(_target, _leak, text):
+        shown = table[text].clone()
+        shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
+        return shown
+
+    monkeypatch.setattr(verification, "_rows", rows)
+    values = rows(None, None, ids[None])[0]
+    leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
+    found = judge(target(), leak, ids.tolist())
+    assert not found.verified
+    assert [place for place, mark in enumerate(found.marks) if mark is not Mark.VERIFIED] == [3]

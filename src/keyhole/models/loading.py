@@ -1,5 +1,8 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
+Attention is the library's own choice, mostly one that never holds a whole map (`capture` asks for
+maps where they are wanted), so that memory does not grow with the square of a text's length.
+
 A checkpoint that is a pickle can run what it likes when it is opened, so it is refused unless it is
 asked for by name (`allow_pickle=True`). Code that a checkpoint brings along is never run.
 
@@ -88,9 +91,8 @@ def load_model(
 
     def load_weights() -> Any:
         return getattr(library, CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
-            attn_implementation="eager",
-        )  # fmt: skip
+            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32
+        )
 
     model = _quietly(load_weights, f"a model in {name}")
     model = model.eval().requires_grad_(False).to(device)

@@ -69,6 +69,7 @@ def test_padding_before_the_text():
     values = capture(model, Exposure("hidden", 2), ids=ids, mask=mask)["values"]
     found = recover_text(model, TOKENIZER, HiddenStates(values, 2, mask=mask), method=QUICK)
     assert found.ids[3:] == ids[0, 3:].tolist()
+    assert found.verified
 
 
 @pytest.mark.parametrize("known", [True, False])

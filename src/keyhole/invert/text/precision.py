@@ -61,7 +61,7 @@ def _rounding(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
         if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
             exponent = torch.frexp(numbers.abs().clamp(min=1e-30)).exponent
             return name, torch.ldexp(torch.ones_like(numbers), exponent - bits)
-    steps = torch.stack([_step(row[row.isfinite()]) for row in rows])
+    steps = _steps(rows)
     levels = torch.where(steps > 0, numbers.abs().amax(-1) / steps.clamp(min=1e-30), torch.nan)
     if bool((steps > 0).any()):
         most = float(levels.nan_to_num().max())
@@ -70,27 +70,41 @@ def _rounding(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
     return "float32", torch.zeros_like(rows)
 
 
-def _step(row: Tensor) -> Tensor:
-    """The step of the grid that one row lies on; 0 where it lies on none.
+def _steps(rows: Tensor) -> Tensor:
+    """The step of the grid that each row (n, f) lies on; 0 where it lies on none."""
+    whole = rows.isfinite().all(-1)
+    steps = torch.zeros(len(rows), device=rows.device)
+    steps[whole] = _step(rows[whole])
+    for place in (rows.isfinite().any(-1) & ~whole).nonzero().flatten().tolist():
+        row = rows[place]
+        steps[place] = _step(row[row.isfinite()][None])[0]
+    return steps
+
+
+def _step(rows: Tensor) -> Tensor:
+    """The same for rows without gaps, all at once: a text may have a thousand.
 
     First the usual one: the largest number is 127 steps (or 7) from zero. Then any other: with few
     levels many numbers meet exactly, and all gaps between the rest are whole multiples of one step.
     """
-    none = torch.zeros((), device=row.device)
-    levels = row.double().sort().values
-    largest = levels.abs().max() if len(levels) else none
-    if len(levels) < 8 or not bool(largest > 0):
-        return none
-    for most in (7, 127):
-        if _whole(levels / (largest / most)):
-            return (largest / most).float()
-    gaps = levels.diff()
-    gaps = gaps[gaps > 1e-6 * largest]
-    if len(gaps) < 2 or len(gaps) > 0.9 * len(levels):
-        return none
-    step = (gaps / (gaps / gaps.min()).round()).mean()
-    return step.float() if _whole(gaps / step) else none
+    step = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    if not len(rows) or rows.shape[1] < 8:
+        return step.float()
+    levels = rows.double().sort(-1).values
+    largest = levels.abs().amax(-1).clamp(min=1e-300)
+    for most in (127, 7):  # the coarser one last: it is the finer one's as well
+        step = torch.where(_whole(levels / (largest / most)[:, None]), largest / most, step)
+    gaps = levels.diff(dim=-1)
+    apart = gaps > 1e-6 * largest[:, None]
+    count = apart.sum(-1)
+    least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
+    each = (gaps / (gaps / least).round()).where(apart, 0.0)
+    common = each.sum(-1) / count.clamp(min=1)
+    fits = _whole((gaps / common[:, None]).where(apart, 0.0))
+    fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
+    step = torch.where((step == 0) & fits, common, step)
+    return step.where(rows.abs().amax(-1) > 0, 0.0).float()
 
 
-def _whole(numbers: Tensor) -> bool:
-    return bool((numbers - numbers.round()).abs().max() < _GRID)
+def _whole(numbers: Tensor) -> Tensor:
+    return (numbers - numbers.round()).abs().amax(-1) < _GRID

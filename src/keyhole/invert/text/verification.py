@@ -20,10 +20,12 @@ only if they are excluded by the likelihood, odds of V·e¹⁰ : 1 for a vocabul
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keyhole.invert.leaks import Leak
 from keyhole.invert.text.attack import Target
@@ -37,9 +39,10 @@ _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
-_GROUPS = 16  # rivals are tried at every 16th position at once
-_SINGLES = 64  # positions that did not leak, tried one by one
+_ALONE = 64  # positions at which rivals are tried one by one
 _TWIN = 1e-2  # embeddings nearer than this (relative) may pass for each other
+_TWINS: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+_AT_ONCE = 4096  # tokens of rival texts that go through the model in one batch
 
 
 @dataclass(frozen=True)
@@ -140,12 +143,13 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if own and leak.mask is not None:
         padding = leak.mask.to(device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
-    fit = compare(precision_of(leak), leaked, _rows(target, leak, text[None])[0])
+    given = _rows(target, leak, text[None])[0]
+    fit = compare(precision_of(leak), leaked, given)
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     apart, forwards = torch.ones_like(padding), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
-    if coarse or _has_twins(target.parts.table, text):
-        apart, more = _rivals(target, leak, text, fit, leaked, hidden)
+    if coarse or bool(_twins(target)[text].any()):
+        apart, more = _rivals(target, leak, text, _misfits(fit, leaked), given, hidden)
         apart, forwards = apart | padding, forwards + more
     good = fit.good if own else fit.good.all().expand(len(ids))
     marks = tuple(
@@ -185,12 +189,15 @@ def _rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     return leak.rows(target.expose(leak, ids.to(device), mask))
 
 
-def _has_twins(table: Tensor, text: Tensor) -> bool:
-    """Does any token of the text share its embedding, nearly, with another?
+def _twins(target: Target) -> Tensor:
+    """Which tokens (v,) share their embedding, nearly, with another? Found once for a model.
 
     Twins have nearly the same product with any vector, so only neighbours in that order are met.
     """
-    table = table.float()
+    table = target.parts.table.float()
+    kept = _TWINS.get(target.parts.base)
+    if kept is not None and kept.device == table.device:
+        return kept
     probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
     order = (table @ probe).argsort()
     following = table[order].diff(dim=0).norm(dim=-1)
@@ -198,31 +205,47 @@ def _has_twins(table: Tensor, text: Tensor) -> bool:
     twins = torch.zeros(len(table), dtype=torch.bool, device=table.device)
     twins[order[1:][near]] = True
     twins[order[:-1][near]] = True
-    return bool(twins[text].any())
+    _TWINS[target.parts.base] = twins
+    return twins
 
 
 def _rivals(
-    target: Target, leak: Leak, text: Tensor, fit: Fit, leaked: Tensor, hidden: Tensor
+    target: Target,
+    leak: Leak,
+    text: Tensor,
+    misfits: Callable[[Tensor], Tensor],
+    given: Tensor,
+    hidden: Tensor,
 ) -> tuple[Tensor, int]:
     """At which positions is the token told from its nearest rival? And the passes that took.
 
-    Rivals at every 16th position go into one pass and are judged by their own rows; positions that
-    did not leak (`hidden`) are tried one by one on all rows, the first 64 of them.
+    The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
+    lower layers of MiniLM), while all others do. So a rival is tried alone. In a long text only
+    rivals at every 64th position, together, and each is judged by its own row; the first 64 that
+    are not told so, and the first 64 positions that did not leak (`hidden`), are tried alone.
     """
     rival = _nearest_other(target.parts.table, text)
-    places = torch.arange(len(text), device=text.device)
-    groups = [((places % _GROUPS) == g) & ~hidden for g in range(min(_GROUPS, len(text)))]
-    groups = [group for group in groups if bool(group.any())]
-    groups += [places == place for place in hidden.nonzero().flatten()[:_SINGLES].tolist()]
-    apart = torch.zeros_like(hidden)
     odds = 2 * (math.log(target.vocabulary) + 10)
-    base = _misfit(fit, leaked, _rows(target, leak, text[None])[0])
-    for group in groups:
-        swapped = torch.where(group, rival, text)
-        gain = _misfit(fit, leaked, _rows(target, leak, swapped[None])[0]) - base
-        won = gain.sum() > odds if bool((group & hidden).any()) else gain > odds
-        apart = apart | (group & won)
-    return apart, len(groups) + 1
+    size = max(1, _AT_ONCE // len(text))
+    places = torch.arange(len(text), device=text.device)
+
+    def gains(groups: Tensor) -> Tensor:
+        """How much worse each row (g, n) fits with the rivals of a group (g, n) in their places."""
+        swapped = torch.where(groups, rival, text)
+        rows = [misfits(_rows(target, leak, part)) for part in swapped.split(size)]
+        return torch.cat(rows) - misfits(given)
+
+    apart, spent = torch.zeros_like(hidden), 0
+    if len(text) > _ALONE:
+        groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
+        apart = (groups & (gains(groups) > odds)).any(0)
+        spent = len(groups)
+    for part in (hidden, ~apart & ~hidden):
+        tried = part.nonzero().flatten()[:_ALONE]
+        if len(tried):
+            apart[tried] = gains(places == tried[:, None]).sum(-1) > odds
+            spent += len(tried)
+    return apart, spent
 
 
 def _nearest_other(table: Tensor, text: Tensor) -> Tensor:
@@ -235,6 +258,6 @@ def _nearest_other(table: Tensor, text: Tensor) -> Tensor:
     return torch.cat(rivals)
 
 
-def _misfit(fit: Fit, leaked: Tensor, given: Tensor) -> Tensor:
-    """The sum of squares of each row in units of the leak's error; 0 where nothing leaked."""
-    return ((given - leaked) / fit.sigma).square().nan_to_num(nan=0.0).sum(-1)
+def _misfits(fit: Fit, leaked: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked."""
+    return lambda given: ((given - leaked) / fit.sigma).square().nan_to_num(nan=0.0).sum(-1)
