@@ -1,6 +1,7 @@
 """Leaks that are not what they say, and how often the judge falls for one.
 
-A claim is false if a verified text was not the input. Every leak is made from its number alone, so
+A claim is false if a verified text was not the input (keys of layer 1 hold one token a row: spliced
+from two texts they are the leak of the spliced text, and that is then the input). Every leak is made from its number alone, so
 a run in slices sees the same leaks as a run of all.
 """
 
@@ -117,9 +118,15 @@ class Subject:
             n = min(len(one) for one in rows)
             stream = torch.Generator().manual_seed(number)  # keys and values change alike
             changed = change(rows[0][:n], rows[1][:n], stream)
-            values[name] = _back(changed, a.tensors[name], n)
+            maps = n if exposure.kind == "maps" else None
+            values[name] = _back(changed, a.tensors[name], maps)
         leak = replace(a, **values)
-        return Mismatch(change.__name__, leak, first.tolist()[: leak.length])
+        truth = first[: leak.length]
+        if str(exposure) == "kv:1" and change in (swap_row, splice):
+            # Each row is one token's there: the leak is, to the last digit, that of a spliced text.
+            stream = torch.Generator().manual_seed(number)
+            truth = change(truth, second[: leak.length], stream)
+        return Mismatch(change.__name__, leak, truth.tolist())
 
     def _pair(self, number: int, same: bool) -> tuple[Tensor, Tensor]:
         """Two texts; maps of texts of different lengths cannot be laid over each other."""
@@ -144,11 +151,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor[None]
 
 
-def _back(rows: Tensor, like: Tensor, n: int) -> Tensor:
+def _back(rows: Tensor, like: Tensor, maps: int | None) -> Tensor:
+    """As it leaked; `maps` positions of maps are probabilities again."""
     if like.ndim == 3:
         back = rows.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
-        if like.shape[1] == like.shape[2]:  # maps: probabilities again
-            back = back[..., :n].clamp(min=1e-9)
+        if maps is not None:
+            back = back[..., :maps].clamp(min=1e-9)
             back = back / back.sum(-1, keepdim=True)
         return back.contiguous()
     return rows if like.ndim == 2 else rows[0]

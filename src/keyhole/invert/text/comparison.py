@@ -43,7 +43,7 @@ class Comparison:
             explained = float((weights * error.clamp(max=1.0)).sum() / weights.sum())
             expected = _centred(logs.values, weights)
             return cls(target, leak, expected, weights, 4.0 * explained + _ARITHMETIC)
-        values = leak.tensors["values"].to(device)
+        values = leak.rows(leak.tensors).to(device)
         known = values.isfinite()
         precision = precision_of(leak)
         scaled = torch.where(known, values, 0.0) / precision.scale
@@ -52,12 +52,12 @@ class Comparison:
 
     def loss(self, embeddings: Tensor) -> Tensor:
         """The mean square difference of each text's exposure (b,) from the leak."""
-        given = capture(self.target.model, self.leak.exposure, embeddings=embeddings)["values"]
+        exposed = capture(self.target.model, self.leak.exposure, embeddings=embeddings)
         if isinstance(self.leak, AttentionMaps):
-            scores = _centred(given.clamp(min=_SMALLEST).log(), self.weights)
+            scores = _centred(exposed["values"].clamp(min=_SMALLEST).log(), self.weights)
             off = (scores - self.expected).square() * self.weights
             return off.flatten(1).sum(1) / self.weights.sum()
-        off = (given * self.weights - self.expected).square()
+        off = (self.leak.rows(exposed) * self.weights - self.expected).square()
         return off.flatten(1).sum(1) / (self.weights > 0).sum()
 
     def losses(self, ids: Tensor, tokens_at_once: int = 4096) -> Tensor:

@@ -10,6 +10,8 @@ substitute, verify. There from a cold start, by L-BFGS. Here, cheapest first:
    1, 1, 2 and 4 passes at layers 1 … 4.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
    a snap and one step of feedback after every few steps. Layers 5 and 6 need it.
+4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
+   nearest to the estimates are tried at each position (substitution.py).
 
 Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
 again without. Texts go through in batches of similar length, and leave when they fit.
@@ -36,14 +38,17 @@ class EncoderStates:
     """Text from an encoder's hidden states.
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes. `samples` random tokens fit the map (None: 48 for each number
+    `steps` forward–backward passes; then `candidates` tokens are tried at each position, in at most
+    `sweeps` sweeps. `samples` random tokens fit the map (None: 48 for each number
     in a hidden state). `batch` is how many tokens go through the model at once.
     """
 
     feedback: int = 8
-    rounds: int = 16
+    rounds: int = 48
     steps: int = 4
     flips: int = 3
+    candidates: int = 8
+    sweeps: int = 4
     samples: int | None = None
     batch: int = 4096
     seed: int = 0
@@ -68,6 +73,8 @@ class EncoderStates:
             texts.begin(framed)
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
+            if self.candidates and self.sweeps:
+                yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
             yield from texts.leave(texts.well_framed())
 
     def _by_feedback(self, texts: Texts) -> Iterator[tuple[int, Proposal]]:
@@ -89,7 +96,9 @@ class EncoderStates:
         if not len(texts):
             return
         start = texts.estimates
-        search = BatchedLBFGS(torch.zeros_like(start).flatten(1), first=0.3 * texts.unknowns**0.5)
+        search = BatchedLBFGS(
+            torch.zeros_like(start).flatten(1), 0.3 * texts.unknowns**0.5, history=60
+        )
         for _ in range(self.rounds):
             for _ in range(self.steps):
                 search.step(texts.objective(start, back.root))

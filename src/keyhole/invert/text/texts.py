@@ -14,14 +14,17 @@ from torch import Tensor
 
 from keyhole.invert.leaks import Leak
 from keyhole.invert.text.attack import Proposal, Target
+from keyhole.invert.text.comparison import Comparison
 from keyhole.invert.text.inverse_map import InverseMap
 from keyhole.invert.text.precision import Precision, precision_of
+from keyhole.invert.text.substitution import substitute
 from keyhole.invert.text.token_table import TokenTable
 from keyhole.invert.text.verification import compare
 from keyhole.models.capture import capture
 
 _WORTH = 0.9  # feedback goes on while it lowers the loss at least so far …
 _PATIENCE = 2  # … within so many passes
+_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
 _WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
 
 
@@ -193,6 +196,35 @@ class Texts:
         winner = off.square().sum((2, 3)).argmin(0)
         each = torch.arange(len(rows), device=rows.device)
         return self._note(rows, trials[winner, each], given[winner, each], len(_WORST))
+
+    def substitute(self, candidates: int, sweeps: int) -> list[int]:
+        """Try the tokens nearest to the estimates at each position of texts that are nearly right.
+
+        That is a few hundred forward passes for a text, so it comes last.
+        """
+        done: list[int] = []
+        for row in self._near():
+            n = len(self.precisions[row].sigma)
+            estimates = self.best_estimates[row, :n]
+            found = substitute(
+                Comparison.of(self.target, self.leaks[row]),
+                self.best_ids[row, :n],
+                self.table.nearest(estimates, candidates).T.contiguous(),
+                torch.where(self.free[row, :n], -1, self.ids[row, :n]),
+                sweeps,
+            )
+            ids = self.best_ids[row].clone()
+            ids[:n] = found.ids
+            which = torch.tensor([row], device=ids.device)
+            given = self._run(which, ids[None])
+            done += self._note(which, ids[None], given, found.forwards + 1)
+        return done
+
+    def _near(self) -> list[int]:
+        """The texts whose residual is a small part of their leak."""
+        sizes = torch.tensor([p.scale for p in self.precisions], device=self.best.device).square()
+        numbers = self.seen.sum(-1) * self.leaked.shape[-1]
+        return (self.best < _NEAR * sizes * numbers).nonzero().flatten().tolist()
 
     def improving(self, patience: int = _PATIENCE) -> bool:
         """Has any text come nearer to its leak within so many passes?"""
