@@ -1,0 +1,358 @@
+"""One attention function for every architecture, through which attention is cut, gated and seen.
+
+*Unveiling Vulnerability of Self-Attention*, arXiv 2402.16470. A unit is an entry (layer, head,
+query, key) of
+
+    A = softmax(QKᵀ·scale + bias + mask)    O = A V
+
+`cut` removes units before the softmax, so that the row renormalises; `gate` and `bump` multiply and
+add to `A` after it, with gradients; `seen` is shown `A` after the cuts. `rewriting(model, rewrite)`
+registers this function with transformers' `AttentionInterface`, and eager's mask with
+`AttentionMaskInterface`: without the second, causal models get no mask at all and answer wrongly.
+Layers are told apart by qualified module name and count of calls, because `layer_idx` is missing
+in some models, repeated in others, and ALBERT calls one module many times.
+
+- A cut never opens what the model masks (padding, the future), and never empties a row: where it
+  would take the last key a query may attend to, that row is left as it was. A softmax over nothing
+  would be uniform over everything, padding too.
+- The softmax is in float32 for half-precision scores and in the scores' own precision otherwise.
+  Some eager functions round float64 to float32 there, or stay in half precision.
+- Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) take the setting without a word
+  and ignore it. Their first forward pass raises, because nothing came by.
+- One rewrite a model at a time. Several models may be rewritten inside each other or in threads;
+  one model in two threads is refused. A copy of a model that is being rewritten is not rewritten.
+- Gradient checkpointing runs layers again in the backward pass; they get the site they had.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.errors import InputError
+from keyhole.models.loading import transformers
+
+NAME = "keyhole"  # of the implementation; must hold none of "eager", "sdpa", "flash", "paged"
+_CLOSED = 50.0  # e⁻⁵⁰ is nothing beside 1; Swin masks with −100, the others with the minimum
+_CROSS = ("cross", "encoder_attn", "encdec")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call inside one forward pass; (name, call) identifies it."""
+
+    index: int  # 0, 1, 2… in the order of the calls of one forward pass
+    name: str  # the module's qualified name
+    call: int  # how often this module was called before in this forward pass
+    kind: str  # "self" or "cross"
+
+
+class Rewrite(Protocol):
+    """What to do at each site; `shape` is (batch, heads, queries, keys), tensors broadcast to it.
+
+    Vision models with windows (Swin) have the windows in the batch axis.
+    """
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """A forward pass starts, with these arguments."""
+        ...
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """Boolean, True: may not be attended to. The row renormalises over the rest."""
+        ...
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A factor on the probabilities; the row does not renormalise."""
+        ...
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A summand to the probabilities: zeros that want a gradient are what attacks rank by."""
+        ...
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        """The probabilities after the cut, before gate, bump and dropout; part of the graph."""
+        ...
+
+
+class Untouched:
+    """A rewrite that changes nothing; override what you need."""
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        del inputs
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        del site, probabilities
+
+
+@dataclass
+class Sites:
+    """What came by: the calls of the last forward pass, and how many passes there were."""
+
+    calls: list[tuple[Site, torch.Size]] = field(default_factory=list[tuple[Site, torch.Size]])
+    forwards: int = 0
+
+
+@contextmanager
+def rewriting(model: nn.Module, rewrite: Rewrite) -> Generator[Sites]:
+    """Every attention call of `model` goes through `rewrite` until the context ends."""
+    _register()
+    watch = _Watch(model, rewrite)
+    with _LOCK:
+        if any(module in _ACTIVE for module in watch.names):
+            raise InputError(
+                "expected a model that is not being rewritten, got one inside another rewriting"
+            )
+        _ACTIVE.update(dict.fromkeys(watch.names, watch))
+    try:
+        with watch.hooks(), _implementation(model):
+            yield watch.sites
+    finally:
+        with _LOCK:
+            for module in watch.names:
+                _ACTIVE.pop(module, None)
+
+
+def sites_of(model: nn.Module, **inputs: Any) -> list[tuple[Site, torch.Size]]:
+    """The sites of one forward pass with their shapes; raises where attention cannot be reached."""
+    with rewriting(model, Untouched()) as sites, torch.no_grad():
+        model(**inputs)
+    return sites.calls
+
+
+class _Watch:
+    """One model under one rewrite: numbers its attention calls, forward pass by forward pass."""
+
+    def __init__(self, model: nn.Module, rewrite: Rewrite) -> None:
+        self.model = model
+        self.rewrite = rewrite
+        self.sites = Sites()
+        self.names = {module: name for name, module in model.named_modules()}
+        self._kinds = {module: _kind(name, module) for module, name in self.names.items()}
+        self._counts: dict[nn.Module, int] = {}
+        self._last: dict[nn.Module, Site] = {}
+        self._depth = 0
+        self._thread = 0
+
+    @contextmanager
+    def hooks(self) -> Generator[None]:
+        # Whoever is called first opens the pass: the model, or its base model, or its encoder.
+        library = transformers()
+        parts = [m for m in self.names if m is self.model or isinstance(m, library.PreTrainedModel)]
+        with ExitStack() as stack:
+            for part in parts:
+                before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(before.remove)
+                after = part.register_forward_hook(self._leave, always_call=True)
+                stack.callback(after.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1  # first of all: `_leave` comes in any case
+        if self._depth > 1:
+            if self._thread != threading.get_ident():
+                raise InputError("expected one thread a model, got two inside its forward pass")
+            return
+        self._thread = threading.get_ident()
+        self._counts, self._last = {}, {}
+        self.sites.calls = []
+        self.rewrite.begin(_named(module, args, kwargs))
+
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth or output is None:  # None: the pass raised an error of its own
+            return
+        self.sites.forwards += 1
+        if not self.sites.calls:
+            raise InputError(
+                "expected a model whose attention goes through transformers' AttentionInterface, "
+                f"got {type(self.model).__name__}, which computes it on its own"
+            )
+
+    def site(self, module: nn.Module, shape: torch.Size) -> Site:
+        if self._depth == 0:
+            return self._again(module)
+        count = self._counts.get(module, 0)
+        site = Site(len(self.sites.calls), self.names[module], count, self._kinds[module])
+        self._counts[module] = count + 1
+        self._last[module] = site
+        self.sites.calls.append((site, shape))
+        return site
+
+    def _again(self, module: nn.Module) -> Site:
+        """The site of a call in the backward pass: unknown where one module has many."""
+        if self._counts.get(module) != 1:
+            raise InputError(
+                "expected attention inside the model's forward pass, got a call outside of it to "
+                f"{self.names[module]} (gradient checkpointing of a module that is called "
+                f"{self._counts.get(module, 0)} times?)"
+            )
+        return self._last[module]
+
+
+_ACTIVE: dict[nn.Module, _Watch] = {}
+_LOCK = threading.Lock()
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    path = [*name.lower().split(".")[-2:], type(module).__name__.lower()]
+    return "cross" if any(mark in part for mark in _CROSS for part in path) else "self"
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name, positional ones too where the names are known."""
+    order = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return {**dict(zip(order, args, strict=False)), **kwargs}
+
+
+def _register() -> None:
+    library = transformers()
+    if NAME not in library.AttentionInterface():
+        masks = library.masking_utils
+        library.AttentionInterface.register(NAME, _attend)
+        library.AttentionMaskInterface.register(NAME, masks.eager_mask)
+
+
+@contextmanager
+def _implementation(model: nn.Module) -> Generator[None]:
+    """Ours in every configuration of the model; what was there before returns."""
+    before = [(config, config._attn_implementation) for config in _configurations(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation = NAME
+        yield
+    finally:
+        # Setting one sets those inside it too; they come later and get their own back.
+        for config, old in before:
+            config._attn_implementation = old
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """All of them once, each before those inside it."""
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> Iterator[Any]:
+        yield config
+        for key in config.sub_configs:
+            if getattr(config, key, None) is not None:
+                yield from visit(getattr(config, key))
+
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            for inner in visit(config):
+                # Again at the end: inside one and outside another, it must be restored last.
+                found.pop(id(inner), None)
+                found[id(inner)] = inner
+    return list(found.values())
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention as eager computes it, with the rewrite of the model that `module` belongs to."""
+    if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if position_bias is not None:
+        scores = scores + position_bias
+    mask = _as_float(attention_mask, scores.dtype)
+    if mask is not None:
+        scores = scores + mask
+    watch = _ACTIVE.get(module)
+    if watch is None:
+        weights = _softmax(scores, s_aux)
+    else:
+        weights = _rewritten(watch, watch.site(module, scores.shape), scores, mask, s_aux)
+    weights = nn.functional.dropout(weights.to(value.dtype), dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def _rewritten(
+    watch: _Watch, site: Site, scores: Tensor, mask: Tensor | None, sinks: Tensor | None
+) -> Tensor:
+    rewrite, shape = watch.rewrite, scores.shape
+    cut = rewrite.cut(site, shape)
+    if cut is not None:
+        _check(cut, shape, site, "cut", boolean=True)
+        scores = scores.masked_fill(_leaving_a_key(cut, mask), torch.finfo(scores.dtype).min)
+    weights = _softmax(scores, sinks)
+    rewrite.seen(site, weights)
+    gate, bump = rewrite.gate(site, shape), rewrite.bump(site, shape)
+    if gate is not None:
+        _check(gate, shape, site, "gate")
+        weights = weights * gate
+    if bump is not None:
+        _check(bump, shape, site, "bump")
+        weights = weights + bump
+    return weights
+
+
+def _leaving_a_key(cut: Tensor, mask: Tensor | None) -> Tensor:
+    """The cut without the rows in which it would leave nothing to attend to."""
+    closed = cut if mask is None else cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
+    return cut & ~closed.all(-1, keepdim=True)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Row-wise; a sink is one more score a head, which takes its share and is then dropped."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=dtype)
+    extra = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], -1)
+    together = torch.cat([scores, extra.to(scores.dtype)], -1)
+    return torch.softmax(together, -1, dtype=dtype)[..., :-1]
+
+
+def _as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask says True where a key may be attended to."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _check(given: Tensor, shape: torch.Size, site: Site, what: str, boolean: bool = False) -> None:
+    if boolean and given.dtype != torch.bool:
+        raise InputError(f"expected a boolean {what} at {site.name}, got {given.dtype}")
+    padded = (1,) * (len(shape) - given.ndim) + tuple(given.shape)
+    fits = len(padded) == len(shape) and all(
+        size in (1, whole)
+        for size, whole in zip(padded, cast("tuple[int, ...]", shape), strict=True)
+    )
+    if not fits:
+        raise InputError(
+            f"expected a {what} that broadcasts to {tuple(shape)} at {site.name}, "
+            f"got {tuple(given.shape)}"
+        )
