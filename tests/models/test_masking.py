@@ -10,7 +10,8 @@ import torch
 
 import tiny_architectures as zoo
 from keyhole.errors import InputError
-from keyhole.models.masking import NAME, Rewrite, Untouched, rewriting, sites_of
+from keyhole.models.masking import Rewrite, Untouched, rewriting, sites_of
+from keyhole.models.passes import NAME
 
 SINKS = "gpt_oss"
 
@@ -341,3 +342,26 @@ def test_begin_names_positional_arguments():
     assert len(told) == 1
     rewrite: Rewrite = Told()
     assert rewrite.cut is not None
+
+
+def test_a_pass_that_is_left_alone_is_the_models_own():
+    model, given = zoo.model("t5"), zoo.inputs("t5")
+    model.set_attn_implementation("sdpa")
+    before = model(**given)[0]
+
+    class Sometimes(RandomCut):
+        wanted = False
+
+        def begin(self, inputs):
+            return self.wanted
+
+    with rewriting(model, Sometimes()) as sites:
+        assert torch.equal(model(**given)[0], before)
+        with pytest.raises(IndexError):
+            model(**{**given, "input_ids": torch.full((2, 9), 10**6)})
+        Sometimes.wanted = True
+        assert not torch.allclose(model(**given)[0], before)
+        Sometimes.wanted = False
+        assert torch.equal(model(**given)[0], before)
+        assert sites.forwards == 1
+    assert torch.equal(model(**given)[0], before)
