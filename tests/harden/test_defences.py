@@ -108,6 +108,18 @@ def test_with_something_it_is_not_and_leaves_no_trace(name, kind):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("name", SOMETHING)
+def test_gradient_checkpointing_changes_nothing(name):
+    found = []
+    for checkpointing in (False, True):
+        model, (batch, labels) = small.model(), small.batch()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found.append(small.total(SOMETHING[name], model, batch, labels))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
+
+
 def test_freelb_steps_along_the_gradient_and_averages():
     model, (batch, labels) = small.model(dropout=0.0), small.batch()
     defence = FreeLB(steps=3, rate=0.2, radius=0.3, start=0.1)
@@ -210,7 +222,7 @@ def test_asa_ascends_inside_its_bound(monkeypatch):
         with asa_module.rewriting(model, gates):
             return model(**inputs).logits
 
-    reference = model(**inputs).logits
+    reference = model(**inputs).logits.detach()
     stages = [list(masks) for masks in given[:3]]
     assert all(float(m.min()) >= 0 and float(m.max()) <= 0.1 for m in stages[0])
     for now, after in itertools.pairwise(stages):

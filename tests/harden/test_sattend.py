@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 import torch
 import transformers
 
+import keyhole
 import tiny_architectures as zoo
 import tiny_classifiers as small
 import tiny_models as tiny
@@ -191,16 +193,6 @@ def test_mixed_precision():
     assert (gradient - reference).norm() < 0.2 * reference.norm()
 
 
-def test_gradient_checkpointing_finds_the_same_mask():
-    gradients = []
-    for checkpointing in (False, True):
-        model, (batch, labels) = small.model(), small.batch()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        gradients.append(small.total(SAttend(0.4), model, batch, labels)[1])
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [({"rate": 1.0}, "expected a rate"), ({"rate": -0.1}, "expected a rate"),
@@ -290,3 +282,32 @@ def test_accelerate_with_mixed_precision(monkeypatch):
         optimizer.step()
     assert one.isfinite()
     assert float(one.detach()) != float(two.detach())
+
+
+def test_draws_depend_on_the_step_and_the_rank_alone(monkeypatch):
+    model, (inputs, _) = small.model(dropout=0.0), given()
+
+    def output(step, passes=1):
+        with SAttend(0.4).apply(model) as drops:
+            model(**inputs)
+            drops.at_step(step)
+            for _ in range(passes):
+                found = model(**inputs).logits
+        return found
+
+    assert torch.equal(output(7), output(7)), "a run that is resumed draws what it would have"
+    assert not torch.equal(output(7), output(8))
+    assert not torch.equal(output(7), output(7, passes=2))
+    first = output(7)
+    monkeypatch.setattr("keyhole.harden.sattend._rank", lambda: 1)
+    assert not torch.equal(output(7), first)
+
+
+def test_several_gpus_in_one_process_are_refused():
+    arguments = types.SimpleNamespace(n_gpu=2)
+    with pytest.raises(InputError, match="expected one process for each GPU"):
+        SAttend(0.2).callback().on_train_begin(arguments, None, None, model=small.model())
+
+
+def test_it_is_found_under_its_name():
+    assert keyhole.harden.SAttend is SAttend

@@ -9,8 +9,9 @@ ascent from a random start, it is soft, and ε bounds it: no second network, no 
 
     μ_0 ~ U(0, σ)        μ_{t+1} = clip(μ_t + η g_t/‖g_t‖_∞, 0, ε)   for each text and head
 
-The start is random because the divergence and its gradient are zero at μ = 0. All passes drop the
-same units.
+The start is random because the divergence and its gradient are zero at μ = 0. In the divergence,
+f_θ(x) is a constant: the gated answer moves to the clean one, and one graph is held at a time. All
+passes drop the same units.
 """
 
 from __future__ import annotations
@@ -62,24 +63,25 @@ class ASA:
                     return logits(model, batch)
 
             clean = answer()
+            # Now, while there is no gate: gradient checkpointing runs the clean layers again, and
+            # the clean graph is gone before the gated one is made.
+            yield cross_entropy(clean, labels)
+            clean = clean.detach()
             gates.masks = [
-                (torch.rand(shape, generator=own, device=own.device) * self.start).clamp(
-                    max=self.radius
-                )
+                torch.rand(shape, generator=own, device=own.device)
+                .mul(self.start)
+                .clamp(max=self.radius)
                 for _, shape in sites.calls
             ]
             for _ in range(self.steps):
                 for mask in gates.masks:
                     mask.requires_grad_(True)
-                apart = divergence(clean.detach(), answer())
-                gradients = torch.autograd.grad(apart, gates.masks)
+                gradients = torch.autograd.grad(divergence(clean, answer()), gates.masks)
                 gates.masks = [
                     self._ascend(mask.detach(), gradient)
                     for mask, gradient in zip(gates.masks, gradients, strict=True)
                 ]
-            apart = divergence(clean, answer())
-            # Inside the context: gradient checkpointing runs layers again in the backward pass.
-            yield cross_entropy(clean, labels) + self.weight * apart
+            yield self.weight * divergence(clean, answer())
 
     def _ascend(self, mask: Tensor, gradient: Tensor) -> Tensor:
         size = gradient.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)

@@ -14,13 +14,14 @@ given the labels. On texts that the model has learnt, its prediction is nearly t
 class is the only choice that tells the model nothing, and the default.
 
 In the divergence, f_θ(x) is a constant: the masked answer moves to the clean one, not the other way
-round, which is what keeps clean accuracy. The clean pass serves both the loss and the gradient.
+round, which is what keeps clean accuracy. The clean pass serves both the loss and the gradient, and
+one graph is held at a time.
 Special tokens (where the batch says which they are) and padding are spared, as the attack does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,8 @@ from keyhole.harden.defence import (
     spared,
 )
 from keyhole.models.masking import Site, Untouched, rewriting
+
+Ranked = tuple[Tensor, Tensor]  # the maps of a site, and the gradient there
 
 
 @dataclass(frozen=True)
@@ -67,40 +70,39 @@ class AttackMasks:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         cuts, seed = Cuts(), draw(stream)
+
+        def answer() -> Tensor:
+            with dropout_from(seed, model):
+                return logits(model, batch)
+
         with rewriting(model, cuts):
-            with dropout_from(seed, model):
-                clean = logits(model, batch)
-            self.attack(model, batch, clean, cuts, seed, stream)
-            with dropout_from(seed, model):
-                masked = logits(model, batch)
+            clean = cuts.look(answer)
+            target = self._target(clean, stream)
+            ranked = cuts.gradients(clean, target, retain=True)
+            # Now, while nothing is cut: gradient checkpointing runs the clean layers again, and
+            # the clean graph is gone before the masked one is made.
+            yield cross_entropy(clean, labels)
+            self.attack(answer, cuts, ranked, target, tokens(batch))
+            masked = answer()
             if self.kind == "consistency":
                 second = divergence(clean.detach(), masked)
             else:
                 second = cross_entropy(masked, labels)
-            # Inside the context: gradient checkpointing runs layers again in the backward pass.
-            yield cross_entropy(clean, labels) + self.weight * second
+            yield self.weight * second
 
     def attack(
-        self, model: nn.Module, batch: Batch, clean: Tensor, cuts: Cuts, seed: int,
-        stream: torch.Generator,
+        self, answer: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,
+        at: Tokens | None,
     ) -> None:  # fmt: skip
-        """Fill `cuts` from a clean pass that just went through it; no labels anywhere."""
-        target = self._target(clean, stream)
-        scores, at = clean, tokens(batch)
+        """Make the cuts from what a clean pass showed; the labels are nowhere near."""
         for number in range(1, self.rounds + 1):
-            loss = nn.functional.cross_entropy(scores, target, reduction="sum")
-            # The clean graph is needed again, for its own loss.
-            gradients = torch.autograd.grad(loss, cuts.maps, retain_graph=number == 1)
-            share = self.share * number / self.rounds
+            if number > 1:
+                ranked = cuts.gradients(cuts.look(answer), target)
+            share, before = self.share * number / self.rounds, cuts.made or [None] * len(ranked)
             cuts.made = [
-                strongest(a.detach(), g, share, at, cuts.made[site] if cuts.made else None)
-                for site, (a, g) in enumerate(zip(cuts.maps, gradients, strict=True))
+                strongest(a, g, share, at, made)
+                for (a, g), made in zip(ranked, before, strict=True)
             ]
-            if number < self.rounds:
-                cuts.maps = []
-                with dropout_from(seed, model):
-                    scores = logits(model, batch)
-        cuts.maps = []
 
     def _target(self, clean: Tensor, stream: torch.Generator) -> Tensor:
         if self.label == "predicted":
@@ -111,19 +113,31 @@ class AttackMasks:
 
 
 class Cuts(Untouched):
-    """Keeps the maps of a pass while `maps` is being filled; makes the cuts there are."""
+    """Makes the cuts there are; keeps a pass's maps while it looks."""
 
     def __init__(self) -> None:
-        self.maps: list[Tensor] = []
         self.made: list[Tensor] = []
+        self._maps: list[Tensor] | None = None
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         del shape
         return self.made[site.index] if self.made else None
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
-        if site.index == len(self.maps):
-            self.maps.append(probabilities)
+        if self._maps is not None and site.index == len(self._maps):
+            self._maps.append(probabilities)
+
+    def look(self, answer: Callable[[], Tensor]) -> Tensor:
+        self._maps = []
+        return answer()
+
+    def gradients(self, scores: Tensor, target: Tensor, retain: bool = False) -> list[Ranked]:
+        """Each site's maps and the gradient of the target's loss at them; then it looks away."""
+        loss = nn.functional.cross_entropy(scores, target, reduction="sum")
+        maps = self._maps or []
+        found = torch.autograd.grad(loss, maps, retain_graph=retain)
+        self._maps = None
+        return [(a.detach(), g) for a, g in zip(maps, found, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
