@@ -7,8 +7,8 @@ it asks for the next:
         loss.backward()
 
 FreeLB has one for each step of its ascent: its next step is the gradient that this very backward
-pass leaves at the perturbation, so an ascent of K steps costs K passes, not 2K. ASA and the attack's
-masks have two, the clean one and the other, so that one graph is held at a time.
+pass leaves at the perturbation, so an ascent of K steps costs K passes, not 2K. ASA and the
+attack's masks have two, the clean one and the other, so that one graph is held at a time.
 
 `batch` holds what the model takes, (b, n) or (b, choices, n), and may hold `special_tokens_mask`,
 which is not given to the model. Randomness comes from `stream`; dropout too, because passes that
