@@ -4,7 +4,7 @@
     δ_0 ~ U(−1, 1)·m/√(n·e)        δ_{t+1} = Π_ε(δ_t + α g_t/‖g_t‖_F),   g_t = ∂CE/∂δ_t
 
 with X the n×e token embeddings of one text. One backward pass gives both the weights' gradient and
-g_t. All K passes drop the same units (Section 3.3 of the paper). Padding is never perturbed.
+g_t. All K passes drop the same units. Padding is never perturbed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keyhole.harden.defence import (
 class FreeLB:
     """Ascent on the embeddings: `steps` of size `rate` from `start`, inside `radius`.
 
-    The defaults are the paper's for its smaller tasks.
+    The defaults are of the size that is usual for BERT; they were not tuned here.
     """
 
     steps: int = 3

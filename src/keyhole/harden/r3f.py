@@ -3,8 +3,8 @@
     min_θ  E [ CE(f_θ(X), y) + λ KL_S(f_θ(X), f_θ(X + z)) ]
     z ~ N(0, σ²) or U(−σ, σ)
 
-No ascent: noise alone. Both passes drop the same units; in the authors' code each drops its own,
-which adds a second regularizer (that of R-Drop) to the one in the formula.
+No ascent: noise alone. Both passes drop the same units: if each dropped its own, their distance
+would be a second regularizer beside the one in the formula.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keyhole.harden.defence import (
 
 @dataclass(frozen=True)
 class R3F:
-    """`weight` is λ, `radius` σ; the defaults are the paper's."""
+    """`weight` is λ, `radius` σ; the defaults were not tuned here."""
 
     weight: float = 1.0
     radius: float = 1e-5

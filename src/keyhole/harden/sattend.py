@@ -1,4 +1,4 @@
-"""S-Attend: *Unveiling Vulnerability of Self-Attention*, arXiv 2402.16470, Section 7.
+"""S-Attend: *Unveiling Vulnerability of Self-Attention*, arXiv 2402.16470.
 
     min_θ  E_M CE(f_θ(x; M), y)        M_u ~ Bernoulli(p)   for every unit u
 

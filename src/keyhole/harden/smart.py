@@ -5,7 +5,7 @@ arXiv 1911.03437.
     KL_S(p, q) = KL(p ‖ q) + KL(q ‖ p)
     δ_0 ~ N(0, σ²)        δ_{t+1} = clip(δ_t + η g_t/‖g_t‖_∞, ±ε),   g_t = ∂KL_S/∂δ_t
 
-This is Algorithm 1 with its smoothness-inducing regularizer. Left out: the Bregman proximal term,
+This is its smoothness-inducing regularizer. Left out: the Bregman proximal term,
 which holds each step near the last one's answers and needs a second copy of the model; it steadies
 the optimizer, whereas what is measured here is robustness. Both passes drop the same units.
 """
@@ -33,7 +33,7 @@ from keyhole.harden.defence import (
 
 @dataclass(frozen=True)
 class SMART:
-    """`weight` is λ, `radius` ε, `start` σ, `rate` η; the defaults are the paper's."""
+    """`weight` is λ, `radius` ε, `start` σ, `rate` η; the defaults were not tuned here."""
 
     weight: float = 1.0
     radius: float = 1e-5
