@@ -3,7 +3,9 @@
 import importlib
 from types import ModuleType
 
-_PARTS = ("attention", "audit", "extract", "invert", "oracle", "report", "results")
+_PARTS = (
+    "attention", "audit", "disrupt", "extract", "harden", "invert", "oracle", "report", "results",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

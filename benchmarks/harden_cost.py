@@ -1,0 +1,183 @@
+"""What training with S-Attend and the other defences costs: time and memory against plain training.
+
+python harden_cost.py [--device cuda] [--amp] [--layers 6] [--width 384] [--heads 12]
+A BERT of MiniLM's size with random weights: cost does not depend on what it has learnt. Time is the
+median of whole steps (passes, optimizer), of all methods in turn. Memory is what one step adds to
+the weights and the optimizer's state: its peak on a GPU; on a CPU, what the graph keeps for the
+backward pass. Plain training runs with the model's fastest attention (SDPA).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import show
+from keyhole.harden import ASA, R3F, SMART, AttackMasks, Defence, FreeLB, Plain, SAttend
+from show import Row
+
+SATTEND: dict[str, Defence] = {
+    "S-Attend, unit": SAttend(0.2, "unit"),
+    "S-Attend, token": SAttend(0.2, "token"),
+}
+OTHERS: dict[str, Defence] = {
+    "FreeLB, 3 steps": FreeLB(),
+    "SMART": SMART(),
+    "R3F": R3F(),
+    "ASA": ASA(),
+    "attack masks": AttackMasks(),
+}
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_known_args()
+
+
+def run(quick: bool, options: argparse.Namespace) -> list[Row]:
+    if quick:
+        options.layers, options.width, options.heads, options.repeats = 1, 24, 2, 1
+    rows: list[Row] = []
+    for batch in (4,) if quick else (8, 32):
+        for length in (16,) if quick else (32, 128):
+            # The others once: their cost is in passes, and passes are what S-Attend's rows show.
+            whole = quick or (batch, length) == (32, 32)
+            methods = {"plain": Plain(), **SATTEND, **(OTHERS if whole else {})}
+            rows += compare(methods, batch, length, options)
+    return rows
+
+
+def compare(
+    methods: dict[str, Defence], batch: int, length: int, options: argparse.Namespace
+) -> list[Row]:
+    bench = Bench(batch, length, options)
+    for method in methods.values():  # the first step allocates what later ones reuse
+        bench.step(method)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(options.repeats):
+        for name, method in methods.items():
+            seconds[name].append(bench.step(method))
+    memory = {name: bench.memory(method) for name, method in methods.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return [
+        Row(
+            f"{name}, batch {batch}, length {length}",
+            f"{medians[name] * 1e3:.0f} ms, {memory[name] / 2**20:.1f} MiB",
+            details=f"time × {medians[name] / medians['plain']:.2f}, "
+            f"memory × {memory[name] / memory['plain']:.2f}",
+        )
+        for name in methods
+    ]
+
+
+class Bench:
+    """One model, one batch, steps of training on it."""
+
+    def __init__(self, batch: int, length: int, options: argparse.Namespace) -> None:
+        self.device, self.amp = torch.device(options.device), bool(options.amp)
+        self.model = classifier(options).to(self.device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5)
+        self.stream = torch.Generator().manual_seed(0)
+        ids = torch.randint(5, 1000, (batch, length), generator=self.stream)
+        special = torch.zeros_like(ids)
+        special[:, 0] = special[:, -1] = 1
+        made = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        made["special_tokens_mask"] = special
+        self.batch = {name: value.to(self.device) for name, value in made.items()}
+        self.labels = torch.randint(2, (batch,), generator=self.stream).to(self.device)
+
+    def step(self, method: Defence) -> float:
+        self._wait()
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        losses = method.losses(self.model, self.batch, self.labels, self.stream)
+        while True:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp):
+                loss = next(losses, None)
+            if loss is None:
+                break
+            loss.backward()
+        self.optimizer.step()
+        self._wait()
+        return time.perf_counter() - started
+
+    def memory(self, method: Defence) -> int:
+        if self.device.type != "cuda":
+            with kept(self.model) as sizes:
+                self.step(method)
+            return max(sizes)
+        self._wait()
+        self.optimizer.zero_grad()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.step(method)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def kept(model: Any) -> Iterator[list[int]]:
+    """Bytes that graphs hold for their backward passes: the running sum, storages counted once.
+
+    A storage counts from when it is saved to when the last graph that saved it lets it go. The
+    weights are there in any case.
+    """
+    held = {weight.untyped_storage().data_ptr(): 1 for weight in model.parameters()}
+    sizes = [0]
+    now = 0
+
+    class Saved:
+        def __init__(self, tensor: Tensor) -> None:
+            nonlocal now
+            self.tensor, self.key = tensor, tensor.untyped_storage().data_ptr()
+            held[self.key] = held.get(self.key, 0) + 1
+            if held[self.key] == 1:
+                now += tensor.untyped_storage().nbytes()
+                sizes.append(now)
+
+        def __del__(self) -> None:
+            nonlocal now
+            held[self.key] -= 1
+            if held[self.key] == 0:
+                now -= self.tensor.untyped_storage().nbytes()
+
+    def unpack(saved: Any) -> Tensor:
+        return saved.tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(Saved, unpack):
+        yield sizes
+
+
+def classifier(options: argparse.Namespace) -> Any:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=1000, hidden_size=options.width, num_hidden_layers=options.layers,
+        num_attention_heads=options.heads, intermediate_size=4 * options.width, num_labels=2,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config)
+
+
+if __name__ == "__main__":
+    options, sys.argv[1:] = parse()
+    show.main(partial(run, options=options), __doc__)

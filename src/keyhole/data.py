@@ -1,0 +1,277 @@
+"""Labelled examples from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
+
+A file is told by what is in it, not by its name:
+
+| kind | file | one example |
+|---|---|---|
+| table | CSV, TSV (with a header) or JSONL | the text column(s) and the label column; SST-2 is `sentence`, `label` |
+| hellaswag | JSONL | `ctx`, `endings`, `label` |
+| dream | JSON | `[[turns], [{question, choice, answer}], id]`, one example a question |
+| reclor | JSON | `{context, question, answers, label}` |
+
+Names of datasets on the hub go through the package `datasets`, where it is installed.
+A wrong file is one line: what was expected, and the line (or entry) where something else stood.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+
+TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text (or a pair of texts) with its class, or a context with choices and the right one."""
+
+    id: str
+    label: int
+    text: str
+    second: str = ""
+    choices: tuple[str, ...] = ()
+
+
+def read_examples(
+    source: str | Path,
+    *,
+    text: str | Sequence[str] = (),
+    label: str = "label",
+    names: Sequence[str] = (),
+    split: str = "validation",
+    limit: int | None = None,
+) -> list[Example]:
+    """Examples of a file, or of a dataset on the hub.
+
+    `text` names one or two columns of a table, `label` another; `names` are the classes' names in
+    order, where the table holds names instead of numbers. `split` is for the hub alone.
+    """
+    columns = _Columns((text,) if isinstance(text, str) else tuple(text), label, tuple(names))
+    path = Path(source)
+    if path.is_file():
+        found = _from_file(path, columns)
+    elif path.exists() or path.suffix in (".tsv", ".csv", ".json", ".jsonl"):
+        raise InputError(f"expected a file of examples, got {source}: there is no such file")
+    else:
+        found = _from_hub(str(source), split, columns)
+    examples = list(islice(found, limit))
+    if not examples:
+        raise InputError(f"expected examples in {source}, got none")
+    return examples
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Which columns of a table are read, and how classes are named there."""
+
+    text: tuple[str, ...]
+    label: str
+    names: tuple[str, ...]
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        text = self.text or tuple(name for name in TEXT_COLUMNS if name in row)[:1]
+        if not text or len(text) > 2:
+            raise InputError(f"expected one or two text columns in {where}, got {', '.join(row)}")
+        texts = [_field(row, name, str, where) for name in text]
+        number = self._class(_field(row, self.label, object, where), where)
+        return Example(where, number, texts[0], texts[1] if len(texts) > 1 else "")
+
+    def _class(self, value: Any, where: str) -> int:
+        if self.names:
+            if str(value) not in self.names:
+                known = ", ".join(self.names)
+                raise InputError(f"expected a class among {known} in {where}, got {value!r}")
+            return self.names.index(str(value))
+        return _number(value, where)
+
+
+def _number(value: Any, where: str, below: int | None = None) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise InputError(f"expected a class as a number in {where}, got {value!r}") from None
+    if number < 0 or (below is not None and number >= below) or isinstance(value, float):
+        most = "" if below is None else f" below {below}"
+        raise InputError(f"expected a class from 0{most} in {where}, got {value!r}")
+    return number
+
+
+def _field(row: Any, name: str, kind: type, where: str) -> Any:
+    if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
+        held = ", ".join(map(str, cast("dict[str, Any]", row))) if isinstance(row, dict) else row
+        raise InputError(f"expected a field {name!r} in {where}, got {str(held)[:80] or 'nothing'}")
+    return cast("dict[str, Any]", row)[name]
+
+
+def _texts(row: Any, name: str, where: str) -> list[str]:
+    values = cast("list[Any]", _field(row, name, list, where))
+    if len(values) < 2 or not all(isinstance(value, str) for value in values):
+        raise InputError(f"expected two or more texts in {name!r} in {where}, got {values!r}")
+    return values
+
+
+def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"expected a text file, got {path}: {error}") from error
+    if path.suffix in (".csv", ".tsv"):
+        return _table(text, path, columns)
+    if text.lstrip().startswith("["):
+        return _entries(text, path)
+    return _lines(text, path, columns)
+
+
+def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
+    """CSV with quotes; in a TSV a quotation mark is part of the text."""
+    if path.suffix == ".tsv":
+        # Not `splitlines`: a text may hold other characters that count as ends of lines there.
+        reader = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:
+        reader = csv.reader(text.splitlines(keepends=True))
+    header = next(reader, [])
+    for row in reader:
+        if not row:
+            continue
+        where = f"{path.name}:{reader.line_num}"
+        if len(row) != len(header):
+            raise InputError(f"expected {len(header)} columns in {where}, got {len(row)}")
+        yield columns.example(dict(zip(header, row, strict=True)), where)
+
+
+def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path.name}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"expected JSON in {where}, got {line[:40]!r}: {error}") from error
+        if isinstance(row, dict) and "endings" in row:
+            yield _hellaswag(row, where)
+        elif isinstance(row, dict) and "answers" in row:
+            yield _reclor(row, where)
+        elif isinstance(row, dict):
+            yield columns.example(cast("dict[str, Any]", row), where)
+        else:
+            raise InputError(f"expected an object in {where}, got {line[:40]!r}")
+
+
+def _entries(text: str, path: Path) -> Iterator[Example]:
+    try:
+        entries = cast("list[Any]", json.loads(text))
+    except ValueError as error:
+        raise InputError(f"expected JSON in {path}, got {error}") from error
+    for number, entry in enumerate(entries, 1):
+        where = f"{path.name}[{number}]"
+        if isinstance(entry, list):
+            yield from _dream(cast("list[Any]", entry), where)
+        else:
+            yield _reclor(entry, where)
+
+
+def _hellaswag(row: Any, where: str) -> Example:
+    endings = _texts(row, "endings", where)
+    number = _number(_field(row, "label", object, where), where, len(endings))
+    return Example(where, number, _field(row, "ctx", str, where), choices=tuple(endings))
+
+
+def _reclor(row: Any, where: str) -> Example:
+    answers = _texts(row, "answers", where)
+    question = _field(row, "question", str, where)
+    number = _number(_field(row, "label", object, where), where, len(answers))
+    choices = tuple(f"{question} {answer}" for answer in answers)
+    return Example(
+        str(row.get("id_string", where)), number, _field(row, "context", str, where), "", choices
+    )
+
+
+def _dream(entry: list[Any], where: str) -> Iterator[Example]:
+    if len(entry) != 3 or not (isinstance(entry[0], list) and isinstance(entry[1], list)):
+        raise InputError(f"expected [[turns], [questions], id] in {where}, got {str(entry)[:60]}")
+    turns, questions = cast("list[str]", entry[0]), cast("list[Any]", entry[1])
+    for number, row in enumerate(questions):
+        choices = _texts(row, "choice", where)
+        answer, question = _field(row, "answer", str, where), _field(row, "question", str, where)
+        if answer not in choices:
+            raise InputError(f"expected the answer among the choices in {where}, got {answer!r}")
+        yield Example(
+            f"{entry[2]}#{number}", choices.index(answer), "\n".join(turns),
+            choices=tuple(f"{question} {choice}" for choice in choices),
+        )  # fmt: skip
+
+
+def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise InputError(
+            f"expected a file of examples, got {name}: there is no such file, and names on the hub"
+            " need the package datasets: pip install datasets"
+        ) from error
+    parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
+    try:
+        rows = library.load_dataset(*parts, split=split)
+    except Exception as error:
+        # No network, no such name, a script that is not run: whatever it is, one line.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"expected a file or a dataset on the hub, got {name}: {first}") from error
+    return from_rows(rows, name, columns.text, columns.label, columns.names)
+
+
+def from_rows(
+    rows: Iterable[Any], name: str, text: Sequence[str] = (), label: str = "label",
+    names: Sequence[str] = (),
+) -> Iterator[Example]:  # fmt: skip
+    """Examples from rows that are dictionaries: what `datasets` gives."""
+    columns = _Columns(tuple(text), label, tuple(names))
+    for number, row in enumerate(rows, 1):
+        where = f"{name}[{number}]"
+        if "endings" in row:
+            yield _hellaswag(row, where)
+        elif "answers" in row and "context" in row:
+            yield _reclor(row, where)
+        else:
+            yield columns.example(row, where)
+
+
+def encode(
+    tokenizer: Any, examples: Sequence[Example], *, longest: int | None = None
+) -> tuple[Batch, Tensor]:
+    """Padded tensors for a model with a head, and the labels; (b, choices, n) where there are any.
+
+    `special_tokens_mask` stays in the batch: it says which positions an attack must spare.
+    """
+    widths = {len(example.choices) for example in examples}
+    if len(widths) != 1:
+        raise InputError(f"expected as many choices in every example, got {sorted(widths)}")
+    options: dict[str, Any] = {
+        "padding": True, "truncation": longest is not None, "max_length": longest,
+        "return_special_tokens_mask": True, "return_tensors": "pt",
+    }  # fmt: skip
+    width = widths.pop()
+    if width:
+        firsts = [example.text for example in examples for _ in example.choices]
+        seconds = [choice for example in examples for choice in example.choices]
+        if longest is not None:
+            options["truncation"] = "longest_first"
+        encoded = tokenizer(firsts, seconds, **options)
+        batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
+    else:
+        seconds = [example.second for example in examples]
+        pairs = [seconds] if any(seconds) else []
+        batch = dict(tokenizer([example.text for example in examples], *pairs, **options))
+    return batch, torch.tensor([example.label for example in examples])

@@ -1,0 +1,166 @@
+"""What a disruption brought: each example's outcome with the units that were cut, and the totals.
+
+Shares are exact counts of units that were really masked: the judge saw their probability at zero.
+`share` is over all units of the model on that input; `worst_head` over the units of a head, for the
+head that lost most of its own; `perturbation` is the paper's figure, over the attacked heads only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import Any
+
+from keyhole.disrupt.units import Unit
+from keyhole.errors import InputError
+from keyhole.results import FORMAT, environment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One example: what the model said before and after, what it cost, and where it was cut.
+
+    `before` and `after` hold one class, one choice, or the m tokens of a continuation. `queries`
+    counts masked forward passes and gradients; `steps` the heads or units that had joined when the
+    answer flipped. An example that the model gets wrong is not attacked: `right` is False.
+    """
+
+    id: str
+    right: bool
+    flipped: bool
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    confidence_before: float
+    confidence_after: float
+    queries: int = 0
+    steps: int = 0
+    masked: int = 0
+    units: int = 0
+    heads: int = 0
+    worst_head: float = 0.0
+    perturbation: float = 0.0
+    cut: tuple[Unit, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Units masked over all units of the model."""
+        return self.masked / self.units if self.units else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "cut": [list(astuple(unit)) for unit in self.cut]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Outcome:
+        try:
+            outcome = cls(**data)
+            return replace(
+                outcome, before=tuple(outcome.before), after=tuple(outcome.after),
+                cut=tuple(Unit(*unit) for unit in data["cut"]),
+            )  # fmt: skip
+        except (KeyError, TypeError) as error:
+            raise InputError(f"expected an outcome of a disruption, got {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Control:
+    """The run with k = 0: masks that cut nothing, which must change nothing.
+
+    `change` is the largest difference of a logit against the same attention function untouched;
+    `own` against the model as it was loaded, whose function may round differently; `flips` counts
+    answers that differ from the model's own.
+    """
+
+    change: float
+    own: float
+    flips: int
+
+    def joined(self, other: Control) -> Control:
+        return Control(
+            max(self.change, other.change), max(self.own, other.own), self.flips + other.flips
+        )
+
+
+@dataclass(frozen=True)
+class Disruption:
+    """All outcomes, in the order of the examples, with the method and the control."""
+
+    method: dict[str, Any]
+    outcomes: tuple[Outcome, ...]
+    control: Control
+    seconds: float
+    model: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    failed: tuple[tuple[str, str], ...] = ()  # examples without an outcome, and why
+    environment: dict[str, str] = field(default_factory=lambda: environment())
+
+    @property
+    def attacked(self) -> tuple[Outcome, ...]:
+        """The examples that the model got right: the others are skipped, and counted."""
+        return tuple(outcome for outcome in self.outcomes if outcome.right)
+
+    @property
+    def skipped(self) -> int:
+        return len(self.outcomes) - len(self.attacked)
+
+    @property
+    def flips(self) -> int:
+        return sum(outcome.flipped for outcome in self.attacked)
+
+    @property
+    def success(self) -> float:
+        """Flips over examples that the model got right."""
+        return self.flips / max(1, len(self.attacked))
+
+    @property
+    def accuracy(self) -> float:
+        return len(self.attacked) / max(1, len(self.outcomes))
+
+    @property
+    def share(self) -> float:
+        """The mean share of all units that the flips took."""
+        taken = [outcome.share for outcome in self.attacked if outcome.flipped]
+        return sum(taken) / max(1, len(taken))
+
+    @property
+    def queries(self) -> float:
+        """Mean queries of an attacked example."""
+        return sum(outcome.queries for outcome in self.attacked) / max(1, len(self.attacked))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            **asdict(replace(self, outcomes=())),
+            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
+            "success": self.success,
+            "accuracy": self.accuracy,
+            "share": self.share,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Disruption:
+        if data.get("format") != FORMAT:
+            raise InputError(f"expected format {FORMAT}, got {data.get('format')}")
+        try:
+            return cls(
+                outcomes=tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"]),
+                control=Control(**data["control"]),
+                failed=tuple((name, why) for name, why in data["failed"]),
+                **{name: data[name] for name in _PLAIN},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"expected a disruption, got {error!r}") from error
+
+
+_PLAIN = ("method", "seconds", "model", "device", "dtype", "environment")
+
+
+def joined(parts: list[Disruption]) -> Disruption:
+    """Several batches of one run as one result."""
+    control = parts[0].control
+    for part in parts[1:]:
+        control = control.joined(part.control)
+    return replace(
+        parts[0], control=control, seconds=sum(part.seconds for part in parts),
+        outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
+        failed=tuple(failure for part in parts for failure in part.failed),
+    )  # fmt: skip

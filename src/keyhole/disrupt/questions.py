@@ -1,0 +1,299 @@
+"""What is asked of a model, and what counts as another answer: one form for every task.
+
+Every task becomes logits (b, m, classes) and labels (b, m): m = 1 for a classifier, for multiple
+choice (the classes are the choices) and for the next token; m tokens for a continuation.
+
+- **Causal LM.** The label is the model's own greedy continuation of m tokens where none is given.
+  It is appended to the text and all m predictions are read in one pass. The greedy continuation
+  changes under a mask exactly when one of these predictions does: up to the first change, the
+  decoder would have seen the same tokens.
+- **Sequence to sequence.** Likewise on the decoder's side; `decoder_input_ids` may be given, and
+  then every one of its positions is predicted.
+- Untargeted, an answer is flipped when any of the m predictions is another; with a target, when all
+  of them are the target's.
+
+The margin is what attacks push below zero: the label's logit minus the best other (the least of the
+m), or the best other's minus the target's (the most).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+
+Task = Literal["classes", "choice", "causal", "seq2seq"]
+Batch = dict[str, Tensor]
+IGNORED = -100  # a label at a position where nothing is predicted
+_BELOW = -1e30
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """Inputs, the answers held to be right, and the answers wanted instead (or None: any other)."""
+
+    task: Task
+    inputs: Batch
+    labels: Tensor
+    target: Tensor | None
+    special: Tensor | None  # as the tokenizer marks them, where it did
+    given: int  # positions of the text before a continuation was appended
+
+    @property
+    def size(self) -> int:
+        return len(self.labels)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that one example puts into the model."""
+        ids = self.inputs.get("input_ids")
+        return ids.shape[1] if self.task == "choice" and ids is not None else 1
+
+    def part(self, which: Tensor) -> Question:
+        return replace(
+            self, inputs={name: value[which] for name, value in self.inputs.items()},
+            labels=self.labels[which],
+            target=None if self.target is None else self.target[which],
+            special=None if self.special is None else self.special[which],
+        )  # fmt: skip
+
+    def logits(self, model: Any) -> Tensor:
+        """(b, m, classes), in float32 or better."""
+        if self.task != "causal":
+            found = model(**self.inputs, **_options(model, {"use_cache": False})).logits
+            found = found if found.ndim == 3 else found.unsqueeze(1)
+        else:
+            found = self._last(model)
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+
+    def _last(self, model: Any) -> Tensor:
+        """The logits that predict the last m real tokens' successors, wherever padding is."""
+        m = self.labels.shape[1]
+        positions = last_real(self.inputs).unsqueeze(1) + torch.arange(
+            1 - m, 1, device=self.labels.device
+        )
+        wanted, place = positions.unique(return_inverse=True)
+        # The vocabulary is large: only the positions that somebody reads.
+        options = _options(model, {"use_cache": False, "logits_to_keep": wanted})
+        found = model(**self.inputs, **options).logits
+        index = place if "logits_to_keep" in options else positions
+        return found.gather(1, index.unsqueeze(-1).expand(-1, -1, found.shape[-1]))
+
+    def margin(self, logits: Tensor, aim: int = 0) -> Tensor:
+        """Positive: answered as before (or not yet as wanted). Against the aim-th best other."""
+        wanted = self.labels if self.target is None else self.target
+        valid = wanted != IGNORED
+        index = wanted.clamp(min=0).unsqueeze(-1)
+        chosen = logits.gather(-1, index).squeeze(-1)
+        others = logits.scatter(-1, index, _BELOW)
+        # Beyond the last class the aim is the first again.
+        aim = aim % max(1, logits.shape[-1] - 1) if self.target is None else 0
+        other = others.topk(aim + 1, -1).values[..., aim] if aim else others.amax(-1)
+        if self.target is None:
+            return (chosen - other).masked_fill(~valid, -_BELOW).amin(-1)
+        return (other - chosen).masked_fill(~valid, _BELOW).amax(-1)
+
+    def surprise(self, logits: Tensor) -> Tensor:
+        """The cross-entropy of the labels, or minus that of the target: what an attack raises."""
+        sign = 1 if self.target is None else -1
+        return -sign * self._log_probability(
+            logits, self.labels if self.target is None else self.target
+        )
+
+    def confidence(self, logits: Tensor) -> Tensor:
+        """The probability of the labels, all m together."""
+        return self._log_probability(logits, self.labels).exp()
+
+    @staticmethod
+    def _log_probability(logits: Tensor, answers: Tensor) -> Tensor:
+        index = answers.clamp(min=0).unsqueeze(-1)
+        each = logits.log_softmax(-1).gather(-1, index).squeeze(-1)
+        return each.masked_fill(answers == IGNORED, 0).sum(-1)
+
+    def predicted(self, logits: Tensor) -> Tensor:
+        return logits.argmax(-1).masked_fill(self.labels == IGNORED, IGNORED)
+
+    def right(self, logits: Tensor) -> Tensor:
+        return (self.predicted(logits) == self.labels).all(-1)
+
+    def flipped(self, logits: Tensor) -> Tensor:
+        predicted = self.predicted(logits)
+        if self.target is None:
+            return (predicted != self.labels).any(-1)
+        return (predicted == self.target).all(-1)
+
+
+def ask(
+    model: Any,
+    batch: Batch,
+    labels: Tensor | None,
+    *,
+    target: Tensor | int | None = None,
+    continuation: int = 1,
+) -> Question:
+    """The question that `batch` puts to `model`; labels of a language model may be left out."""
+    task = _task(model, batch)
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in batch.items()}
+    special = inputs.pop("special_tokens_mask", None)
+    inputs.pop("labels", None)
+    given = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
+    if task in ("classes", "choice"):
+        if labels is None:
+            raise InputError("expected labels for a classifier, got none")
+    else:
+        inputs, special, own = _continued(model, task, inputs, special, labels, continuation)
+        labels = own if labels is None else labels
+    labels = _shaped(labels, len(next(iter(inputs.values()))), device, "labels")
+    wanted = None if target is None else _target(target, labels)
+    return Question(task, inputs, labels, wanted, special, given)
+
+
+def _task(model: Any, batch: Batch) -> Task:
+    name = type(model).__name__
+    ids = batch.get("input_ids")
+    if ids is not None and ids.ndim == 3:
+        return "choice"
+    if name.endswith(("Classification", "Classifier")) and "Token" not in name:
+        return "classes"
+    if getattr(model.config, "is_encoder_decoder", False) and "Generation" in name:
+        return "seq2seq"
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "causal"
+    raise InputError(
+        "expected a model with a head for classes, multiple choice, causal or sequence-to-sequence "
+        f"text, got {name}"
+    )
+
+
+def _shaped(labels: Tensor, size: int, device: torch.device, what: str) -> Tensor:
+    labels = labels.to(device).long()
+    labels = labels.unsqueeze(-1) if labels.ndim == 1 else labels
+    if labels.ndim != 2 or len(labels) != size:
+        raise InputError(f"expected {size} {what}, got shape {tuple(labels.shape)}")
+    return labels
+
+
+def _target(target: Tensor | int, labels: Tensor) -> Tensor:
+    if isinstance(target, int):
+        return torch.full_like(labels, target).masked_fill(labels == IGNORED, IGNORED)
+    shaped = _shaped(target, len(labels), labels.device, "targets")
+    if shaped.shape != labels.shape:
+        raise InputError(f"expected targets of shape {tuple(labels.shape)}, got {shaped.shape}")
+    return shaped
+
+
+def _options(model: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def last_real(inputs: Batch) -> Tensor:
+    """The position of the last token that is not padding."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if mask is None:
+        return torch.full((len(ids),), ids.shape[1] - 1, device=ids.device)
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return (positions * mask).amax(-1)
+
+
+def _continued(
+    model: Any, task: Task, inputs: Batch, special: Tensor | None, labels: Tensor | None, count: int
+) -> tuple[Batch, Tensor | None, Tensor]:
+    """Inputs that hold the first m−1 tokens of the answer, and the answer: the labels or greedy."""
+    if count < 1:
+        raise InputError(f"expected a continuation of at least 1 token, got {count}")
+    if task == "seq2seq":
+        return _decoded(model, inputs, labels, count) if special is None else (
+            *_swap(_decoded(model, inputs, labels, count), special),
+        )  # fmt: skip
+    inputs = _positioned(model, inputs)
+    given = None if labels is None else _shaped(
+        labels, len(inputs["input_ids"]), inputs["input_ids"].device, "labels"
+    )  # fmt: skip
+    count = count if given is None else given.shape[1]
+    answer: list[Tensor] = []
+    for step in range(count):
+        question = Question("causal", inputs, inputs["input_ids"][:, :1], None, None, 0)
+        if given is None:
+            with torch.no_grad():
+                answer.append(question.logits(model)[:, 0].argmax(-1))
+        else:
+            answer.append(given[:, step])
+        if step + 1 < count:
+            inputs = _appended(inputs, answer[-1])
+            if special is not None:
+                special = torch.cat([special, torch.zeros_like(special[:, :1])], 1)
+    return inputs, special, torch.stack(answer, 1)
+
+
+def _swap(
+    made: tuple[Batch, Tensor | None, Tensor], special: Tensor
+) -> tuple[Batch, Tensor | None, Tensor]:
+    return made[0], special, made[2]
+
+
+def _positioned(model: Any, inputs: Batch) -> Batch:
+    """Left padding shifts positions; models number them from the left end unless told."""
+    mask = inputs.get("attention_mask")
+    if mask is None or "position_ids" in inputs or bool(mask[:, 0].all()):
+        return inputs
+    places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return {**inputs, **_options(model, {"position_ids": places})}
+
+
+def _appended(inputs: Batch, tokens: Tensor) -> Batch:
+    """One more token behind the last real one of each text."""
+    after = last_real(inputs).unsqueeze(1) + 1
+    grown: Batch = {}
+    for name, value in inputs.items():
+        last = value[:, -1:]
+        longer = torch.cat([value, last], 1)
+        match name:
+            case "input_ids":
+                new = tokens.unsqueeze(1)
+            case "attention_mask":
+                longer[:, -1] = 0
+                new = torch.ones_like(last)
+            case "position_ids":
+                new = value.gather(1, after - 1) + 1
+            case _:
+                new = last
+        grown[name] = longer.scatter(1, after, new)
+    if "attention_mask" not in grown:
+        grown["attention_mask"] = torch.ones_like(grown["input_ids"])
+    return grown
+
+
+def _decoded(
+    model: Any, inputs: Batch, labels: Tensor | None, count: int
+) -> tuple[Batch, Tensor | None, Tensor]:
+    config = model.config
+    ids = inputs["input_ids"]
+    forced = inputs.get("decoder_input_ids")
+    if forced is None:
+        start = config.decoder_start_token_id
+        if start is None:
+            start = config.pad_token_id if config.bos_token_id is None else config.bos_token_id
+        forced = ids.new_full((len(ids), 1), start)
+        given = None if labels is None else _shaped(labels, len(ids), ids.device, "labels")
+        steps = count if given is None else given.shape[1]
+        for step in range(steps - 1):
+            if given is None:
+                with torch.no_grad():
+                    token = (
+                        model(**{**inputs, "decoder_input_ids": forced}).logits[:, -1].argmax(-1)
+                    )
+            else:
+                token = given[:, step]
+            forced = torch.cat([forced, token.unsqueeze(1)], 1)
+    inputs = {**inputs, "decoder_input_ids": forced}
+    with torch.no_grad():
+        own = model(**inputs).logits.argmax(-1)
+    mask = inputs.get("decoder_attention_mask")
+    return inputs, None, own if mask is None else own.masked_fill(mask == 0, IGNORED)

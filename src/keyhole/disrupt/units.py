@@ -1,0 +1,254 @@
+"""The units of a model on one batch: which exist, which may be cut, and how they are counted.
+
+A unit is one entry (site, head, query, key) of one attention matrix; a site is one attention call
+of a forward pass, a layer for most models. All units of an example stand in one vector, site after
+site, so that a mask is a row of booleans and a budget a sum over it.
+
+- A unit **exists** where the model itself attends: query and key are real tokens (no padding) and
+  the probability is not zero. Above the diagonal of a causal model nothing exists. These are "all
+  units", the denominator of a share: `layers·heads·n²` for an encoder and n tokens, special ones
+  included.
+- A unit is **free** (may be cut) where it exists and neither query nor key is special.
+- The paper counts a head's units as `(n−1)²`: without the row and the column of the first token.
+  The same is done to causal and to cross attention, whose counts are then `n(n−1)/2` and
+  `(m−1)(n−1)`. It is the smaller number, so a share of it is a share of all of them too.
+
+Multiple choice puts several sequences of an example into the model: each is its own matrix.
+Windows (Swin) are sequences in that sense too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.disrupt.questions import Question
+from keyhole.errors import InputError
+from keyhole.models.masking import Site, Untouched, rewriting
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one site's units lie in the vector: (rows, heads, queries, keys) from `start`."""
+
+    site: Site
+    shape: tuple[int, int, int, int]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        rows, heads, queries, keys = self.shape
+        return self.start + rows * heads * queries * keys
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit in words: `sequence` is the choice or window that it lies in, 0 for most models."""
+
+    layer: int
+    head: int
+    query: int
+    key: int
+    sequence: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The layout of the vector, and for each example which units exist and which are free."""
+
+    places: tuple[Place, ...]
+    exists: Tensor  # (b, units)
+    free: Tensor  # (b, units)
+    firsts: tuple[tuple[Tensor, Tensor], ...]  # each site's first real query and key, (b, rows)
+
+    @property
+    def total(self) -> int:
+        return self.places[-1].stop
+
+    def at(self, values: Tensor, place: Place) -> Tensor:
+        """(…, units) -> (…, rows, heads, queries, keys) of one site."""
+        return values[..., place.start : place.stop].unflatten(-1, place.shape)
+
+    def part(self, which: Tensor) -> Units:
+        firsts = tuple((query[which], key[which]) for query, key in self.firsts)
+        return Units(self.places, self.exists[which], self.free[which], firsts)
+
+    @cached_property
+    def head_of(self) -> Tensor:
+        """The number of the matrix that each unit belongs to, over all sites and sequences."""
+        return self._numbered(2)
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        """The number of the softmax that each unit belongs to."""
+        return self._numbered(3)
+
+    def _numbered(self, axes: int) -> Tensor:
+        found: list[Tensor] = []
+        seen = 0
+        for place in self.places:
+            groups = torch.Size(place.shape[:axes]).numel()
+            each = torch.Size(place.shape[axes:]).numel()
+            numbers = torch.arange(seen, seen + groups, device=self.exists.device)
+            found.append(numbers.repeat_interleave(each))
+            seen += groups
+        return torch.cat(found)
+
+    def per_head(self, mask: Tensor) -> Tensor:
+        """How many units of a mask (b, units) lie in each head, (b, heads of all sites)."""
+        return torch.cat(
+            [self.at(mask, place).sum((-1, -2)).flatten(1) for place in self.places], 1
+        )
+
+    def per_row(self, mask: Tensor) -> Tensor:
+        return torch.cat([self.at(mask, place).sum(-1).flatten(1) for place in self.places], 1)
+
+    def head_units(self, count: str) -> Tensor:
+        """Units of each head: all that exist, or as the paper counts them."""
+        if count == "all":
+            return self.per_head(self.exists)
+        found: list[Tensor] = []
+        for place, (query, key) in zip(self.places, self.firsts, strict=True):
+            kept = self.at(self.exists, place).clone()
+            positions = [torch.arange(size, device=kept.device) for size in place.shape[2:]]
+            kept &= (positions[0] != query[..., None])[:, :, None, :, None]
+            kept &= (positions[1] != key[..., None])[:, :, None, None, :]
+            found.append(kept.sum((-1, -2)).flatten(1))
+        return torch.cat(found, 1)
+
+    def each(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """A function of one site's matrices (b, rows, heads, queries, keys), for all sites."""
+        found = [
+            function(*(self.at(value, place) for value in values)).flatten(1)
+            for place in self.places
+        ]
+        return torch.cat(found, 1)
+
+    def named(self, mask: Tensor) -> tuple[Unit, ...]:
+        """The units of one example's mask (units,)."""
+        names: list[Unit] = []
+        for place in self.places:
+            for row, head, query, key in self.at(mask, place).nonzero().tolist():
+                names.append(Unit(place.site.index, head, query, key, row))
+        return tuple(names)
+
+
+class Look(Untouched):
+    """Keeps the probabilities that came by."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Site, Tensor]] = []
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        self.found.append((site, probabilities.detach()))
+
+
+def survey(model: Any, question: Question, *, cut_special: bool = False) -> Units:
+    """Look at one clean pass: every site, its shape, and what the model attends to there."""
+    look = Look()
+    with torch.no_grad(), rewriting(model, look):
+        question.logits(model)
+    sides = _sides(model, question)
+    places: list[Place] = []
+    exists: list[Tensor] = []
+    free: list[Tensor] = []
+    firsts: list[tuple[Tensor, Tensor]] = []
+    start = 0
+    for site, probabilities in look.found:
+        each = _rows(probabilities, question.size, site)
+        places.append(Place(site, cast("Any", tuple(each.shape[1:])), start))
+        start = places[-1].stop
+        query, key = _ends(site, sides, each)
+        present = (each > 0) & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
+        ordinary = ~query.special[:, :, None, :, None] & ~key.special[:, :, None, None, :]
+        exists.append(present.flatten(1))
+        free.append((present if cut_special else present & ordinary).flatten(1))
+        firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
+    return Units(tuple(places), torch.cat(exists, 1), torch.cat(free, 1), tuple(firsts))
+
+
+def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
+    if len(probabilities) % size:
+        raise InputError(
+            f"expected a batch of {size} examples at {site.name}, got {len(probabilities)} rows"
+        )
+    return probabilities.unflatten(0, (size, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Positions of one side of the model, (b, rows, n): which are real, which special."""
+
+    real: Tensor
+    special: Tensor
+
+
+def _ends(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Side]:
+    """The sides that a site's queries and keys come from."""
+    decoder = "decoder" in sides and "encoder" not in site.name.split(".")
+    query = sides.get("decoder" if decoder else "encoder")
+    key = query if site.kind == "self" else sides.get("encoder")
+    found: list[_Side] = []
+    for side, size in ((query, each.shape[3]), (key, each.shape[4])):
+        shape = (*each.shape[:2], size)
+        if side is not None and side.real.shape == shape:
+            found.append(side)
+        else:  # patches and windows: every position is real, none is special
+            ones = torch.ones(shape, dtype=torch.bool, device=each.device)
+            found.append(_Side(ones, ~ones))
+    return found[0], found[1]
+
+
+def _sides(model: Any, question: Question) -> dict[str, _Side]:
+    inputs = question.inputs
+    if "input_ids" not in inputs:
+        return {}
+    sides = {"encoder": _side(model, question, "input_ids", "attention_mask", question.special)}
+    if "decoder_input_ids" in inputs:
+        sides["decoder"] = _side(
+            model, question, "decoder_input_ids", "decoder_attention_mask", None
+        )
+    return sides
+
+
+def _side(
+    model: Any, question: Question, ids_name: str, mask_name: str, special: Tensor | None
+) -> _Side:
+    ids = _three(question.inputs[ids_name])
+    mask = question.inputs.get(mask_name)
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _three(mask) != 0
+    marked = _special(model, ids, real) if special is None else _three(special) != 0
+    if ids_name == "decoder_input_ids":
+        marked[..., 0] = True  # the start token, whatever its number
+    return _Side(real, marked)
+
+
+def _three(values: Tensor) -> Tensor:
+    return values if values.ndim == 3 else values.unsqueeze(1)
+
+
+def _special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+    """Where the tokenizer did not say: the configuration's tokens, or an encoder's frame.
+
+    BERT's configuration does not know [CLS] and [SEP]. Its texts begin with the one and end with
+    the other, so the first token and every token like the last are spared.
+    """
+    config = model.config
+    names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+    values = [getattr(config, name, None) for name in names]
+    listed = [value if isinstance(value, list) else [value] for value in values]
+    known: list[int] = [number for value in listed for number in value if number is not None]
+    marked = torch.isin(ids, torch.tensor(known, dtype=ids.dtype, device=ids.device))
+    causal = getattr(config, "is_decoder", False) or "Causal" in type(model).__name__
+    framed = not (causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder)
+    if framed:
+        positions = torch.arange(ids.shape[-1], device=ids.device)
+        first = real.int().argmax(-1, keepdim=True)
+        last = (positions * real).amax(-1, keepdim=True)
+        marked = marked | (positions == first) | (ids == ids.gather(-1, last))
+    return marked

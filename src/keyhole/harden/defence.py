@@ -1,0 +1,148 @@
+"""What every training defence is, and the pieces they share.
+
+A defence gives the losses of one batch, one after the other; the caller differentiates each before
+it asks for the next:
+
+    for loss in defence.losses(model, batch, labels, stream):
+        loss.backward()
+
+FreeLB has one for each step of its ascent: its next step is the gradient that this very backward
+pass leaves at the perturbation, so an ascent of K steps costs K passes, not 2K. ASA and the
+attack's masks have two, the clean one and the other, so that one graph is held at a time.
+
+`batch` holds what the model takes, (b, n) or (b, choices, n), and may hold `special_tokens_mask`,
+which is not given to the model. Randomness comes from `stream`; dropout too, because passes that
+are compared must drop the same units: else a perturbation of radius zero would not be the plain
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.errors import InputError
+
+Batch = Mapping[str, Tensor]
+SPECIAL = "special_tokens_mask"
+
+
+class Defence(Protocol):
+    """A way to train; a frozen dataclass of hyperparameters."""
+
+    def losses(
+        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+    ) -> Iterator[Tensor]:
+        """The losses of one batch; differentiate each before asking for the next."""
+        ...
+
+
+def logits(model: nn.Module, batch: Batch) -> Tensor:
+    """The classes' (or choices') scores, in float32 whatever the pass ran in."""
+    found = model(**{name: value for name, value in batch.items() if name != SPECIAL})
+    return cast("Tensor", found.logits).float()
+
+
+def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(scores, labels)
+
+
+def divergence(scores: Tensor, others: Tensor) -> Tensor:
+    """KL(p ‖ q) of two classifiers' answers, mean over the batch."""
+    p, q = scores.log_softmax(-1), others.log_softmax(-1)
+    return nn.functional.kl_div(q, p, reduction="batchmean", log_target=True)
+
+
+def symmetric(scores: Tensor, others: Tensor) -> Tensor:
+    """KL(p ‖ q) + KL(q ‖ p)."""
+    return divergence(scores, others) + divergence(others, scores)
+
+
+def draw(stream: torch.Generator) -> int:
+    """A seed."""
+    return int(torch.randint(2**62, (), generator=stream, device=stream.device))
+
+
+def local(stream: torch.Generator, device: torch.device) -> torch.Generator:
+    """A stream on another device that `stream` determines: large draws are made where they go."""
+    return torch.Generator(device).manual_seed(draw(stream))
+
+
+@contextmanager
+def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
+    """Dropout draws from `seed`; the process's own streams go on afterwards as if nothing were."""
+    device = next(model.parameters()).device
+    streams = [torch.default_generator]
+    if device.type == "cuda":
+        streams.append(cast("Any", torch.cuda).default_generators[device.index or 0])
+    states = [stream.get_state() for stream in streams]
+    for stream in streams:
+        stream.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for stream, state in zip(streams, states, strict=True):
+            stream.set_state(state)
+
+
+@contextmanager
+def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
+    """`delta` (rows, n, e) is added to the token embeddings: to the encoder's where there are two.
+
+    A hook on the table, because models that are given embeddings instead of tokens may number
+    their positions in another way.
+    """
+    used: list[bool] = []
+
+    def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+        if used:
+            return None
+        used.append(True)
+        return output + delta.to(output.dtype)
+
+    handle = table(model).register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def table(model: nn.Module) -> nn.Module:
+    """The token embeddings."""
+    return cast("nn.Module", cast("Any", model).get_input_embeddings())
+
+
+def room(model: nn.Module, batch: Batch) -> Tensor:
+    """Where a perturbation may be, (rows, n, 1): ones at tokens, zeros at padding."""
+    if "input_ids" not in batch:
+        raise InputError(f"expected input_ids in the batch, got {', '.join(batch)}")
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    return mask.flatten(0, -2).unsqueeze(-1).to(cast("Tensor", table(model).weight).dtype)
+
+
+def noise(model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool) -> Tensor:
+    """Standard normal noise, or uniform in [−1, 1], for every token's embedding."""
+    free = room(model, batch)
+    width = cast("Tensor", table(model).weight).shape[1]
+    shape = (*free.shape[:-1], width)
+    own = local(stream, free.device)
+    if normal:
+        return torch.randn(shape, generator=own, device=own.device) * free
+    return (torch.rand(shape, generator=own, device=own.device) * 2 - 1) * free
+
+
+def spared(batch: Batch) -> Tensor | None:
+    """Where special tokens and padding stand, (rows, n), if the batch says so."""
+    return batch[SPECIAL].flatten(0, -2).bool() if SPECIAL in batch else None
+
+
+def positive(**values: float) -> None:
+    """Refuse negative and missing numbers, with their names."""
+    for name, value in values.items():
+        if not value >= 0:
+            raise InputError(f"expected {name} of 0 or more, got {value}")

@@ -1,0 +1,26 @@
+"""Plain fine-tuning: the baseline of every comparison.
+
+min_θ  E CE(f_θ(x), y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.harden.defence import Batch, cross_entropy, draw, dropout_from, logits
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Cross entropy, nothing else."""
+
+    def losses(
+        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+    ) -> Iterator[Tensor]:
+        with dropout_from(draw(stream), model):
+            scores = logits(model, batch)
+        yield cross_entropy(scores, labels)

@@ -1,0 +1,260 @@
+"""A small training loop: AdamW, linear warm-up and decay, one defence; it goes on where it stopped.
+
+Everything random in epoch e (the order of the examples, dropout, the defence's draws) comes from
+the seed and e alone, and the rate from the number of the step. So a run that was stopped and goes
+on from the end of an epoch ends with the same weights, bit for bit, as one that was not.
+
+A checkpoint is a folder `epoch-N` inside `checkpoint`, written under another name and renamed when
+it is whole: weights as safetensors, the optimizer's state (opened with `weights_only`), and what
+the run was, so that another run is not mistaken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from keyhole.data import Example, encode
+from keyhole.errors import InputError
+from keyhole.harden.defence import Batch, Defence
+from keyhole.results import dump, read
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step; `step` counts from 1 over all epochs."""
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run cost. `losses` are each epoch's mean; those of resumed epochs are remembered.
+
+    `seconds` are this call's. `peak` is memory in bytes: what tensors took on a GPU, the whole
+    process on a CPU. `reason` is empty, or says why the run ended early.
+    """
+
+    steps: int
+    seconds: float
+    peak: int
+    losses: tuple[float, ...]
+    resumed: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What determines a run; a checkpoint of another one is refused."""
+
+    defence: str
+    epochs: int
+    rate: float
+    batch: int
+    seed: int
+    examples: int
+    longest: int | None
+    warmup: float
+    decay: float
+    amp: bool
+
+
+@dataclass
+class _State:
+    """What grows along a run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list[float])
+    step: int = 0
+
+
+def train(
+    model: nn.Module,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    defence: Defence,
+    *,
+    epochs: int = 3,
+    rate: float = 2e-5,
+    batch: int = 32,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    amp: bool = False,
+    longest: int | None = 128,
+    warmup: float = 0.06,
+    decay: float = 0.01,
+    checkpoint: str | Path | None = None,
+    watch: Callable[[Progress], None] | None = None,
+) -> Training:
+    """Train `model` in place with a defence; it is in eval mode afterwards.
+
+    `amp` runs the passes in bfloat16 where autocast allows. `watch` is told of every step.
+    """
+    run = _Run(repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp)
+    _check(run)
+    device = torch.device(device)
+    model.to(device).requires_grad_(True)
+    state = _State(model, _optimizer(model, run))
+    folder = None if checkpoint is None else Path(checkpoint)
+    resumed = 0 if folder is None else _resume(folder, run, state, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started, reason = time.perf_counter(), ""
+    for epoch in range(resumed, epochs):
+        model.train()
+        feed = _batches(tokenizer, examples, run, epoch, device)
+        reason = _epoch(state, defence, run, epoch, feed, watch, started)
+        if reason:
+            break
+        if folder is not None:
+            _save(folder, run, state, epoch + 1)
+    model.eval()
+    seconds = time.perf_counter() - started
+    return Training(state.step, seconds, _peak(device), tuple(state.losses), resumed, reason)
+
+
+def _epoch(
+    state: _State, defence: Defence, run: _Run, epoch: int,
+    feed: Iterator[tuple[Batch, Tensor]], watch: Callable[[Progress], None] | None, started: float,
+) -> str:  # fmt: skip
+    """One epoch's steps; a reason where it must end early."""
+    stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "defence"))
+    steps, total, count = run.epochs * _steps(run), 0.0, 0
+    parameters = [weight for weight in state.model.parameters() if weight.requires_grad]
+    for inputs, labels in feed:
+        for group in state.optimizer.param_groups:
+            group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
+        state.optimizer.zero_grad()
+        loss = _backward(state.model, defence, inputs, labels, stream, run.amp)
+        if not math.isfinite(loss):
+            return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        state.optimizer.step()
+        state.step += 1
+        total, count = total + loss, count + 1
+        if watch is not None:
+            seconds = time.perf_counter() - started
+            watch(Progress(epoch, state.step, steps, loss, seconds))
+    state.losses.append(total / count)
+    return ""
+
+
+def _backward(
+    model: nn.Module, defence: Defence, batch: Batch, labels: Tensor, stream: torch.Generator,
+    amp: bool,
+) -> float:  # fmt: skip
+    """Gradients of all the defence's losses at the weights; returns their sum."""
+    losses = defence.losses(model, batch, labels, stream)
+    total = torch.zeros((), device=labels.device)
+    while True:
+        with torch.autocast(labels.device.type, torch.bfloat16, enabled=amp):
+            loss = next(losses, None)
+        if loss is None:
+            return float(total)
+        loss.backward()
+        total += loss.detach()
+
+
+def _batches(
+    tokenizer: Any, examples: Sequence[Example], run: _Run, epoch: int, device: torch.device
+) -> Iterator[tuple[Batch, Tensor]]:
+    stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "order"))
+    order = torch.randperm(len(examples), generator=stream).tolist()
+    for start in range(0, len(order), run.batch):
+        chosen = [examples[number] for number in order[start : start + run.batch]]
+        inputs, labels = encode(tokenizer, chosen, longest=run.longest)
+        yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+
+
+def _optimizer(model: nn.Module, run: _Run) -> torch.optim.Optimizer:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": run.decay},
+        # Biases and norms do not decay.
+        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=run.rate)
+
+
+def _schedule(step: int, steps: int, warmup: float) -> float:
+    """Up in a line over the first share of the steps, down in a line to zero over the rest."""
+    rising = max(1, round(warmup * steps))
+    return min((step + 1) / rising, (steps - step) / max(1, steps - rising))
+
+
+def _steps(run: _Run) -> int:
+    return math.ceil(run.examples / run.batch)
+
+
+def _mixed(seed: int, epoch: int, what: str) -> int:
+    """One stream for each epoch and use: torch spreads neighbouring seeds well."""
+    return (seed * 1_000_003 + epoch) * 2 + (what == "order")
+
+
+def _check(run: _Run) -> None:
+    for name in ("epochs", "batch", "examples"):
+        if getattr(run, name) < 1:
+            raise InputError(f"expected {name} of 1 or more, got {getattr(run, name)}")
+    if not run.rate > 0:
+        raise InputError(f"expected a rate above 0, got {run.rate}")
+
+
+def _save(folder: Path, run: _Run, state: _State, epoch: int) -> None:
+    partial, whole = folder / f"epoch-{epoch}.partial", folder / f"epoch-{epoch}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_model(state.model, str(partial / "weights.safetensors"))
+        torch.save(state.optimizer.state_dict(), partial / "optimizer.pt")
+        told = {"format": 1, "run": asdict(run), "losses": state.losses, "step": state.step}
+        (partial / "run.json").write_text(dump(told), "utf-8")
+        partial.rename(whole)
+    except OSError as error:
+        raise InputError(f"expected a folder to write, got {folder}: {error.strerror}") from error
+    for old in _saved(folder)[:-1]:
+        shutil.rmtree(folder / f"epoch-{old}", ignore_errors=True)
+
+
+def _saved(folder: Path) -> list[int]:
+    names = [path.name.removeprefix("epoch-") for path in folder.glob("epoch-*")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int:
+    """Load the last whole checkpoint; the number of epochs that it has behind it."""
+    saved = _saved(folder)
+    if not saved:
+        return 0
+    place = folder / f"epoch-{saved[-1]}"
+    told = read(place / "run.json")
+    if told.get("run") != json.loads(json.dumps(asdict(run))):
+        raise InputError(f"expected a checkpoint of this run in {folder}, got one of another run")
+    load_model(state.model, str(place / "weights.safetensors"), device=str(device))
+    optimizer = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
+    state.optimizer.load_state_dict(optimizer)
+    state.losses, state.step = [float(loss) for loss in told["losses"]], int(told["step"])
+    return saved[-1]
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

@@ -1,0 +1,278 @@
+"""FreeLB, SMART, R3F and ASA against plain training at radius zero and against autograd by hand."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import tiny_classifiers as small
+from keyhole.errors import InputError
+from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend
+from keyhole.harden import asa as asa_module
+from keyhole.harden.defence import divergence, dropout_from, symmetric
+
+KINDS = ("classes", "choices")
+NOTHING = {
+    "freelb": FreeLB(radius=0.0),
+    "smart": SMART(radius=0.0),
+    "r3f": R3F(radius=0.0),
+    "asa": ASA(radius=0.0),
+    "masks": AttackMasks(share=0.0),
+    "sattend": SAttend(rate=0.0),
+}
+SOMETHING = {
+    "freelb": FreeLB(),
+    "smart": SMART(radius=0.1, rate=0.1, start=0.05),
+    "r3f": R3F(radius=0.1),
+    "asa": ASA(),
+    "masks": AttackMasks(share=0.05),
+    "labels": AttackMasks(share=0.05, kind="labels", label="predicted", rounds=2),
+    "sattend": SAttend(),
+}
+
+
+def naive_kl(scores, others):
+    """Mean over texts of Σ p log(p/q), as a loop."""
+    p, q = (part.detach().double().softmax(-1) for part in (scores, others))
+    texts = [sum(float(a) * (float(a.log()) - float(b.log())) for a, b in zip(*row, strict=True))
+             for row in zip(p, q, strict=True)]  # fmt: skip
+    return sum(texts) / len(texts)
+
+
+def answer(model, batch, embeddings=None):
+    """By another way than the library's hook: embeddings as the model's input."""
+    inputs = {k: v for k, v in batch.items() if k not in ("special_tokens_mask", "input_ids")}
+    if embeddings is None:
+        return model(input_ids=batch["input_ids"], **inputs).logits
+    return model(inputs_embeds=embeddings, **inputs).logits
+
+
+def embed(model, batch):
+    return model.get_input_embeddings()(batch["input_ids"]).detach()
+
+
+def deltas_of(defence, model, batch, labels):
+    """What the defence added to the embeddings in each of its passes."""
+    found = []
+    handle = model.bert.embeddings.LayerNorm.register_forward_pre_hook(
+        lambda _module, args: found.append(args[0].detach().clone())
+    )
+    loss, gradient = small.total(defence, model, batch, labels)
+    small.total(Plain(), model, batch, labels)
+    handle.remove()
+    return loss, gradient, [pass_ - found[-1] for pass_ in found[:-1]]
+
+
+def test_divergences_against_a_loop():
+    stream = torch.Generator().manual_seed(0)
+    one, two = (torch.randn(5, 4, generator=stream, dtype=torch.float64) * 3 for _ in range(2))
+    assert float(divergence(one, two)) == pytest.approx(naive_kl(one, two), rel=1e-12)
+    both = naive_kl(one, two) + naive_kl(two, one)
+    assert float(symmetric(one, two)) == pytest.approx(both, rel=1e-12)
+    assert float(divergence(one, one)) == pytest.approx(0, abs=1e-12)
+
+
+def test_plain_is_the_models_own_loss():
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
+    expected = model(**inputs, labels=labels).loss
+    assert small.total(Plain(), model, batch, labels)[0] == pytest.approx(float(expected.detach()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NOTHING)
+def test_with_nothing_to_perturb_it_is_plain_training(name, kind):
+    """Dropout is on: this also says that all passes of a batch drop the same units."""
+    model, (batch, labels) = small.model(kind), small.batch(kind)
+    loss, gradient = small.total(NOTHING[name], model, batch, labels)
+    expected, reference = small.total(Plain(), model, batch, labels)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert torch.allclose(gradient, reference, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SOMETHING)
+def test_with_something_it_is_not_and_leaves_no_trace(name, kind):
+    model, (batch, labels) = small.model(kind), small.batch(kind)
+    before = torch.get_rng_state()
+    loss, gradient = small.total(SOMETHING[name], model, batch, labels)
+    again, _ = small.total(SOMETHING[name], model, batch, labels)
+    assert loss == again
+    assert loss != pytest.approx(small.total(Plain(), model, batch, labels)[0], rel=1e-4)
+    assert gradient.isfinite().all()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", SOMETHING)
+def test_gradient_checkpointing_changes_nothing(name):
+    found = []
+    for checkpointing in (False, True):
+        model, (batch, labels) = small.model(), small.batch()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found.append(small.total(SOMETHING[name], model, batch, labels))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-3, atol=1e-6)
+
+
+def test_freelb_steps_along_the_gradient_and_averages():
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    defence = FreeLB(steps=3, rate=0.2, radius=0.3, start=0.1)
+    loss, gradient, deltas = deltas_of(defence, model, batch, labels)
+    assert len(deltas) == 3
+    words, padding = embed(model, batch), batch["attention_mask"] == 0
+    losses = []
+    for number, delta in enumerate(deltas):
+        assert delta[padding].abs().max() < 1e-6
+        moved = delta.clone().requires_grad_(True)
+        one = cross_entropy(answer(model, batch, words + moved), labels)
+        (g,) = torch.autograd.grad(one, moved)
+        losses.append(float(one.detach()))
+        if number + 1 < len(deltas):
+            step = delta + 0.2 * g / g.flatten(1).norm(dim=1)[:, None, None]
+            size = step.flatten(1).norm(dim=1)[:, None, None]
+            expected = step * (0.3 / size).clamp(max=1)
+            assert torch.allclose(deltas[number + 1], expected, atol=2e-5)
+    assert loss == pytest.approx(sum(losses) / 3, rel=1e-4)
+    # The weights' gradient, by hand: that of the mean of the three losses.
+    model.zero_grad()
+    table = model.get_input_embeddings()
+    for delta in deltas:
+        (cross_entropy(answer(model, batch, table(batch["input_ids"]) + delta), labels) / 3
+         ).backward()  # fmt: skip
+    weights = table.weight.grad
+    assert torch.allclose(gradient, weights, rtol=1e-3, atol=1e-5)
+    first = deltas[0].flatten(1).norm(dim=1)
+    assert (first <= 0.1).all()
+    assert (first > 0.02).all()
+
+
+def test_freelb_wants_each_loss_differentiated():
+    model, (batch, labels) = small.model(), small.batch()
+    losses = FreeLB().losses(model, batch, labels, torch.Generator())
+    next(losses)
+    with pytest.raises(InputError, match="differentiated before the next"):
+        next(losses)
+
+
+def test_smart_takes_the_gradient_step_and_adds_the_symmetric_divergence():
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    defence = SMART(weight=2.0, radius=0.08, steps=1, rate=0.1, start=0.03)
+    loss, gradient, deltas = deltas_of(defence, model, batch, labels)
+    clean, start, end = deltas
+    assert clean.abs().max() == 0
+    assert 0.02 < start[0].std() < 0.04
+    words = embed(model, batch)
+    reference = answer(model, batch)
+    moved = start.clone().requires_grad_(True)
+    rough = symmetric(answer(model, batch, words + moved), reference.detach())
+    (g,) = torch.autograd.grad(rough, moved)
+    step = start + 0.1 * g / g.abs().flatten(1).amax(1)[:, None, None]
+    assert torch.allclose(end, step.clamp(-0.08, 0.08), atol=1e-4)
+    other = answer(model, batch, words + end)
+    both = naive_kl(other, reference) + naive_kl(reference, other)
+    expected = float(cross_entropy(reference.detach(), labels)) + 2 * both
+    assert loss == pytest.approx(expected, rel=1e-3)
+    model.zero_grad()
+    table = model.get_input_embeddings()
+    (cross_entropy(answer(model, batch), labels)
+     + 2 * symmetric(answer(model, batch, table(batch["input_ids"]) + end), answer(model, batch))
+     ).backward()  # fmt: skip
+    assert torch.allclose(gradient, table.weight.grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform"])
+def test_r3f_is_noise_and_the_symmetric_divergence(kind):
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    loss, _, deltas = deltas_of(R3F(weight=0.5, radius=0.05, kind=kind), model, batch, labels)
+    noise = deltas[1][batch["attention_mask"] == 1]
+    expected = 0.05 if kind == "normal" else 0.05 / 3**0.5
+    assert float(noise.std()) == pytest.approx(expected, rel=0.1)
+    assert (float(noise.abs().max()) > 0.0501) == (kind == "normal")
+    reference, other = answer(model, batch), answer(model, batch, embed(model, batch) + deltas[1])
+    both = naive_kl(other, reference) + naive_kl(reference, other)
+    expected = float(cross_entropy(reference.detach(), labels)) + 0.5 * both
+    assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_asa_ascends_inside_its_bound(monkeypatch):
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    given = []
+
+    class Recorded(asa_module.Gates):
+        def gate(self, site, shape):
+            if self.masks and site.index == 0:
+                given.append([mask.detach().clone() for mask in self.masks])
+            return super().gate(site, shape)
+
+    monkeypatch.setattr(asa_module, "Gates", Recorded)
+    defence = ASA(weight=1.5, radius=0.4, steps=2, rate=0.3, start=0.1)
+    loss, _ = small.total(defence, model, batch, labels)
+    assert len(given) == 3
+    inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
+
+    def gated(masks):
+        gates = Recorded()
+        gates.masks = masks
+        with asa_module.rewriting(model, gates):
+            return model(**inputs).logits
+
+    reference = model(**inputs).logits.detach()
+    stages = [list(masks) for masks in given[:3]]
+    assert all(float(m.min()) >= 0 and float(m.max()) <= 0.1 for m in stages[0])
+    for now, after in itertools.pairwise(stages):
+        leaves = [mask.clone().requires_grad_(True) for mask in now]
+        apart = divergence(reference.detach(), gated(leaves))
+        for mask, g, moved in zip(now, torch.autograd.grad(apart, leaves), after, strict=True):
+            size = g.abs().flatten(2).amax(2)[:, :, None, None]
+            assert torch.allclose(moved, (mask + 0.3 * g / size).clamp(0, 0.4), atol=1e-3)
+    expected = cross_entropy(reference, labels) + 1.5 * divergence(reference, gated(stages[-1]))
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-4)
+    before, after = (
+        float(divergence(reference, gated(m)).detach()) for m in (stages[0], stages[-1])
+    )
+    assert after > 2 * before
+
+
+def test_dropout_comes_from_the_seed_and_goes_back():
+    model, (batch, _) = small.model(dropout=0.5), small.batch()
+    inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
+    torch.manual_seed(5)
+    outputs = []
+    for seed in (1, 1, 2):
+        with dropout_from(seed, model):
+            outputs.append(model(**inputs).logits)
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FreeLB(steps=0), "expected steps of 1 or more"),
+        (lambda: FreeLB(rate=-1), "expected rate of 0 or more"),
+        (lambda: SMART(weight=float("nan")), "expected weight of 0 or more"),
+        (lambda: R3F(kind="laplace"), "expected kind normal or uniform"),
+        (lambda: ASA(radius=2.0), "expected a radius from 0 to 1"),
+        (lambda: AttackMasks(share=1.0), "expected a share"),
+        (lambda: AttackMasks(label="true"), "expected label random or predicted"),
+        (lambda: AttackMasks(kind="both"), "expected kind consistency or labels"),
+        (lambda: AttackMasks(rounds=0), "expected rounds"),
+    ],
+)
+def test_wrong_settings(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_embeddings_need_tokens():
+    with pytest.raises(InputError, match="expected input_ids in the batch"):
+        next(FreeLB().losses(small.model(), {}, torch.tensor([0]), torch.Generator()))

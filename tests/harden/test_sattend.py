@@ -1,0 +1,313 @@
+"""S-Attend: what is dropped, how often, when; and in other people's training scripts."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+import transformers
+
+import keyhole
+import tiny_architectures as zoo
+import tiny_classifiers as small
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.harden import Plain, SAttend
+from keyhole.harden.sattend import Drops
+from keyhole.models.passes import NAME
+
+
+class Recorder:
+    """The cuts of each pass, as S-Attend asked for them."""
+
+    def __init__(self, monkeypatch):
+        self.passes = []
+        begin, cut = Drops.begin, Drops.cut
+
+        def recorded_begin(drops, inputs):
+            wanted = begin(drops, inputs)
+            self.passes.append([])
+            return wanted
+
+        def recorded_cut(drops, site, shape):
+            made = cut(drops, site, shape)
+            self.passes[-1].append(None if made is None else made.expand(shape).clone())
+            return made
+
+        monkeypatch.setattr(Drops, "begin", recorded_begin)
+        monkeypatch.setattr(Drops, "cut", recorded_cut)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    return Recorder(monkeypatch)
+
+
+def given(kind="classes"):
+    batch, labels = small.batch(kind)
+    return {name: value for name, value in batch.items() if name != "special_tokens_mask"}, labels
+
+
+def within_chance(hits, trials, rate):
+    """Six standard deviations of the binomial."""
+    return abs(hits - rate * trials) <= 6 * math.sqrt(trials * rate * (1 - rate))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("mode", ["unit", "token"])
+def test_evaluation_is_identical(mode, attention):
+    model = small.model(attention=attention).eval()
+    inputs, _ = given()
+    before = model(**inputs).logits
+    with SAttend(0.5, mode).apply(model, tiny.tokenizer()):
+        assert torch.equal(model(**inputs).logits, before)
+        model.train()
+        model(**inputs)
+        model.eval()
+        assert torch.equal(model(**inputs).logits, before)
+    assert torch.equal(model(**inputs).logits, before)
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.5])
+def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
+    model, (inputs, _) = small.model(), given()
+    with SAttend(rate).apply(model):
+        for _ in range(4):
+            model(**inputs)
+    cuts = [cut for made in recorder.passes for cut in made]
+    assert len(cuts) == 8
+    together = torch.stack(cuts)
+    assert within_chance(int(together.sum()), together.numel(), rate)
+    for one in range(8):
+        for other in range(one):
+            both = together[one] & together[other]
+            assert within_chance(int(both.sum()), both.numel(), rate**2), "passes, layers"
+    shifted = together[:, :, 1:] & together[:, :, :-1]
+    assert within_chance(int(shifted.sum()), shifted.numel(), rate**2), "heads"
+    shifted = together[..., 1:, :] & together[..., :-1, :]
+    assert within_chance(int(shifted.sum()), shifted.numel(), rate**2), "queries"
+
+
+@pytest.mark.parametrize("kind", ["classes", "choices"])
+def test_tokens_are_dropped_for_all_layers_and_special_ones_spared(kind, recorder):
+    model, (inputs, _) = small.model(kind), given(kind)
+    special = (inputs["input_ids"] < len(tiny.SPECIAL)).flatten(0, -2)
+    hits = trials = 0
+    with SAttend(0.3, "token").apply(model, tiny.tokenizer()):
+        for _ in range(60):
+            model(**inputs)
+    seen = set()
+    for made in recorder.passes:
+        assert torch.equal(made[0], made[1])
+        keys = made[0][:, 0, 0]
+        assert torch.equal(made[0], keys[:, None, None, :].expand_as(made[0]))
+        assert not (keys & special).any()
+        hits, trials = hits + int(keys.sum()), trials + int((~special).sum())
+        seen.add(tuple(keys.flatten().tolist()))
+    assert within_chance(hits, trials, 0.3)
+    assert len(seen) == 60
+
+
+def test_special_tokens_from_the_mask_among_the_inputs(recorder):
+    model, (batch, _) = small.model(), small.batch()
+    with SAttend(0.9, "token").apply(model):
+        model(**batch)
+    assert not (recorder.passes[0][0][:, 0, 0] & batch["special_tokens_mask"].bool()).any()
+    inputs, _ = given()
+    with (
+        SAttend(0.5, "token").apply(model),
+        pytest.raises(InputError, match="expected a tokenizer"),
+    ):
+        model(**inputs)
+    embeddings = torch.zeros(1, 3, 32)
+    with (
+        SAttend(0.5, "token").apply(model, tiny.tokenizer()),
+        pytest.raises(InputError, match="expected input_ids in token mode"),
+    ):
+        model(inputs_embeds=embeddings)
+
+
+def test_tokens_of_both_sides_of_an_encoder_decoder(recorder):
+    model, inputs = zoo.model("t5").train(), zoo.inputs("t5")
+    with SAttend(0.5, "token").apply(model, tiny.tokenizer()):
+        model(**inputs)
+    one, two, own, cross, again, crossing = recorder.passes[0]
+    assert torch.equal(one, two)
+    assert torch.equal(one[:, 0, 0], cross[:, 0, 0])
+    assert torch.equal(own, again)
+    assert torch.equal(cross, crossing)
+    assert own.shape[-1] == 6
+
+
+@pytest.mark.parametrize("family", zoo.SIXTEEN)
+def test_every_architecture_trains(family):
+    model, inputs = zoo.model(family).train(), zoo.inputs(family)
+    model.requires_grad_(True)
+    with SAttend(0.5).apply(model):
+        model(**inputs).last_hidden_state.square().mean().backward()
+    assert any(weight.grad is not None for weight in model.parameters())
+    assert all(w.grad is None or w.grad.isfinite().all() for w in model.parameters())
+
+
+def test_the_seed_determines_the_draws_and_the_process_stream_is_left_alone():
+    model, (inputs, _) = small.model(dropout=0.0), given()
+    before = torch.get_rng_state()
+    outputs = []
+    for seed in (1, 1, 2):
+        with SAttend(0.3, seed=seed).apply(model):
+            outputs.append(model(**inputs).logits)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_rate_of_zero_is_plain_training():
+    model, (batch, labels) = small.model(), small.batch()
+    loss, gradient = small.total(SAttend(0.0), model, batch, labels)
+    expected, reference = small.total(Plain(), model, batch, labels)
+    assert loss == expected
+    assert torch.equal(gradient, reference)
+
+
+@pytest.mark.parametrize("mode", ["unit", "token"])
+def test_as_a_defence_it_drops_and_gradients_are_those_of_the_cut_model(mode, recorder):
+    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    loss, _ = small.total(SAttend(0.4, mode), model, batch, labels)
+    assert sum(int(cut.sum()) for cut in recorder.passes[0]) > 0
+    again, _ = small.total(SAttend(0.4, mode), model, batch, labels)
+    other, _ = small.total(SAttend(0.4, mode), model, batch, labels, seed=1)
+    assert loss == again != other
+    assert other != small.total(Plain(), model, batch, labels)[0]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16
+def test_mixed_precision():
+    model, (batch, labels) = small.model(), small.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradient = small.total(SAttend(0.3), model, batch, labels)
+    exact, reference = small.total(SAttend(0.3), model, batch, labels)
+    assert abs(loss - exact) < 0.1 * abs(exact)
+    assert (gradient - reference).norm() < 0.2 * reference.norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"rate": 1.0}, "expected a rate"), ({"rate": -0.1}, "expected a rate"),
+     ({"mode": "word"}, "expected mode unit or token")],
+)  # fmt: skip
+def test_wrong_settings(fields, message):
+    with pytest.raises(InputError, match=message):
+        SAttend(**fields)
+
+
+def trainer(folder, callbacks, seed=0, **settings):
+    tokenizer, made = tiny.tokenizer(), small.model(labels=2, attention="sdpa")
+    texts = small.examples(16)
+    rows = [{**tokenizer(example.text), "labels": example.label} for example in texts]
+    for row in rows:
+        row.pop("token_type_ids", None)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=2, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_strategy="no", seed=seed, logging_strategy="no",
+        dataloader_pin_memory=False, learning_rate=1e-3, **settings,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model=made, args=arguments, train_dataset=rows, eval_dataset=rows,
+        processing_class=tokenizer, callbacks=callbacks,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["unit", "token"])
+def test_two_lines_in_anyones_trainer(mode, tmp_path, recorder):
+    run = trainer(tmp_path, [SAttend(0.4, mode).callback()], eval_strategy="epoch")
+    run.train()
+    cut = [made for made in recorder.passes if made]
+    # Two epochs of two steps drop; the evaluations between them do not.
+    assert len(cut) == 4
+    assert len(recorder.passes) > 4
+    assert all(int(c.sum()) > 0 for made in cut for c in made)
+    assert run.model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks for module in run.model.modules())
+
+
+def test_a_trainer_with_rate_zero_ends_with_plain_weights(tmp_path):
+    ends = []
+    for callbacks in ([], [SAttend(0.0).callback()], [SAttend(0.3).callback()]):
+        run = trainer(tmp_path, callbacks)
+        run.train()
+        ends.append(run.model.classifier.weight.detach().clone())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_a_trainer_that_fails_is_left_at_the_next_start(tmp_path):
+    callback = SAttend(0.4).callback()
+
+    class Fails(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            raise ZeroDivisionError
+
+    run = trainer(tmp_path, [callback, Fails()])
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    assert run.model.config._attn_implementation == NAME
+    run.remove_callback(Fails)
+    run.train()
+    assert run.model.config._attn_implementation == "sdpa"
+
+
+def test_what_is_saved_in_the_middle_of_training_is_an_ordinary_model(tmp_path):
+    model = small.model(attention="sdpa")
+    with SAttend(0.2).apply(model):
+        model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16
+def test_accelerate_with_mixed_precision(monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
+    monkeypatch.setattr(accelerate.state.PartialState, "_shared_state", {})
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model, (inputs, labels) = small.model(), given()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with SAttend(0.4).apply(model):
+        one = model(**inputs, labels=labels).loss
+        two = model(**inputs, labels=labels).loss
+        accelerator.backward(one)
+        optimizer.step()
+    assert one.isfinite()
+    assert float(one.detach()) != float(two.detach())
+
+
+def test_draws_depend_on_the_step_and_the_rank_alone(monkeypatch):
+    model, (inputs, _) = small.model(dropout=0.0), given()
+
+    def output(step, passes=1):
+        with SAttend(0.4).apply(model) as drops:
+            model(**inputs)
+            drops.at_step(step)
+            for _ in range(passes):
+                found = model(**inputs).logits
+        return found
+
+    assert torch.equal(output(7), output(7)), "a run that is resumed draws what it would have"
+    assert not torch.equal(output(7), output(8))
+    assert not torch.equal(output(7), output(7, passes=2))
+    first = output(7)
+    monkeypatch.setattr("keyhole.harden.sattend._rank", lambda: 1)
+    assert not torch.equal(output(7), first)
+
+
+def test_several_gpus_in_one_process_are_refused():
+    arguments = types.SimpleNamespace(n_gpu=2)
+    with pytest.raises(InputError, match="expected one process for each GPU"):
+        SAttend(0.2).callback().on_train_begin(arguments, None, None, model=small.model())
+
+
+def test_it_is_found_under_its_name():
+    assert keyhole.harden.SAttend is SAttend

@@ -1,0 +1,68 @@
+"""Tiny classifiers, a batch for them and a task that they can learn: no network, no files."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+import tiny_models as tiny
+from keyhole.data import Example
+
+KINDS = {
+    "classes": transformers.BertForSequenceClassification,
+    "choices": transformers.BertForMultipleChoice,
+}
+
+
+def model(kind="classes", seed=0, attention="eager", dropout=0.1, labels=3, **changes):
+    config = transformers.BertConfig(
+        **{**tiny.SHAPE, "num_hidden_layers": 2, **changes}, pad_token_id=0, num_labels=labels,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    config.initializer_range = 0.2
+    config._attn_implementation = attention
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return KINDS[kind](config).train()
+
+
+def batch(kind="classes", texts=4, length=10, seed=0):
+    """Tokens with padding, and the mask of special tokens as a tokenizer gives it."""
+    stream = torch.Generator().manual_seed(seed)
+    shape = (texts, length) if kind == "classes" else (texts, 2, length)
+    ids = torch.randint(len(tiny.SPECIAL), tiny.SHAPE["vocab_size"], shape, generator=stream)
+    ids[..., 0], ids[..., -1] = 2, 3
+    mask = torch.ones_like(ids)
+    ids[1, ..., -3], ids[1, ..., -2:], mask[1, ..., -2:] = 3, 0, 0
+    labels = torch.randint(2, (texts,), generator=stream)
+    special = (ids < len(tiny.SPECIAL)).long()
+    return {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": special}, labels
+
+
+def examples(count=24, seed=0, choices=False):
+    """Does the text hold a word below w20? Which choice does?"""
+    stream = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(count):
+        label = int(torch.randint(2, (), generator=stream))
+        words = torch.randint(20, 195, (7,), generator=stream).tolist()
+        marked = [*words[:3], int(torch.randint(20, (), generator=stream)), *words[3:]]
+        texts = [" ".join(f"w{word}" for word in chosen) for chosen in (words, marked)]
+        if choices:
+            ordered = (texts[1], texts[0]) if label == 0 else (texts[0], texts[1])
+            made.append(Example(str(number), label, "w30 w31", choices=ordered))
+        else:
+            made.append(Example(str(number), label, texts[label]))
+    return made
+
+
+def total(defence, model, batch, labels, seed=0):
+    """The sum of a defence's losses, with the gradients that they leave at the weights."""
+    model.zero_grad()
+    stream = torch.Generator().manual_seed(seed)
+    found = 0.0
+    for loss in defence.losses(model, batch, labels, stream):
+        loss.backward()
+        found += float(loss.detach())
+    weights = model.get_input_embeddings().weight
+    return found, weights.grad.clone()
