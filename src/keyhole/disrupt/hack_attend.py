@@ -35,9 +35,10 @@ Schedule = Literal["rerank", "greedy"]
 Scope = Literal["head", "model"]
 Count = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
+Spare = Literal["special", "special keys", "padding"]
 _CHOICES: dict[str, Any] = {
     "ranking": Ranking, "order": Order, "scale": Scale, "schedule": Schedule, "scope": Scope,
-    "head_units": Count, "loss": Loss,
+    "head_units": Count, "loss": Loss, "spare": Spare,
 }  # fmt: skip
 _COUNTS = {"least": 0, "rounds": 1, "prefixes": 1, "refine": 0, "restarts": 0, "batch": 1,
            "continuation": 1}  # fmt: skip
@@ -51,8 +52,10 @@ class HackAttend:
     lose in any case, even where the share of a short text is none. `order` and `scale` are for the
     greedy schedule; `rounds`, `prefixes` (asked for in each round), `refine` (rounds of swaps) and
     `restarts` for rerank. `target` is the class to flip to, None for any other. `continuation` is
-    the number of tokens that a language model is asked for. `batch` is the most sequences in one
-    pass, which bounds memory. `one_at_a_time` asks as the released code does, to compare speed.
+    the number of tokens that a language model is asked for. `spare`: no unit of a special token is
+    cut, as query or key ("special"); only none with a special key ("special keys"); or "padding".
+    `batch` is the most sequences in one pass, which bounds memory. `one_at_a_time` asks as the
+    released code does, to compare speed.
     """
 
     share: float = 0.01
@@ -70,7 +73,7 @@ class HackAttend:
     restarts: int = 0
     target: int | None = None
     continuation: int = 1
-    cut_special: bool = False
+    spare: Spare = "special"
     batch: int = 64
     one_at_a_time: bool = False
     seed: int = 0
@@ -124,7 +127,7 @@ class HackAttend:
     def _attack(
         self, model: Any, question: Question, names: list[str], started: float
     ) -> Disruption:
-        units = survey(model, question, cut_special=self.cut_special)
+        units = survey(model, question, spare=self.spare)
         zero, clean = control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from keyhole.disrupt.asking import NEVER, Asker, Ordering, fixed
 from keyhole.disrupt.budget import Budget, choose
 from keyhole.disrupt.found import Found
-from keyhole.disrupt.rankings import score, worth_of_cut
+from keyhole.disrupt.rankings import SIGNED, score, worth_of_cut
 from keyhole.disrupt.units import Units
 
 _RELUCTANCE = (0.0, 0.5, 2.0, 8.0)  # in units of a cut unit's mean worth
@@ -108,7 +108,7 @@ class _Walk:
         units, cut = self.asker.units.part(which), self.cut[which]
         a, g = self._slopes(which)
         scores = self._blurred(self._scores(units, a, g, which), which)
-        above = 0.0 if self.settings.ranking in ("removal", "gradient*attention") else -torch.inf
+        above = 0.0 if self.settings.ranking in SIGNED else -torch.inf
         left = self.limits.part(which).scaled(share).left(units, cut)
         order = choose(units, scores, units.free & ~cut, left, above)
         goes = torch.where(cut, -1, order)
@@ -139,14 +139,15 @@ class _Walk:
         gap = int(((high - low - 1) * hit).max()) if len(hit) else 0
         if gap < 1:
             return high
-        rows = hit.nonzero().squeeze(1)
+        rows = (hit & (high - low > 1)).nonzero().squeeze(1)
         steps = low[rows, None] + torch.arange(1, gap + 1, device=low.device)
         steps = steps.minimum(high[rows, None])
         part = Ordering(ordering.goes[rows])
         _, flips = self._ask(part, which[rows], steps)
-        flips |= steps == high[rows, None]
+        known = torch.cat([steps, high[rows, None]], 1)
+        flips = torch.cat([flips, torch.ones_like(flips[:, :1])], 1)
         high = high.clone()
-        high[rows] = steps.gather(1, flips.int().argmax(1, keepdim=True)).squeeze(1)
+        high[rows] = known.gather(1, flips.int().argmax(1, keepdim=True)).squeeze(1)
         return high
 
     def swap(self) -> None:
