@@ -100,6 +100,14 @@ class HackAttend:
             share=share, ranking=ranking, schedule="greedy", order=order, scale=scale, **settings
         )
 
+    @classmethod
+    def strongest(cls, share: float = 0.01, scope: Scope = "head", **changes: Any) -> HackAttend:
+        """Many rankings, few prefixes each: what most raises success for the queries it takes."""
+        settings: dict[str, Any] = {
+            "rounds": 32, "prefixes": 2, "refine": 12, "restarts": 1, **changes,
+        }  # fmt: skip
+        return cls(share=share, scope=scope, **settings)
+
     def __call__(
         self, model: Any, batch: Batch, labels: Tensor | None = None, *,
         targets: Tensor | None = None, ids: Sequence[str] = (),
@@ -120,7 +128,7 @@ class HackAttend:
         every = torch.arange(question.size, device=question.labels.device)
         parts = [
             self._attack(model, question.part(which), [names[i] for i in which.tolist()], started)
-            for which in every.split(max(1, self.batch // question.rows))
+            for which in every.split(self._size(question))
         ]
         return joined(parts)
 
@@ -154,10 +162,14 @@ class HackAttend:
             str(parameter.device), str(parameter.dtype).removeprefix("torch."),
         )  # fmt: skip
 
+    def _size(self, question: Question) -> int:
+        """Examples, or masks of one, in a pass."""
+        return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
+
     def _search(
         self, model: Any, question: Question, units: Units, limits: Budget
     ) -> tuple[Found, Asker]:
-        asker = Asker(model, question, units, self.batch)
+        asker = Asker(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
         schedule = greedy if self.schedule == "greedy" else rerank
         return schedule(self, asker, limits, noise), asker
