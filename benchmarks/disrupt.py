@@ -42,7 +42,7 @@ CHOSEN, REST = OPTIONS.parse_known_args()
 
 
 def attacks(share: float, batch: int) -> dict[str, HackAttend]:
-    per = f"{share:.0%} of each head"
+    per, model = f"{share:.0%} of each head", f"{share:.0%} of the model"
     return {
         f"as released, {per}": HackAttend.as_released(share, batch=batch),
         f"as released, half scale, {per}": HackAttend.as_released(share, "half", batch=batch),
@@ -51,10 +51,14 @@ def attacks(share: float, batch: int) -> dict[str, HackAttend]:
             share, ranking="random", order="random", batch=batch
         ),
         f"stronger, {per}": HackAttend.strongest(share, batch=batch),
-        f"stronger, {per}, [CLS] may be kept from looking": HackAttend.strongest(
-            share, spare="special keys", batch=batch
-        ),
-        f"stronger, {share:.0%} of the model": HackAttend.strongest(share, "model", batch=batch),
+        f"stronger, {model}": HackAttend.strongest(share, "model", batch=batch),
+        **{
+            f"stronger, {scope}, sparing {words}": HackAttend.strongest(
+                share, "model" if scope == model else "head", spare=spare, batch=batch
+            )
+            for scope in (per, model)
+            for spare, words in (("special keys", "special keys only"), ("padding", "padding only"))
+        },
     }
 
 

@@ -102,10 +102,8 @@ class HackAttend:
 
     @classmethod
     def strongest(cls, share: float = 0.01, scope: Scope = "head", **changes: Any) -> HackAttend:
-        """Many rankings, few prefixes each: what most raises success for the queries it takes."""
-        settings: dict[str, Any] = {
-            "rounds": 32, "prefixes": 2, "refine": 12, "restarts": 1, **changes,
-        }  # fmt: skip
+        """Many rankings and many swaps, few prefixes of each: success first, queries second."""
+        settings: dict[str, Any] = {"rounds": 16, "prefixes": 2, "refine": 24, **changes}
         return cls(share=share, scope=scope, **settings)
 
     def __call__(
