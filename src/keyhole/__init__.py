@@ -3,7 +3,17 @@
 import importlib
 from types import ModuleType
 
-_PARTS = ("attention", "audit", "extract", "invert", "oracle", "report", "results")
+_PARTS = (
+    "attention",
+    "audit",
+    "data",
+    "disrupt",
+    "extract",
+    "invert",
+    "oracle",
+    "report",
+    "results",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -103,7 +103,13 @@ class HackAttend:
     @classmethod
     def strongest(cls, share: float = 0.01, scope: Scope = "head", **changes: Any) -> HackAttend:
         """Many rankings and many swaps, few prefixes of each: success first, queries second."""
-        settings: dict[str, Any] = {"rounds": 16, "prefixes": 2, "refine": 24, **changes}
+        settings: dict[str, Any] = {
+            "rounds": 16,
+            "prefixes": 2,
+            "refine": 24,
+            "restarts": 1,
+            **changes,
+        }
         return cls(share=share, scope=scope, **settings)
 
     def __call__(
