@@ -1,7 +1,7 @@
 """Leaks that are not what they say, and how often the judge falls for one.
 
-A claim is false if a verified text was not the input. (Keys of layer 1 hold one token a row: spliced
-from two texts they are the leak of the spliced text, which then counts as the input.) Every leak is
+A claim is false if a verified text was not the input. (Keys of layer 1 hold one token a row;
+spliced from two texts they are the leak of the spliced text, which then is the input.) A leak is
 made from its number alone, so a run in slices sees the same leaks as a run of all.
 """
 

@@ -4,7 +4,8 @@ import importlib
 from types import ModuleType
 
 _PARTS = (
-    "attention", "audit", "disrupt", "extract", "harden", "invert", "oracle", "report", "results",
+    "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models", "oracle",
+    "report", "results",
 )  # fmt: skip
 
 

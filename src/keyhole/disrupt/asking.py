@@ -3,7 +3,7 @@
 A query is one example under one mask. Masks of one ordering are its prefixes, so a batch of queries
 is an ordering (the step at which each unit goes, and the step at which it comes back) and a list
 of steps; the booleans exist one site at a time. Examples and prefixes share a batch, which never
-holds more than `batch` sequences.
+holds more than `batch` examples.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Asker:
 
     def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
         self.model, self.question, self.units = model, question, units
-        self.batch = max(1, batch // question.rows)
+        self.batch = batch
         self.queries = torch.zeros(question.size, dtype=torch.long)
 
     def _chunks(self, which: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:

@@ -96,7 +96,10 @@ def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, T
         limit = torch.minimum(limits.heads[:, seen : seen + heads], limits.total.unsqueeze(1))
         # A row that is full must not hide what other rows of the head still offer.
         most = min(each.shape[2], max(0, int(limit.max())) + place.shape[3])
-        best, where = each.topk(most, dim=2)
+        # Whole layers score exactly 0 where nothing reads them: the first of them go first, on
+        # every device and in every batch. 1e-300 is below any difference of float32 scores.
+        ties = torch.arange(each.shape[2], device=scores.device, dtype=torch.float64) * 1e-300
+        best, where = (each.double() - ties).topk(most, dim=2)
         offset = torch.arange(heads, device=scores.device).unsqueeze(1) * each.shape[2]
         values.append(best.flatten(1))
         index.append((where + offset + place.start).flatten(1))

@@ -35,9 +35,10 @@ Schedule = Literal["rerank", "greedy"]
 Scope = Literal["head", "model"]
 Count = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
+Spare = Literal["special", "special keys", "padding"]
 _CHOICES: dict[str, Any] = {
     "ranking": Ranking, "order": Order, "scale": Scale, "schedule": Schedule, "scope": Scope,
-    "head_units": Count, "loss": Loss,
+    "head_units": Count, "loss": Loss, "spare": Spare,
 }  # fmt: skip
 _COUNTS = {"least": 0, "rounds": 1, "prefixes": 1, "refine": 0, "restarts": 0, "batch": 1,
            "continuation": 1}  # fmt: skip
@@ -51,8 +52,10 @@ class HackAttend:
     lose in any case, even where the share of a short text is none. `order` and `scale` are for the
     greedy schedule; `rounds`, `prefixes` (asked for in each round), `refine` (rounds of swaps) and
     `restarts` for rerank. `target` is the class to flip to, None for any other. `continuation` is
-    the number of tokens that a language model is asked for. `batch` is the most sequences in one
-    pass, which bounds memory. `one_at_a_time` asks as the released code does, to compare speed.
+    the number of tokens that a language model is asked for. `spare`: no unit of a special token is
+    cut, as query or key ("special"); only none with a special key ("special keys"); or "padding".
+    `batch` is the most sequences in one pass, which bounds memory. `one_at_a_time` asks as the
+    released code does, to compare speed.
     """
 
     share: float = 0.01
@@ -70,7 +73,7 @@ class HackAttend:
     restarts: int = 0
     target: int | None = None
     continuation: int = 1
-    cut_special: bool = False
+    spare: Spare = "special"
     batch: int = 64
     one_at_a_time: bool = False
     seed: int = 0
@@ -97,6 +100,18 @@ class HackAttend:
             share=share, ranking=ranking, schedule="greedy", order=order, scale=scale, **settings
         )
 
+    @classmethod
+    def strongest(cls, share: float = 0.01, scope: Scope = "head", **changes: Any) -> HackAttend:
+        """Many rankings and many swaps, few prefixes of each: success first, queries second."""
+        settings: dict[str, Any] = {
+            "rounds": 16,
+            "prefixes": 2,
+            "refine": 24,
+            "restarts": 1,
+            **changes,
+        }
+        return cls(share=share, scope=scope, **settings)
+
     def __call__(
         self, model: Any, batch: Batch, labels: Tensor | None = None, *,
         targets: Tensor | None = None, ids: Sequence[str] = (),
@@ -117,14 +132,14 @@ class HackAttend:
         every = torch.arange(question.size, device=question.labels.device)
         parts = [
             self._attack(model, question.part(which), [names[i] for i in which.tolist()], started)
-            for which in every.split(max(1, self.batch // question.rows))
+            for which in every.split(self._size(question))
         ]
         return joined(parts)
 
     def _attack(
         self, model: Any, question: Question, names: list[str], started: float
     ) -> Disruption:
-        units = survey(model, question, cut_special=self.cut_special)
+        units = survey(model, question, spare=self.spare)
         zero, clean = control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:
@@ -151,10 +166,14 @@ class HackAttend:
             str(parameter.device), str(parameter.dtype).removeprefix("torch."),
         )  # fmt: skip
 
+    def _size(self, question: Question) -> int:
+        """Examples, or masks of one, in a pass."""
+        return 1 if self.one_at_a_time else max(1, self.batch // question.rows)
+
     def _search(
         self, model: Any, question: Question, units: Units, limits: Budget
     ) -> tuple[Found, Asker]:
-        asker = Asker(model, question, units, self.batch)
+        asker = Asker(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
         schedule = greedy if self.schedule == "greedy" else rerank
         return schedule(self, asker, limits, noise), asker

@@ -10,7 +10,7 @@
     gradient*attention  −g·a          the effect of setting a to zero without renormalising
     removal             a/(1−a)·(Σ_l a_il g_il − g_ij)
 
-The last is exact to first order for what really happens: a unit that is cut before the softmax
+Removal is exact to first order for what really happens: a unit that is cut before the softmax
 gives its share to the others of its row, which become `a_il/(1−a_ij)`. So the row moves by
 `a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that is the formula. The larger the score, the more
 the cut raises the loss.
@@ -29,7 +29,8 @@ Ranking = Literal[
     "gradient", "magnitude", "attention", "random", "gradient*attention", "removal"
 ]  # fmt: skip
 RANKINGS: tuple[str, ...] = get_args(Ranking)
-NEEDS_GRADIENT = frozenset({"gradient", "magnitude", "gradient*attention", "removal"})
+# A score above zero says that the cut raises the loss; the others only order.
+SIGNED = frozenset({"gradient*attention", "removal"})
 _LEAST = 1e-6  # 1−a of a unit that holds all of its row: cutting it has no first-order effect
 
 

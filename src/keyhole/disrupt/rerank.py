@@ -9,8 +9,10 @@ What goes beyond it:
 - When the budget is spent without a flip, **swaps** (`refine` rounds): cut units are ranked against
   the others by what they are worth now, and the best set within the budget replaces the old one, at
   several degrees of reluctance to change. The set with the smallest margin goes on.
-- **Restarts**: the rankings of a new walk are blurred at random, and where there are more than two
-  classes, each walk aims at the next most likely one.
+- **Restarts**: every second walk comes from above. It cuts several times the budget, where the
+  model is no longer sure and its gradients mean something, and gives back what is worth least until
+  the budget holds. Rankings of all but the first two walks are blurred at random, and where there
+  are more than two classes, each pair of walks aims at the next most likely one.
 - After a flip the prefixes between the last that held and the first that flipped are asked too.
 """
 
@@ -25,11 +27,12 @@ from torch import Tensor
 from keyhole.disrupt.asking import NEVER, Asker, Ordering, fixed
 from keyhole.disrupt.budget import Budget, choose
 from keyhole.disrupt.found import Found
-from keyhole.disrupt.rankings import score, worth_of_cut
+from keyhole.disrupt.rankings import SIGNED, score, worth_of_cut
 from keyhole.disrupt.units import Units
 
 _RELUCTANCE = (0.0, 0.5, 2.0, 8.0)  # in units of a cut unit's mean worth
 _BLUR = 0.5  # standard deviation of the logarithm of a restart's random factors
+_EXCESS = 4.0  # times the budget: where a walk from above starts
 _MEMORY = 0.5  # of earlier worths in the swaps' ranking: the last gradient alone oscillates
 
 
@@ -60,8 +63,11 @@ def rerank(settings: Settings, asker: Asker, limits: Budget, noise: Tensor) -> F
         if standing is not None and not bool(standing.any()):
             break
         walk = _Walk(settings, asker, limits, noise, attempt, standing)
-        for number in range(settings.rounds):
-            walk.grow((number + 1) / settings.rounds)
+        if attempt % 2 == 0:
+            for number in range(settings.rounds):
+                walk.grow((number + 1) / settings.rounds)
+        else:
+            walk.descend()
         for _ in range(settings.refine):
             walk.swap()
         best = walk.found() if best is None else _better(best, walk.found())
@@ -108,7 +114,7 @@ class _Walk:
         units, cut = self.asker.units.part(which), self.cut[which]
         a, g = self._slopes(which)
         scores = self._blurred(self._scores(units, a, g, which), which)
-        above = 0.0 if self.settings.ranking in ("removal", "gradient*attention") else -torch.inf
+        above = 0.0 if self.settings.ranking in SIGNED else -torch.inf
         left = self.limits.part(which).scaled(share).left(units, cut)
         order = choose(units, scores, units.free & ~cut, left, above)
         goes = torch.where(cut, -1, order)
@@ -139,26 +145,24 @@ class _Walk:
         gap = int(((high - low - 1) * hit).max()) if len(hit) else 0
         if gap < 1:
             return high
-        rows = hit.nonzero().squeeze(1)
+        rows = (hit & (high - low > 1)).nonzero().squeeze(1)
         steps = low[rows, None] + torch.arange(1, gap + 1, device=low.device)
         steps = steps.minimum(high[rows, None])
         part = Ordering(ordering.goes[rows])
         _, flips = self._ask(part, which[rows], steps)
-        flips |= steps == high[rows, None]
+        known = torch.cat([steps, high[rows, None]], 1)
+        flips = torch.cat([flips, torch.ones_like(flips[:, :1])], 1)
         high = high.clone()
-        high[rows] = steps.gather(1, flips.int().argmax(1, keepdim=True)).squeeze(1)
+        high[rows] = known.gather(1, flips.int().argmax(1, keepdim=True)).squeeze(1)
         return high
 
     def swap(self) -> None:
         """The best set within the whole budget by what units are worth under the present mask."""
         which = self._standing()
-        if not len(which) or self.clean is None:
+        if not len(which):
             return
         units, cut = self.asker.units.part(which), self.cut[which]
-        a, g = self._slopes(which)
-        worth = self._scores(units, a, g, which)
-        back = units.each(worth_of_cut, a, g, self.clean[which])
-        worth = torch.where(cut, back, worth)
+        worth = self._worth(units, which)
         if self.worth is None:
             self.worth = torch.zeros_like(self.noise)
             self.worth[which] = worth
@@ -174,6 +178,26 @@ class _Walk:
             1,
         )
         self._jump(which, sets)
+
+    def descend(self) -> None:
+        """From far above the budget down to it, re-ranking what is cut; nothing is asked."""
+        for number in range(self.settings.rounds):
+            which = self._standing()
+            if not len(which):
+                return
+            units = self.asker.units.part(which)
+            excess = _EXCESS ** (1 - number / self.settings.rounds)
+            limits = self.limits.part(which).scaled(excess)
+            order = choose(units, self._worth(units, which), units.free, limits, 0.0)
+            self.cut[which] = order < NEVER
+
+    def _worth(self, units: Units, which: Tensor) -> Tensor:
+        """What each unit is worth as a cut: to be made, or to be kept."""
+        a, g = self._slopes(which)
+        clean = a if self.clean is None else self.clean[which]
+        back = units.each(worth_of_cut, a, g, clean)
+        worth = torch.where(self.cut[which], back, self._scores(units, a, g, which))
+        return self._blurred(worth, which)
 
     def _jump(self, which: Tensor, sets: Tensor) -> None:
         """Ask for every set (b, s, units), and go where the margin is smallest."""
@@ -203,7 +227,7 @@ class _Walk:
         return self.active.nonzero().squeeze(1)
 
     def _slopes(self, which: Tensor) -> tuple[Tensor, Tensor]:
-        a, g, _ = self.asker.slopes(self.cut[which], which, self.settings.loss, self.attempt)
+        a, g, _ = self.asker.slopes(self.cut[which], which, self.settings.loss, self.attempt // 2)
         if self.clean is None:
             self.clean = torch.zeros_like(self.noise)
             self.clean[which] = a
@@ -213,8 +237,8 @@ class _Walk:
         return units.each(partial(score, self.settings.ranking), a, g, self.noise[which])
 
     def _blurred(self, scores: Tensor, which: Tensor) -> Tensor:
-        """Restarts see the ranking through noise; the first walk sees it as it is."""
-        if not self.attempt:
+        """Restarts see the ranking through noise; the first two walks see it as it is."""
+        if self.attempt < 2:
             return scores
         uniform = (self.noise[which] + 0.618034 * self.attempt) % 1
         normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))

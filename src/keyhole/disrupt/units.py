@@ -8,7 +8,9 @@ site, so that a mask is a row of booleans and a budget a sum over it.
   the probability is not zero. Above the diagonal of a causal model nothing exists. These are "all
   units", the denominator of a share: `layers·heads·n²` for an encoder and n tokens, special ones
   included.
-- A unit is **free** (may be cut) where it exists and neither query nor key is special.
+- A unit is **free** (may be cut) where it exists and neither query nor key is special. A weaker
+  promise is to spare special keys only: nothing is hidden but words, yet [CLS] may be kept from
+  looking at some of them. The weakest spares padding alone.
 - The paper counts a head's units as `(n−1)²`: without the row and the column of the first token.
   The same is done to causal and to cross attention, whose counts are then `n(n−1)/2` and
   `(m−1)(n−1)`. It is the smaller number, so a share of it is a share of all of them too.
@@ -148,7 +150,7 @@ class Look(Untouched):
         self.found.append((site, probabilities.detach()))
 
 
-def survey(model: Any, question: Question, *, cut_special: bool = False) -> Units:
+def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
     """Look at one clean pass: every site, its shape, and what the model attends to there."""
     look = Look()
     with torch.no_grad(), rewriting(model, look):
@@ -165,9 +167,13 @@ def survey(model: Any, question: Question, *, cut_special: bool = False) -> Unit
         start = places[-1].stop
         query, key = _ends(site, sides, each)
         present = (each > 0) & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
-        ordinary = ~query.special[:, :, None, :, None] & ~key.special[:, :, None, None, :]
+        spared = torch.zeros_like(present)
+        if spare != "padding":
+            spared |= key.special[:, :, None, None, :]
+        if spare == "special":
+            spared |= query.special[:, :, None, :, None]
         exists.append(present.flatten(1))
-        free.append((present if cut_special else present & ordinary).flatten(1))
+        free.append((present & ~spared).flatten(1))
         firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
     return Units(tuple(places), torch.cat(exists, 1), torch.cat(free, 1), tuple(firsts))
 

@@ -1,0 +1,116 @@
+"""Examples from files of every kind, and one clear line for a wrong one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import tiny_models
+from keyhole.data import Example, encode, from_rows, read_examples
+from keyhole.errors import InputError
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_sst2_keeps_quotation_marks(tmp_path):
+    path = write(tmp_path, "dev.tsv", 'sentence\tlabel\na "fine film \t1\nbad\x85 one\t0\n')
+    first, second = read_examples(path)
+    assert first == Example("dev.tsv:2", 1, 'a "fine film ')
+    assert (second.label, second.text) == (0, "bad\x85 one")
+
+
+def test_csv_with_names_and_two_texts(tmp_path):
+    path = write(tmp_path, "a.csv", 'p,h,gold\n"one, two",three,no\nx,y,yes\n')
+    found = read_examples(path, text=("p", "h"), label="gold", names=("no", "yes"))
+    assert [(one.text, one.second, one.label) for one in found] == [
+        ("one, two", "three", 0), ("x", "y", 1)
+    ]  # fmt: skip
+
+
+def test_jsonl_table_and_limit(tmp_path):
+    lines = "".join(json.dumps({"text": f"t{i}", "label": i}) + "\n" for i in range(4))
+    assert [one.label for one in read_examples(write(tmp_path, "a.jsonl", lines), limit=2)] == [
+        0,
+        1,
+    ]
+
+
+def test_hellaswag(tmp_path):
+    row = {"ctx": "He", "endings": ["a", "b", "c", "d"], "label": "3"}
+    (one,) = read_examples(write(tmp_path, "h.jsonl", json.dumps(row) + "\n"))
+    assert (one.text, one.choices, one.label) == ("He", ("a", "b", "c", "d"), 3)
+
+
+def test_dream_is_one_example_a_question(tmp_path):
+    asked = [{"question": "Q?", "choice": ["a", "b", "c"], "answer": "b"},
+             {"question": "R?", "choice": ["d", "e", "f"], "answer": "d"}]  # fmt: skip
+    entry = [["M: hi", "W: ho"], asked, "7-1"]
+    first, second = read_examples(write(tmp_path, "dev.json", json.dumps([entry])))
+    assert first == Example("7-1#0", 1, "M: hi\nW: ho", "", ("Q? a", "Q? b", "Q? c"))
+    assert second.label == 0
+
+
+def test_reclor(tmp_path):
+    row = {"context": "C", "question": "Q", "answers": ["a", "b", "c", "d"], "label": 2,
+           "id_string": "val_0"}  # fmt: skip
+    (one,) = read_examples(write(tmp_path, "val.json", json.dumps([row])))
+    assert (one.id, one.label, one.choices[2]) == ("val_0", 2, "Q c")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.tsv", "sentence\tlabel\nfine\t1\nbad\n", "a.tsv:3"),
+        ("a.tsv", "sentence\tlabel\nfine\tyes\n", "number in a.tsv:2, got 'yes'"),
+        ("a.tsv", "words\tlabel\nfine\t1\n", "text columns in a.tsv:2"),
+        ("a.tsv", "sentence\tclass\nfine\t1\n", "'label' in a.tsv:2"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text"\n', "a.jsonl:2"),
+        ("a.jsonl", "3\n", "a.jsonl:1"),
+        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "below 2 in a.jsonl:1"),
+        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": -1}\n', "from 0"),
+        ("a.jsonl", '{"text": "a", "label": 0.5}\n', "a.jsonl:1"),
+        ("a.json", '[{"context": "a"}]', "'answers' in a.json[1]"),
+        ("a.json", "[[[], []]]", "a.json[1]"),
+        ("a.json", '[[["x"], [{"question": "q", "choice": ["a", "b"], "answer": "c"}], "1"]]',
+         "among the choices"),
+        ("a.json", "[1, ", "expected JSON"),
+        ("a.tsv", "sentence\tlabel\n", "got none"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_one_line_with_the_place(tmp_path, name, text, said):
+    with pytest.raises(InputError) as error:
+        read_examples(write(tmp_path, name, text))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_no_file_and_no_datasets(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="no such file"):
+        read_examples(tmp_path / "none.tsv")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="pip install datasets"):
+        read_examples("glue:sst2")
+
+
+def test_rows_of_the_hub():
+    rows = [{"sentence": "fine", "label": 1, "idx": 0}]
+    assert list(from_rows(rows, "glue")) == [Example("glue[1]", 1, "fine")]
+
+
+def test_encoding_texts_pairs_and_choices():
+    tokenizer = tiny_models.tokenizer()
+    batch, labels = encode(tokenizer, [Example("a", 1, "w1 w2"), Example("b", 0, "w3")])
+    assert batch["input_ids"].shape == (2, 4)
+    assert batch["special_tokens_mask"].tolist() == [[1, 0, 0, 1], [1, 0, 1, 1]]
+    assert labels.tolist() == [1, 0]
+    choices = [Example("c", 1, "w1", choices=("w2", "w3 w4"))]
+    batch, _ = encode(tokenizer, choices)
+    assert batch["input_ids"].shape[:2] == (1, 2)
+    with pytest.raises(InputError, match="as many choices"):
+        encode(tokenizer, [Example("a", 1, "w1"), *choices])

@@ -1,0 +1,427 @@
+"""HackAttend on tiny models: every flip and every count is seen again without it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import reference_disrupt as reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny_architectures
+import tiny_heads
+from keyhole.disrupt import RANKINGS, Disruption, HackAttend
+from keyhole.errors import InputError
+from keyhole.models.masking import Untouched, rewriting
+
+QUICK = {"rounds": 3, "prefixes": 4, "refine": 2, "batch": 32}
+
+
+class Cut(Untouched):
+    """One example's units, from the result's list alone."""
+
+    def __init__(self, cut, sequences=1):
+        self.units, self.sequences, self.zeros = cut, sequences, []
+
+    def cut(self, site, shape):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        for unit in self.units:
+            if unit.layer == site.index:
+                mask[unit.sequence, unit.head, unit.query, unit.key] = True
+        return mask
+
+    def seen(self, site, probabilities):
+        self.zeros.append(probabilities == 0)
+
+
+def plain(batch, row):
+    return {name: value[row : row + 1] for name, value in batch.items()
+            if name != "special_tokens_mask"}  # fmt: skip
+
+
+def attacked(family="bert", task="classes", count=4, seed=0, method=None, **options):
+    model = tiny_heads.model(family, task, classes=options.pop("classes", 2), seed=seed)
+    batch = tiny_heads.texts(count, seed=seed, **options)
+    labels = tiny_heads.own_labels(model, batch)
+    method = method or HackAttend(share=0.2, **QUICK)
+    return model, batch, labels, method(model, batch, labels)
+
+
+def test_every_flip_is_there_in_a_model_written_out():
+    """The same masks, as −∞ in a BERT written as a loop: the same answers."""
+    model, batch, labels, found = attacked(seed=1)
+    assert found.flips
+    for row, outcome in enumerate(found.outcomes):
+        inputs = plain(batch, row)
+        cut = [(unit.layer, unit.head, unit.query, unit.key) for unit in outcome.cut]
+        logits = reference.bert_logits(model, inputs["input_ids"], inputs["attention_mask"], cut)
+        assert (int(logits.argmax()),) == outcome.after
+        assert outcome.flipped == (int(logits.argmax()) != int(labels[row]))
+        sure = float(logits.softmax(-1)[0, labels[row]])
+        assert outcome.confidence_after == pytest.approx(sure, abs=1e-5)
+
+
+@pytest.mark.parametrize("scope", ["head", "model"])
+def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
+    method = HackAttend(share=0.05, scope=scope, **QUICK)
+    model, batch, _, found = attacked(method=method, seed=2)
+    for row, outcome in enumerate(found.outcomes):
+        inputs = plain(batch, row)
+        n = int(inputs["attention_mask"].sum())
+        cut = Cut(outcome.cut)
+        with rewriting(model, cut):
+            model(**inputs)
+        zeros = torch.stack(cut.zeros)[:, 0, :, :n, :n]
+        per_head = zeros.sum((-1, -2))
+        assert outcome.masked == len(outcome.cut) == int(zeros.sum())
+        assert outcome.units == 2 * 4 * n * n
+        assert outcome.share == int(zeros.sum()) / (2 * 4 * n * n)
+        assert outcome.heads == int((per_head > 0).sum())
+        assert outcome.worst_head == pytest.approx(int(per_head.max()) / (n - 1) ** 2)
+        part = int(zeros.sum()) / (max(1, outcome.heads) * (n - 1) ** 2)
+        assert outcome.perturbation == pytest.approx(part)
+        if scope == "head":
+            assert int(per_head.max()) <= 0.05 * (n - 1) ** 2
+        else:
+            assert outcome.masked <= 0.05 * outcome.units
+
+
+@given(
+    share=st.floats(0, 0.3), seed=st.integers(0, 5), scope=st.sampled_from(["head", "model"]),
+    ranking=st.sampled_from(RANKINGS), schedule=st.sampled_from(["rerank", "greedy"]),
+    units=st.sampled_from(["paper", "all"]),
+)  # fmt: skip
+@settings(max_examples=12, deadline=None)
+def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule, units):
+    method = HackAttend(
+        share=share, scope=scope, ranking=ranking, schedule=schedule, head_units=units,
+        rounds=2, prefixes=3, refine=1, restarts=1,
+    )  # fmt: skip
+    _, batch, _, found = attacked(method=method, seed=seed, count=3)
+    for row, outcome in enumerate(found.outcomes):
+        n = int(batch["attention_mask"][row].sum())
+        special = set(batch["special_tokens_mask"][row].nonzero().flatten().tolist())
+        heads = {}
+        for unit in outcome.cut:
+            heads[unit.layer, unit.head] = heads.get((unit.layer, unit.head), 0) + 1
+            assert not {unit.query, unit.key} & special
+        if scope == "head":
+            most = share * ((n - 1) ** 2 if units == "paper" else n * n)
+            assert max(heads.values(), default=0) <= most + 1e-6
+        else:
+            assert sum(heads.values()) <= share * outcome.units + 1e-6
+
+
+def test_without_a_tokenizers_word_the_frame_is_spared():
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(3)
+    labels = tiny_heads.own_labels(model, batch)
+    method = HackAttend(share=0.3, **QUICK)
+    told = method(model, batch, labels)
+    guessed = method(model, {k: v for k, v in batch.items() if "special" not in k}, labels)
+    assert told.outcomes == guessed.outcomes
+
+
+def test_what_is_spared_is_a_choice():
+    for spare, expected in (("special keys", (True, False)), ("padding", (True, True))):
+        method = HackAttend(share=0.6, spare=spare, ranking="attention", loss="margin", **QUICK)
+        _, batch, _, found = attacked(method=method)
+        special = batch["special_tokens_mask"].bool()
+        units = [(row, unit) for row, one in enumerate(found.outcomes) for unit in one.cut]
+        queries = any(bool(special[row, unit.query]) for row, unit in units)
+        keys = any(bool(special[row, unit.key]) for row, unit in units)
+        assert (queries, keys) == expected
+        assert all(bool(batch["attention_mask"][row, unit.key]) for row, unit in units)
+
+
+@pytest.mark.parametrize("schedule", ["rerank", "greedy"])
+def test_nothing_cut_changes_nothing(schedule):
+    method = HackAttend(share=0.0, schedule=schedule, **QUICK)
+    _, _, _, found = attacked(method=method)
+    assert found.control.change == found.control.own == found.control.flips == 0
+    assert found.success == 0
+    for outcome in found.outcomes:
+        assert outcome.confidence_after == outcome.confidence_before
+        assert (outcome.masked, outcome.cut, outcome.after) == (0, (), outcome.before)
+
+
+def test_wrong_examples_are_skipped_and_counted():
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(4)
+    labels = tiny_heads.own_labels(model, batch)
+    labels[1] = 1 - labels[1]
+    found = HackAttend(share=0.2, **QUICK)(model, batch, labels, ids=list("abcd"))
+    assert [outcome.right for outcome in found.outcomes] == [True, False, True, True]
+    assert (found.skipped, len(found.attacked), found.accuracy) == (1, 3, 0.75)
+    assert (found.outcomes[1].queries, found.outcomes[1].id) == (0, "b")
+
+
+def test_targets_are_reached_or_nothing_counts():
+    model = tiny_heads.model("bert", "classes", classes=4, seed=3)
+    batch = tiny_heads.texts(6, seed=3)
+    labels = tiny_heads.own_labels(model, batch)
+    wanted = (labels + 1) % 4
+    found = HackAttend(share=0.4, **QUICK)(model, batch, labels, targets=wanted)
+    assert found.flips
+    for outcome, target in zip(found.outcomes, wanted.tolist(), strict=True):
+        assert outcome.flipped == (outcome.after == (target,))
+    one = HackAttend(share=0.4, target=int(labels[0]), **QUICK)(model, batch, labels)
+    assert not one.outcomes[0].right  # it says so already: there is nothing to flip
+
+
+def test_restarts_aim_at_other_classes_and_lose_nothing():
+    base = {"share": 0.1, "rounds": 2, "prefixes": 3, "refine": 0}
+    model = tiny_heads.model("bert", "classes", classes=5, seed=4)
+    batch = tiny_heads.texts(8, seed=4)
+    labels = tiny_heads.own_labels(model, batch)
+    once = HackAttend(**base)(model, batch, labels)
+    more = HackAttend(**base, restarts=3)(model, batch, labels)
+    assert more.flips >= once.flips
+    for first, second in zip(once.outcomes, more.outcomes, strict=True):
+        assert second.flipped or not first.flipped
+        assert second.queries > first.queries or first.flipped
+
+
+def test_a_batch_gives_what_one_by_one_gives():
+    model, batch, labels, together = attacked(count=5, seed=5)
+    method = HackAttend(share=0.2, **QUICK)
+    alone = [
+        method(model, {k: v[row : row + 1] for k, v in batch.items()}, labels[row : row + 1])
+        for row in range(5)
+    ]
+    for one, outcome in zip(alone, together.outcomes, strict=True):
+        assert one.outcomes[0].cut == outcome.cut
+        assert one.outcomes[0].flipped == outcome.flipped
+
+
+@pytest.mark.parametrize("order", ["importance", "random layer", "random head", "random"])
+@pytest.mark.parametrize("scale", ["full", "half"])
+def test_as_released_one_at_a_time_and_in_batches(order, scale):
+    """The greedy of the paper: the same masks whether asked singly or in batches."""
+    results = [
+        attacked(
+            method=HackAttend.as_released(0.05, scale, order=order, one_at_a_time=single), seed=6
+        )[3]
+        for single in (True, False)
+    ]
+    for single, batched in zip(results[0].outcomes, results[1].outcomes, strict=True):
+        assert (single.cut, single.steps) == (batched.cut, batched.steps)
+        n = round((single.units / 8) ** 0.5)
+        k = max(1, int(0.05 * (n - 1) ** 2))
+        assert single.heads <= (8 if scale == "full" else 2)
+        assert single.masked == single.heads * k == single.steps * k
+
+
+def test_the_released_order_is_by_what_a_silent_head_costs():
+    """Layers first, then heads, by hand: the confidence with each gated to zero."""
+    method = HackAttend.as_released(0.02, one_at_a_time=True)
+    model, batch, labels, found = attacked(seed=7, method=method, count=2)
+
+    class Gate(Untouched):
+        def __init__(self, layer, heads):
+            self.layer, self.heads = layer, heads
+
+        def gate(self, site, shape):
+            gate = torch.ones(shape)
+            if site.index == self.layer:
+                gate[:, self.heads] = 0
+            return gate
+
+    def sure(row, layer, heads):
+        with torch.no_grad(), rewriting(model, Gate(layer, heads)):
+            return float(model(**plain(batch, row)).logits.softmax(-1)[0, labels[row]])
+
+    for row, outcome in enumerate(found.outcomes):
+        layers = sorted(range(2), key=lambda layer: sure(row, layer, list(range(4))))
+        order = []
+        for layer in layers:
+            cost = [sure(row, layer, [head]) for head in range(4)]
+            order += [(layer, head) for head in sorted(range(4), key=cost.__getitem__)]
+        assert {(unit.layer, unit.head) for unit in outcome.cut} == set(order[: outcome.steps])
+
+
+def test_multiple_choice_counts_each_choices_own_matrix():
+    model = tiny_heads.model("bert", "choice", seed=8)
+    batch = tiny_heads.texts(3, choices=3, seed=8)
+    labels = tiny_heads.own_labels(model, batch)
+    found = HackAttend(share=0.2, **QUICK)(model, batch, labels)
+    assert found.flips
+    for row, outcome in enumerate(found.outcomes):
+        cut = Cut(outcome.cut)
+        with rewriting(model, cut), torch.no_grad():
+            said = int(model(**plain(batch, row)).logits.argmax())
+        assert outcome.after == (said,)
+        real = batch["attention_mask"][row].sum(-1)
+        assert outcome.units == int((8 * real**2).sum())
+        for unit in outcome.cut:
+            assert unit.sequence < 3
+            assert not batch["special_tokens_mask"][row, unit.sequence, unit.key]
+        heads = {}
+        for unit in outcome.cut:
+            key = (unit.sequence, unit.layer, unit.head)
+            heads[key] = heads.get(key, 0) + 1
+        assert all(count <= 0.2 * (int(real[key[0]]) - 1) ** 2 for key, count in heads.items())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("left", [False, True])
+def test_next_tokens_flip_below_the_diagonal(family, left):
+    model = tiny_heads.model(family, "causal", seed=9)
+    batch = tiny_heads.texts(3, framed=False, left=left, seed=9)
+    found = HackAttend(share=0.3, **QUICK)(model, batch)
+    assert found.flips
+    for row, outcome in enumerate(found.outcomes):
+        real = batch["attention_mask"][row].nonzero().flatten()
+        assert all(unit.key <= unit.query for unit in outcome.cut)
+        assert all(unit.key in real and unit.query in real for unit in outcome.cut)
+        # Alone and without its padding, the text has the same next token.
+        ids = batch["input_ids"][row, real][None]
+        with torch.no_grad():
+            assert outcome.before == (int(model(ids).logits[0, -1].argmax()),)
+        shifted = [unit.__class__(unit.layer, unit.head, unit.query - int(real[0]),
+                                  unit.key - int(real[0])) for unit in outcome.cut]  # fmt: skip
+        with torch.no_grad(), rewriting(model, Cut(shifted)):
+            assert outcome.after == (int(model(ids).logits[0, -1].argmax()),)
+
+
+def test_causal_units_are_a_triangle():
+    model = tiny_heads.model("gpt2", "causal")
+    batch = tiny_heads.texts(1, framed=False)
+    (outcome,) = HackAttend(share=0.1, **QUICK)(model, batch).outcomes
+    n = batch["input_ids"].shape[1]
+    assert outcome.units == 8 * n * (n + 1) // 2
+
+
+def test_a_continuation_is_the_models_own_and_changes():
+    model = tiny_heads.model("gpt2", "causal", seed=10)
+    batch = tiny_heads.texts(3, framed=False, seed=10)
+    found = HackAttend(share=0.3, continuation=3, **QUICK)(model, batch)
+    assert found.flips
+    for row, outcome in enumerate(found.outcomes):
+        ids = batch["input_ids"][row, batch["attention_mask"][row].bool()]
+        for token in outcome.before:
+            with torch.no_grad():
+                assert int(model(ids[None]).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([token])])
+        assert outcome.flipped == (outcome.after != outcome.before)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("continuation", [1, 3])
+def test_sequence_to_sequence(family, continuation):
+    model = tiny_heads.model(family, "seq2seq", seed=11)
+    batch = tiny_heads.texts(3, seed=11)
+    found = HackAttend(share=0.3, continuation=continuation, **QUICK)(model, batch)
+    assert found.flips
+    assert all(len(outcome.before) == continuation for outcome in found.outcomes)
+    layers = {unit.layer for outcome in found.outcomes for unit in outcome.cut}
+    assert layers <= set(range(6))  # encoder, decoder and cross attention
+    forced = {**batch, "decoder_input_ids": torch.full((3, 4), 7)}
+    teacher = HackAttend(share=0.3, **QUICK)(model, forced)
+    assert all(len(outcome.before) == 4 for outcome in teacher.outcomes)
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_images(family):
+    model = tiny_heads.model(family, "image", classes=3, seed=12)
+    batch = tiny_architectures.inputs(family)
+    found = HackAttend(share=0.3, **QUICK)(model, batch, tiny_heads.own_labels(model, batch))
+    assert found.control.change == 0
+    assert any(outcome.masked for outcome in found.outcomes)
+
+
+@pytest.mark.parametrize("family", ["albert", "modernbert", "distilbert", "roberta", "electra"])
+def test_other_encoders(family):
+    method = HackAttend(share=0.2, rounds=2, prefixes=2, refine=1)
+    _, batch, _, found = attacked(family, method=method, count=2)
+    assert found.control.change == 0
+    for row, outcome in enumerate(found.outcomes):
+        special = batch["special_tokens_mask"][row].bool()
+        assert outcome.cut
+        assert not any(special[unit.query] or special[unit.key] for unit in outcome.cut)
+
+
+def test_results_round_trip_through_json():
+    *_, found = attacked(count=2)
+    again = Disruption.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+    assert again == found
+    for broken in ({}, {"format": 1}, {**found.to_dict(), "outcomes": [{}]}):
+        with pytest.raises(InputError, match="expected"):
+            Disruption.from_dict(broken)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"share": 2}, {"ranking": "best"}, {"scope": "layer"}, {"rounds": 0}, {"batch": 0},
+     {"spare": "none"}, {"continuation": 0}],
+)  # fmt: skip
+def test_wrong_settings_are_one_line(wrong):
+    with pytest.raises(InputError, match="expected"):
+        HackAttend(**wrong)
+
+
+def test_wrong_problems_are_one_line():
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(2)
+    method = HackAttend(**QUICK)
+    labels = tiny_heads.own_labels(model, batch)
+    for arguments, options in (
+        ((batch, None), {}), ((batch, labels[:1]), {}), ((batch, labels), {"ids": ["a"]}),
+        ((batch, labels), {"targets": torch.zeros(2, 3)}),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="expected"):
+            method(model, *arguments, **options)
+    with pytest.raises(InputError, match="eval"):
+        method(model.train(), batch, labels)
+    with pytest.raises(InputError, match="head"):
+        method(tiny_architectures.model("bert"), batch, labels)
+    refused = tiny_heads.model("bloom", "causal")
+    with pytest.raises(InputError, match="AttentionInterface"):
+        method(refused, batch)
+
+
+def test_what_the_search_calls_a_flip_the_judge_sees(monkeypatch):
+    """Search and judge read the same masks: none may lose a flip that the other has."""
+    from keyhole.disrupt import hack_attend
+
+    claims = []
+
+    def listening(*arguments):
+        found = original(*arguments)
+        claims.extend(found.flipped.tolist())
+        return found
+
+    original = hack_attend.rerank
+    monkeypatch.setattr(hack_attend, "rerank", listening)
+    for prefixes in (1, 3, 50):
+        method = HackAttend(share=0.1, rounds=2, prefixes=prefixes, refine=2)
+        claims.clear()
+        *_, found = attacked(method=method, classes=5, seed=4, count=8)
+        assert claims == [outcome.flipped for outcome in found.outcomes]
+        assert any(claims)
+
+
+def test_the_judge_throws_out_what_breaks_the_rules():
+    from keyhole.disrupt.budget import budget
+    from keyhole.disrupt.judge import judge
+    from keyhole.disrupt.questions import ask
+    from keyhole.disrupt.units import survey
+
+    model, batch, labels, found = attacked(seed=1)
+    question = ask(model, batch, labels)
+    units = survey(model, question)
+    cut = torch.zeros_like(units.free)
+    for row, outcome in enumerate(found.outcomes):
+        for unit in outcome.cut:
+            place = units.places[unit.layer]
+            units.at(cut, place)[row, 0, unit.head, unit.query, unit.key] = True
+    limits = budget(units, 0.2, "head", "paper")
+    honest = judge(model, question, units, cut, limits, 8).flipped
+    assert honest.tolist() == [outcome.flipped for outcome in found.outcomes]
+    tight = budget(units, 0.01, "model", "paper")
+    tight.total.zero_()
+    assert not judge(model, question, units, cut, tight, 8).flipped.any()
+    cut[:, 0] = True  # [CLS] to [CLS]
+    assert not judge(model, question, units, cut, limits, 8).flipped.any()

@@ -1,0 +1,91 @@
+"""Scores of units against doing it: naive loops, finite differences, autodiff by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference_disrupt as reference
+import torch
+
+import tiny_heads
+from keyhole.disrupt.asking import Asker
+from keyhole.disrupt.questions import ask
+from keyhole.disrupt.rankings import RANKINGS, removal, score, worth_of_cut
+from keyhole.disrupt.units import survey
+
+
+def rows(seed=0, size=6):
+    stream = torch.Generator().manual_seed(seed)
+    a = torch.randn(size, size, generator=stream, dtype=torch.float64).mul(2).softmax(-1)
+    return a, torch.randn(size, size, generator=stream, dtype=torch.float64)
+
+
+def test_removal_is_the_effect_of_removing_on_a_linear_loss():
+    a, g = rows()
+    assert np.allclose(removal(a, g), reference.removal_effect(a.numpy(), g.numpy()), atol=1e-12)
+
+
+def test_removal_is_the_first_order_effect_of_removing():
+    """A smooth loss of one row, scaled so that the step shrinks: the error falls faster."""
+    a, g = rows(1)
+    curved = torch.randn(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def loss(row):
+        return g[0] @ row + row @ curved @ row
+
+    start = a[0].clone().requires_grad_()
+    slope = torch.autograd.grad(loss(start), start)[0]
+    for j in range(6):
+        end = torch.tensor(reference.removed(a[0].numpy(), j))
+        small = 1e-6
+        moved = (loss(a[0] + small * (end - a[0])) - loss(a[0])) / small
+        assert float(removal(a[:1], slope[None])[0, j]) == pytest.approx(float(moved), abs=1e-4)
+
+
+def test_a_cut_unit_is_worth_what_its_return_takes_away():
+    a, g = rows(3)
+    back = a[0, 2]
+    without = torch.tensor(reference.removed(a[0].numpy(), 2))
+    fall = (g[0] * without).sum() - (g[0] * a[0]).sum()
+    worth = worth_of_cut(without[None], g[:1], torch.full_like(g[:1], float(back)))
+    assert float(worth[0, 2]) == pytest.approx(float(fall), abs=1e-12)
+
+
+def test_the_simple_rankings():
+    a, g = rows(4)
+    noise = torch.rand_like(a)
+    expected = {"gradient": -g, "magnitude": g.abs(), "attention": a, "random": noise,
+                "gradient*attention": -g * a, "removal": removal(a, g)}  # fmt: skip
+    assert set(expected) == set(RANKINGS)
+    for name, value in expected.items():
+        assert torch.equal(score(name, a, g, noise), value)
+
+
+def test_the_gradient_is_that_of_a_bump_on_the_probabilities():
+    """Finite differences on the model itself: one unit's probability raised by hand."""
+    from keyhole.models.masking import Untouched, rewriting
+
+    model = tiny_heads.model("bert", "classes").double()
+    batch = tiny_heads.texts(2)
+    question = ask(model, batch, tiny_heads.own_labels(model, batch))
+    units = survey(model, question)
+    asker = Asker(model, question, units, 8)
+    which = torch.arange(2)
+    a, g, margin = asker.slopes(torch.zeros_like(units.free), which, "cross-entropy")
+    small = 1e-6
+
+    class Raise(Untouched):
+        def bump(self, site, shape):
+            bump = torch.zeros(shape, dtype=torch.float64)
+            if site.index == 0:
+                bump[0, 1, 4, 5] = small
+            return bump
+
+    with torch.no_grad():
+        before = question.surprise(question.logits(model))
+        assert torch.allclose(question.margin(question.logits(model)), margin)
+        with rewriting(model, Raise()):
+            after = question.surprise(question.logits(model))
+    slope = float(units.at(g, units.places[0])[0, 0, 1, 4, 5])
+    assert slope == pytest.approx(float((after - before)[0]) / small, rel=1e-4)
+    assert torch.allclose(units.at(a, units.places[0]).sum(-1), torch.ones((), dtype=torch.float64))

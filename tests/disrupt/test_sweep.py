@@ -1,0 +1,174 @@
+"""Many examples: resumed after a kill without asking twice, and no example lost with a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import tiny_heads
+import tiny_models
+from keyhole.data import Example
+from keyhole.disrupt import Disruption, HackAttend, ModelSource, sweep
+from keyhole.errors import InputError
+
+METHOD = HackAttend(share=0.3, rounds=2, prefixes=3, refine=0)
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    where = tmp_path_factory.mktemp("model")
+    tiny_heads.model("bert", "classes", seed=1).save_pretrained(where)
+    words = tiny_models.tokenizer()
+    words.save_pretrained(where)
+    return str(where)
+
+
+def examples(count=6):
+    return [
+        Example(str(i), i % 2, " ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(5 + i % 4)))
+        for i in range(count)
+    ]
+
+
+def facts(found):
+    return [(one.id, one.right, one.flipped, one.after) for one in found.outcomes]
+
+
+def test_here_and_in_threads_and_in_order(folder):
+    here = sweep(METHOD, folder, examples(), workers=0, together=3)
+    assert [one.id for one in here.outcomes] == list("012345")
+    assert here.attacked
+    with ThreadPoolExecutor(1) as pool:
+        assert facts(sweep(METHOD, folder, examples(), pool, together=2)) == facts(here)
+
+
+def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path):
+    path = tmp_path / "run.jsonl"
+    seen = []
+    options = {"workers": 0, "resume": path, "watch": lambda *told: seen.append(told)}
+    first = sweep(METHOD, folder, examples(4), **options)
+    assert seen[-1] == (4, 4)
+    seen.clear()
+    again = sweep(METHOD, folder, examples(4), **options)
+    assert seen == []
+    assert again.outcomes == first.outcomes
+    assert Disruption.from_dict(json.loads(json.dumps(again.to_dict()))) == again
+    sweep(METHOD, folder, examples(6), **options)
+    assert seen == [(6, 6)]
+
+
+def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path):
+    path = tmp_path / "run.jsonl"
+    whole = sweep(METHOD, folder, examples(3), workers=0, resume=path, together=1)
+    text = path.read_text()
+    path.write_text(text[:-20])
+    seen = []
+    again = sweep(METHOD, folder, examples(3), workers=0, resume=path, together=1,
+                  watch=lambda *a: seen.append(a))  # fmt: skip
+    assert len(seen) == 1
+    assert facts(again) == facts(whole)
+    with pytest.raises(InputError, match="another file"):
+        sweep(HackAttend(share=0.2), folder, examples(3), workers=0, resume=path)
+    path.write_text('{"format": 1}\nno\n')
+    with pytest.raises(InputError, match="expected"):
+        sweep(METHOD, folder, examples(3), workers=0, resume=path)
+    with pytest.raises(InputError, match="expected a file"):
+        sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")
+
+
+def test_killed_in_the_middle_resumes(folder, tmp_path):
+    """SIGKILL after the first lines are on disk; the second run asks only for the rest."""
+    path = tmp_path / "run.jsonl"
+    script = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        f"sys.path[:0] = [{str(Path(__file__).parent.parent)!r}, {str(Path(__file__).parent)!r}]\n"
+        "import test_sweep as t, time\n"
+        f"t.sweep(t.METHOD, {folder!r}, t.examples(), workers=0, together=1,\n"
+        f"        resume={str(path)!r}, watch=lambda *_: time.sleep(0.3))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:
+        while not (path.exists() and path.read_text().count("\n") >= 3):
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    known = path.read_text().count("\n") - 1
+    assert 2 <= known < 6
+    seen = []
+    found = sweep(METHOD, folder, examples(), workers=0, together=1, resume=path,
+                  watch=lambda *a: seen.append(a))  # fmt: skip
+    assert len(seen) == 6 - known
+    assert facts(found) == facts(sweep(METHOD, folder, examples(), workers=0, together=1))
+
+
+class Deadly(ModelSource):
+    """A source whose loading kills the worker the first time (a marker says it did), or always."""
+
+    def load(self):
+        name, marker = self.name.split("|")
+        if marker == "always" or not Path(marker).exists():
+            if marker != "always":
+                Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ModelSource(name).load()
+
+
+def test_a_killed_worker_loses_nothing(folder, tmp_path):
+    source = Deadly(f"{folder}|{tmp_path / 'died'}")
+    found = sweep(METHOD, source, examples(3), workers=1, together=2)
+    assert (tmp_path / "died").exists()
+    assert found.failed == ()
+    assert facts(found) == facts(sweep(METHOD, folder, examples(3), workers=0))
+
+
+class Breaking(Executor):
+    """An executor that loses its workers: the first `breaks` futures, then works here."""
+
+    def __init__(self, breaks, error=BrokenExecutor):
+        self.breaks, self.error, self.asked = breaks, error, 0
+
+    def submit(self, function, /, *arguments, **options):
+        future = Future()
+        self.asked += 1
+        if self.asked <= self.breaks:
+            future.set_exception(self.error("a worker died"))
+        else:
+            future.set_result(function(*arguments, **options))
+        return future
+
+
+def test_lost_work_is_tried_again_one_by_one(folder):
+    found = sweep(METHOD, folder, examples(4), Breaking(1, RuntimeError), together=2)
+    assert found.failed == ()
+    assert facts(found) == facts(sweep(METHOD, folder, examples(4), workers=0, together=2))
+
+
+def test_what_never_works_fails_alone_with_the_reason(folder):
+    broken = Breaking(99, RuntimeError)
+    found = sweep(METHOD, folder, examples(2), broken, together=2, retries=1)
+    assert found.outcomes == ()
+    assert found.failed == (
+        ("0", "RuntimeError: a worker died"),
+        ("1", "RuntimeError: a worker died"),
+    )
+    assert broken.asked == 1 + 2 * 2
+    # A broken executor that is the caller's is not tried for ever.
+    found = sweep(METHOD, folder, examples(2), Breaking(99), together=2, retries=5)
+    assert [name for name, _ in found.failed] == ["0", "1"]
+
+
+def test_mistakes_are_the_callers(folder):
+    with pytest.raises(InputError, match="no such folder"):
+        sweep(METHOD, "/no/such/folder", examples(1), workers=0)
+    with pytest.raises(InputError, match="together"):
+        sweep(METHOD, folder, examples(1), together=0)
