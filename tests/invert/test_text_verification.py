@@ -11,7 +11,7 @@ import torch
 import tiny_models as tiny
 from keyhole import invert
 from keyhole.invert import Mark
-from keyhole.invert.text import verification
+from keyhole.invert.text import rivals, verification
 from keyhole.invert.text.attack import Target
 from keyhole.invert.text.precision import precision_of
 from keyhole.invert.text.verification import judge
@@ -202,7 +202,10 @@ def test_the_whole_leak_speaks_for_a_token(monkeypatch):
     """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=14)[0]
-    monkeypatch.setattr(verification, "_rows", lambda _t, _l, text: table[text].roll(1, dims=1))
+    for module in (verification, rivals):
+        monkeypatch.setattr(
+            module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
+        )
     values = table[ids].roll(1, dims=0)
     noise = 0.05 * float(values.std())
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=noise)
@@ -222,7 +225,8 @@ def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
         shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
         return shown
 
-    monkeypatch.setattr(verification, "_rows", rows)
+    for module in (verification, rivals):
+        monkeypatch.setattr(module, "exposed_rows", rows)
     values = rows(None, None, ids[None])[0]
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
     found = judge(target(), leak, ids.tolist())

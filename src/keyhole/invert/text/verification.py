@@ -13,8 +13,7 @@ than that may be right, but is not called verified. State the noise, and it is t
 A wrong token fails at its own position; another model or layer at all of them.
 
 A fit is not enough where the leak is coarse or a position did not leak: another token might fit as
-well. So rivals (the tokens of most similar embedding) are put in its place, and a token is verified
-only if they are excluded by the likelihood, odds of V·e¹⁰ : 1 for a vocabulary of V tokens.
+well. So rivals are put in its place, and a token is verified only if they are excluded (rivals.py).
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from keyhole.invert.leaks import Leak
 from keyhole.invert.text.attack import Target
 from keyhole.invert.text.precision import Precision, precision_of
 from keyhole.invert.text.recovery import Mark
+from keyhole.invert.text.rivals import exposed_rows, told_apart
 from keyhole.results import Status
 
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
@@ -39,10 +39,8 @@ _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
-_ALONE = 64  # positions at which rivals are tried one by one
 _TWIN = 1e-2  # embeddings nearer than this (relative) may pass for each other
 _TWINS: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-_AT_ONCE = 4096  # tokens of rival texts that go through the model in one batch
 
 
 @dataclass(frozen=True)
@@ -143,13 +141,13 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if own and leak.mask is not None:
         padding = leak.mask.to(device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
-    given = _rows(target, leak, text[None])[0]
+    given = exposed_rows(target, leak, text[None])[0]
     fit = compare(precision_of(leak), leaked, given)
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     apart, forwards = torch.ones_like(padding), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
     if coarse or bool(_twins(target)[text].any()):
-        apart, more = _rivals(target, leak, text, _misfits(fit, leaked), given, hidden)
+        apart, more = told_apart(target, leak, text, _misfits(fit, leaked), hidden)
         apart, forwards = apart | padding, forwards + more
     good = fit.good if own else fit.good.all().expand(len(ids))
     marks = tuple(
@@ -182,13 +180,6 @@ def _status(fit: Fit, marks: tuple[Mark, ...]) -> tuple[Status, str]:
     return Status.UNSOLVED, f"; {sum(not here for here in fit.good.tolist())} positions do not fit"
 
 
-def _rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
-    """What the model gives for ids (b, n), as rows."""
-    device = target.parts.device
-    mask = None if leak.mask is None else leak.mask.to(device).expand(len(ids), -1)
-    return leak.rows(target.expose(leak, ids.to(device), mask))
-
-
 def _twins(target: Target) -> Tensor:
     """Which tokens (v,) share their embedding, nearly, with another? Found once for a model.
 
@@ -209,55 +200,8 @@ def _twins(target: Target) -> Tensor:
     return twins
 
 
-def _rivals(
-    target: Target,
-    leak: Leak,
-    text: Tensor,
-    misfits: Callable[[Tensor], Tensor],
-    given: Tensor,
-    hidden: Tensor,
-) -> tuple[Tensor, int]:
-    """At which positions is the token told from its nearest rival? And the passes that took.
-
-    The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
-    lower layers of MiniLM), while all others do. So a rival is tried alone. In a long text only
-    rivals at every 64th position, together, and each is judged by its own row; the first 64 that
-    are not told so, and the first 64 positions that did not leak (`hidden`), are tried alone.
-    """
-    rival = _nearest_other(target.parts.table, text)
-    odds = 2 * (math.log(target.vocabulary) + 10)
-    size = max(1, _AT_ONCE // len(text))
-    places = torch.arange(len(text), device=text.device)
-
-    def gains(groups: Tensor) -> Tensor:
-        """How much worse each row (g, n) fits with the rivals of a group (g, n) in their places."""
-        swapped = torch.where(groups, rival, text)
-        rows = [misfits(_rows(target, leak, part)) for part in swapped.split(size)]
-        return torch.cat(rows) - misfits(given)
-
-    apart, spent = torch.zeros_like(hidden), 0
-    if len(text) > _ALONE:
-        groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
-        apart = (groups & (gains(groups) > odds)).any(0)
-        spent = len(groups)
-    for part in (hidden, ~apart & ~hidden):
-        tried = part.nonzero().flatten()[:_ALONE]
-        if len(tried):
-            apart[tried] = gains(places == tried[:, None]).sum(-1) > odds
-            spent += len(tried)
-    return apart, spent
-
-
-def _nearest_other(table: Tensor, text: Tensor) -> Tensor:
-    """For each token the other one whose embedding points most nearly the same way."""
-    directions = torch.nn.functional.normalize(table.float(), dim=-1)
-    rivals: list[Tensor] = []
-    for part in text.split(64):
-        likeness = directions[part] @ directions.T
-        rivals.append(likeness.scatter_(1, part[:, None], -2.0).argmax(-1))
-    return torch.cat(rivals)
-
-
 def _misfits(fit: Fit, leaked: Tensor) -> Callable[[Tensor], Tensor]:
     """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked."""
-    return lambda given: ((given - leaked) / fit.sigma).square().nan_to_num(nan=0.0).sum(-1)
+    seen = leaked.isfinite()
+    weights, known = torch.where(seen, 1 / fit.sigma, 0.0), leaked.nan_to_num()
+    return lambda given: ((given - known) * weights).square().sum(-1)
