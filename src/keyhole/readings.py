@@ -40,7 +40,7 @@ class Readings:
     """The texts read from one exposure in one precision: a cell of the exposure matrix."""
 
     kind: str
-    layer: int | None
+    layer: int
     precision: str
     readings: tuple[Reading, ...]
 

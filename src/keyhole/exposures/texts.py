@@ -149,7 +149,8 @@ def _run(
         readings = tuple(
             _reading(tokenizer, text, one) for text, one in zip(target.texts, found, strict=True)
         )
-        cells.append(Readings(one.kind, layer, precision, readings))
+        above = anatomy(model).layers if layer is None else layer  # pooling is done at the top
+        cells.append(Readings(one.kind, above, precision, readings))
     status, reason = _verdict(cells)
     return Finding(
         surface=surface,

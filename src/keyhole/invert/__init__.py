@@ -13,6 +13,7 @@ from keyhole.invert.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.layers import Amplification, Layer, Layers, LayersInversion
 from keyhole.invert.lbfgs import LBFGS
+from keyhole.invert.leaking import degrade, leak_of
 from keyhole.invert.leaks import (
     AttentionMaps,
     AttentionOutput,
@@ -67,12 +68,14 @@ __all__ = [
     "TokenByToken",
     "bounds",
     "certify",
+    "degrade",
     "gauss_newton_product",
     "gradient",
     "hessian",
     "hessian_blocks",
     "hessian_product",
     "jacobian",
+    "leak_of",
     "load_leak",
     "loss",
     "mean_field",

@@ -72,8 +72,8 @@ def colour(finding: Finding) -> str:
 class Matrix:
     """The exposure matrix of one model: kind of exposure × layer, a cell for each precision."""
 
-    layers: list[int | None]
-    rows: dict[str, dict[int | None, tuple[Readings, ...]]]
+    layers: list[int]
+    rows: dict[str, dict[int, tuple[Readings, ...]]]
 
 
 def matrices(audit: Audit) -> dict[str, Matrix]:
@@ -86,7 +86,7 @@ def matrices(audit: Audit) -> dict[str, Matrix]:
         matrix = found.setdefault(finding.surface, Matrix([], {}))
         if layer not in matrix.layers:
             matrix.layers.append(layer)
-            matrix.layers.sort(key=lambda one: (one is None, one or 0))
+            matrix.layers.sort()
         kind = finding.exposure.removesuffix(f" of layer {layer}")
         matrix.rows.setdefault(kind, {})[layer] = finding.texts
     return found
