@@ -69,6 +69,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
     parser.add_argument("--donor", type=Path)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
@@ -226,6 +227,10 @@ class Bench:
         done = self.fit(model, method, seed, self.options.sentences, self.options.epochs)
         known["training"] = asdict(done)
         tell(f"{name}, seed {seed}: {done.steps} steps in {done.seconds:.0f} s {done.reason}")
+        if self.options.save_only:
+            self.save(model, name, seed)
+            yield Row(f"{name}, seed {seed}", "saved", details=f"{self.options.save}")
+            return
         donors = {"plain, another seed": self.donor(seed)}
 
         def watch(found: Evaluation) -> None:
