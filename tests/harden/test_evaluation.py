@@ -1,0 +1,203 @@
+"""What a model withstands: masks of its own, of others, for wrong labels, and none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_classifiers as small
+import tiny_models
+from keyhole.disrupt import HackAttend, Unit
+from keyhole.errors import InputError
+from keyhole.harden import Evaluation, Plain, attack, evaluate, train
+from keyhole.harden.attack_masks import Cuts
+from keyhole.harden.evaluate import Table, lowered, lowering, raised, transferred, wrong_labels
+from keyhole.models.masking import rewriting
+
+LIGHT = HackAttend(share=0.1, rounds=3, prefixes=4, refine=2, batch=32)
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tiny_models.tokenizer()
+
+
+def classifier(seed=0, labels=2):
+    return small.model(seed=seed, labels=labels, dropout=0.0).eval().requires_grad_(False)
+
+
+def own(model, words, count=12):
+    """Examples whose labels are the model's own answers, but for the last two."""
+    table = Table(model, words, small.examples(count))
+    said = {}
+    for part, batch, _ in table.batches():
+        said.update(zip([one.id for one in part], table.predicted(batch).tolist(), strict=True))
+    kept = [replace(one, label=said[one.id]) for one in table.examples]
+    return [*kept[:-2], *(replace(one, label=1 - one.label) for one in kept[-2:])]
+
+
+def test_masks_transferred_to_the_same_model_flip_what_they_flipped(words):
+    model = classifier(seed=1)
+    examples = own(model, words)
+    found = attack(model, examples, words, LIGHT, together=5)
+    assert [outcome.id for outcome in found.outcomes] == [one.id for one in examples]
+    assert found.flips
+    # Other batches, so other padding.
+    again = transferred(Table(model, words, examples, together=7), found)
+    assert (again.examples, again.flips) == (len(found.attacked), found.flips)
+
+
+def test_only_examples_that_both_get_right_are_counted(words):
+    model, donor = classifier(seed=1), classifier(seed=2)
+    examples = own(model, words)
+    found = attack(donor, examples, words, LIGHT)
+    mine = attack(model, examples, words, LIGHT)
+    both = [a.right and b.right for a, b in zip(found.outcomes, mine.outcomes, strict=True)]
+    measured = transferred(Table(model, words, examples), found)
+    assert measured.examples == sum(both)
+    flips = 0
+    for one, outcome, counts in zip(examples, found.outcomes, both, strict=True):
+        if counts:
+            flips += flips_alone(model, words, one, outcome.cut)
+    assert measured.flips == flips
+
+
+def flips_alone(model, words, example, cut):
+    """The donor's units, set one by one, on one sentence without any padding."""
+    (_, batch, labels) = next(iter(Table(model, words, [example]).batches()))
+    inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+    n = inputs["input_ids"].shape[1]
+    cuts = Cuts()
+    cuts.made = [torch.zeros(1, 4, n, n, dtype=torch.bool) for _ in range(2)]
+    for unit in cut:
+        cuts.made[unit.layer][0, unit.head, unit.query, unit.key] = True
+    with rewriting(model, cuts), torch.no_grad():
+        return int(model(**inputs).logits.argmax()) != int(labels)
+
+
+def test_a_donor_with_other_layers_is_refused(words):
+    model = classifier(seed=1)
+    examples = own(model, words)
+    found = attack(model, examples, words, replace(LIGHT, share=0.0))
+    deeper = [replace(one, cut=(Unit(2, 0, 1, 1),)) for one in found.outcomes]
+    found = replace(found, outcomes=tuple(deeper))
+    with pytest.raises(InputError, match="same layers and heads"):
+        transferred(Table(model, words, examples), found)
+
+
+@pytest.mark.parametrize("labels", [2, 3])
+def test_wrong_label_masks_never_read_the_labels(words, labels):
+    model = classifier(seed=1, labels=labels)
+    examples = small.examples(6)
+    turned = [replace(one, label=1 - one.label) for one in examples]
+    made = []
+    for given in (examples, turned):
+        part, batch, _ = next(Table(model, words, given).batches())
+        wrong = wrong_labels(model, batch, part, seed=3)
+        made.append((wrong, lowering(model, batch, wrong, LIGHT).made))
+        assert (wrong != Table(model, words, given).predicted(batch)).all()
+    assert torch.equal(made[0][0], made[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(made[0][1], made[1][1], strict=True))
+    assert sum(int(cut.sum()) for cut in made[0][1]) > 0
+
+
+def test_lowered_masks_lower_the_wrong_label(words):
+    model = classifier(seed=1)
+    part, batch, _ = next(Table(model, words, small.examples(12)).batches())
+    wrong = wrong_labels(model, batch, part, seed=0)
+    inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+
+    def sure():
+        with torch.no_grad():
+            return model(**inputs).logits.softmax(-1).gather(1, wrong[:, None]).mean()
+
+    before = sure()
+    cuts = lowering(model, batch, wrong, LIGHT)
+    with rewriting(model, cuts):
+        assert sure() < before
+    assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_raised_masks_flip_what_a_targeted_attack_flips(words):
+    """With two classes the wrong label is the other one."""
+    model = classifier(seed=1)
+    examples = own(model, words)
+    found = raised(Table(model, words, examples), LIGHT, seed=0)
+    batches = Table(model, words, examples).batches()
+    flips = sum(
+        LIGHT(model, batch, labels, targets=1 - labels).flips for _, batch, labels in batches
+    )
+    assert (found.examples, found.flips) == (len(examples) - 2, flips)
+    assert flips
+
+
+def test_no_budget_flips_nothing(words):
+    model = classifier(seed=1)
+    examples = own(model, words)
+    nothing = replace(LIGHT, share=0.0)
+    donor = attack(classifier(seed=2), examples, words, nothing)
+    found = evaluate(
+        model, examples, words, attacks={"k = 0": nothing}, donors={"k = 0": donor},
+        wrong_label=nothing,
+    )  # fmt: skip
+    parts = [*found.attacks.values(), *found.transferred.values(), *found.wrong_label.values()]
+    assert len(parts) == 4
+    assert [one.flips for one in parts] == [0, 0, 0, 0]
+    assert found.accuracy == pytest.approx(10 / 12)
+    assert lowered(Table(model, words, examples), nothing, 0).examples == 10
+
+
+def test_everything_in_one_and_as_json(words):
+    model = classifier(seed=1)
+    examples = own(model, words)
+    donor = attack(classifier(seed=2), examples[:6], words, LIGHT)
+    told = []
+    found = evaluate(
+        model, examples, words, attacks={"stronger": LIGHT}, donors={"other": donor},
+        wrong_label=LIGHT, attacked=6, watch=told.append,
+    )  # fmt: skip
+    assert [len(one.attacks) + len(one.transferred) + len(one.wrong_label) for one in told] == [
+        1, 2, 3, 4,
+    ]  # fmt: skip
+    alone = attack(model, examples[:6], words, LIGHT)
+    assert found.attacks["stronger"].success == alone.success
+    assert found.attacks["stronger"].queries == alone.queries
+    assert (found.examples, found.attacks["stronger"].examples) == (12, 6)
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    with pytest.raises(InputError, match="format"):
+        Evaluation.from_dict({**found.to_dict(), "format": 0})
+    with pytest.raises(InputError, match="expected an evaluation"):
+        Evaluation.from_dict({"format": 1})
+
+
+def test_pools_hold_every_example_once_and_less_padding(words):
+    """Texts of two lengths: in pools, a batch holds one length (but for the one between)."""
+    examples = [
+        replace(one, text=one.text if number % 2 else f"{one.text} {one.text}")
+        for number, one in enumerate(small.examples(32))
+    ]
+    seen = {}
+
+    class Counting:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, texts, **options):
+            seen.setdefault(self.name, []).append(texts)
+            return words(texts, **options)
+
+    for pool in (1, 4):
+        model = small.model(labels=2)
+        train(model, Counting(pool), examples, Plain(), epochs=1, batch=8, pool=pool)
+    for batches in seen.values():
+        assert sorted(text for texts in batches for text in texts) == sorted(
+            one.text for one in examples
+        )
+
+    def mixed(batches):
+        return sum(len({len(text) > 40 for text in texts}) > 1 for texts in batches)
+
+    assert mixed(seen[4]) <= 1 < mixed(seen[1])
