@@ -38,15 +38,13 @@ class EncoderStates:
     """Text from an encoder's hidden states.
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes, and as many again from the best text at each of `restarts`.
-    Then `candidates` tokens are tried at each position, in at most `sweeps` sweeps. `samples`
-    random tokens fit the map (None: 48 for each number in a hidden state). `batch` is how many go
-    through the model at once.
+    `steps` forward–backward passes. Then `candidates` tokens are tried at each position, in at most
+    `sweeps` sweeps. `samples` random tokens fit the map (None: 48 for each number in a hidden
+    state). `batch` is how many tokens go through the model at once.
     """
 
     feedback: int = 8
-    rounds: int = 24
-    restarts: int = 2
+    rounds: int = 48
     steps: int = 4
     flips: int = 3
     candidates: int = 8
@@ -75,9 +73,6 @@ class EncoderStates:
             texts.begin(framed)
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
-            for _ in range(self.restarts):
-                texts.restart()
-                yield from self._by_search(texts, back)
             if self.candidates and self.sweeps:
                 yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
             yield from texts.leave(texts.well_framed())

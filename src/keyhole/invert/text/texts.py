@@ -239,12 +239,6 @@ class Texts:
         self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
         self.good = ~self.mask
 
-    def restart(self) -> None:
-        """Begin again at the best tokens' own embeddings: most are right, and now exactly so."""
-        self.estimates, self.ids = self.table.vectors[self.best_ids], self.best_ids.clone()
-        self.good = ~self.mask
-        self.stale = torch.zeros_like(self.stale)
-
     def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """The loss at embeddings start + z·root, and its gradient in z; fixed tokens stay."""
         fixed = self.table.vectors[self.ids]
