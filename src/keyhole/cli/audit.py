@@ -111,11 +111,11 @@ def _opened(
     device: str,
 ) -> tuple[dict[str, Oracle], dict[str, TextTarget]]:
     """The endpoints and the models that a target consists of."""
+    from keyhole.data import read_texts
     from keyhole.exposures.texts import TextTarget
     from keyhole.models.box import TEXTS, load_box
     from keyhole.models.loading import load_model, names_model
     from keyhole.oracle.target import DEMO, open_surfaces
-    from keyhole.texts import read_texts
 
     model = names_model(target)
     if data is not None and not model and target != DEMO:
