@@ -59,7 +59,7 @@ def read_examples(
     """Examples of a file, or of a dataset on the hub.
 
     `text` names one or two columns of a table, `label` another; `names` are the classes' names in
-    order, where the table holds names instead of numbers. `split` is for the hub alone. Where
+    order, where a table may hold names instead of numbers. `split` is for the hub alone. Where
     `labelled` is False, examples may come without a label (NO_LABEL).
     """
     given = tuple(name for name in ((text,) if isinstance(text, str) else text) if name)
@@ -78,8 +78,8 @@ def read_examples(
 
 
 def read_texts(path: str | Path, column: str | None = None, limit: int | None = None) -> list[str]:
-    """The first `limit` texts of a file, whether or not they have labels."""
-    found = read_examples(path, text=column or (), limit=limit, labelled=False)
+    """The first `limit` texts of a file, whatever labels they may have."""
+    found = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
     return [one.text.strip() for one in found]
 
 
@@ -111,11 +111,11 @@ class _Columns:
         return Example(where, NO_LABEL, text)
 
     def _class(self, value: Any, where: str) -> int:
-        if self.names:
-            if str(value) not in self.names:
-                known = ", ".join(self.names)
-                raise InputError(f"expected a class among {known} in {where}, got {value!r}")
+        if str(value) in self.names:
             return self.names.index(str(value))
+        if self.names and not str(value).lstrip("-").isdecimal():
+            known = ", ".join(self.names)
+            raise InputError(f"expected a class among {known} in {where}, got {value!r}")
         return _number(value, where)
 
 
