@@ -124,11 +124,12 @@ class _Data:
     def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
         """Texts to read back, and examples to flip where the model is a classifier."""
         from keyhole.data import read_examples, read_texts
+        from keyhole.models.loading import class_names
 
         texts = read_texts(self.file, self.column, self.texts)
         if not type(loaded.model).__name__.endswith("ForSequenceClassification"):
             return texts, []
-        names = [str(name) for _, name in sorted(loaded.model.config.id2label.items())]
+        names = class_names(loaded.model.config)
         return texts, read_examples(
             self.file, text=self.column or (), label=self.label, names=names, limit=self.flips,
             labelled=False,

@@ -42,16 +42,16 @@ class Attacker:
     remedy: str
 
 
-_TRAIN = "Take no attention masks from clients; train with keyhole harden, and measure again."
+REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
 ATTACKERS = (
     Attacker("1% of each head's attention cut", lambda s: HackAttend(SHARE, seed=s, **_BRIEF),
-             _TRAIN),
+             REMEDY),
     Attacker("1% of all attention cut",
-             lambda s: HackAttend(SHARE, scope="model", seed=s, **_BRIEF), _TRAIN),
+             lambda s: HackAttend(SHARE, scope="model", seed=s, **_BRIEF), REMEDY),
     Attacker("1% of each head's attention cut, as in the paper",
-             lambda s: HackAttend.as_released(SHARE, seed=s), _TRAIN),
+             lambda s: HackAttend.as_released(SHARE, seed=s), REMEDY),
     Attacker("1% of each head's attention cut at random",
              lambda s: HackAttend.as_released(SHARE, ranking="random", order="random", seed=s),
              _CHANCE),

@@ -121,18 +121,27 @@ def load_model(
 
 def task_of(name: str | Path) -> str:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
-    where, options = _source(str(name), allow_pickle=True)
-    if "gguf_file" in options:
+    if Path(name).suffix == ".gguf":
         return "causal"
-    make = transformers().AutoConfig.from_pretrained
-    config = _quietly(
-        lambda: make(where, **options, trust_remote_code=False), f"a configuration in {name}"
-    )
-    for architecture in config.architectures or ():
+    for architecture in load_config(name).architectures or ():
         for ending, task in _HEADS.items():
             if str(architecture).endswith(ending):
                 return task
     return "base"
+
+
+def load_config(name: str | Path) -> Any:
+    """A checkpoint's configuration alone."""
+    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
+    make = transformers().AutoConfig.from_pretrained
+    return _quietly(
+        lambda: make(where, **options, trust_remote_code=False), f"a configuration in {name}"
+    )
+
+
+def class_names(config: Any) -> list[str]:
+    """What a classifier's configuration calls its classes, in order."""
+    return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
 
 
 def _placed(model: Any, device: str | torch.device) -> Any:
@@ -151,6 +160,16 @@ def load_tokenizer(name: str | Path) -> Any:
     if words.pad_token is None:
         words.pad_token = words.eos_token
     return words
+
+
+def save(loaded: Loaded, folder: str | Path) -> None:
+    """Weights as safetensors, configuration and tokenizer: what `load_model` takes."""
+
+    def write() -> None:
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+    _quietly(write, f"a folder to write in {folder}")
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
