@@ -221,33 +221,8 @@ WRONG = {
     "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
     "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
     "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
-    "a random head": (
-        ["disrupt", "headless", "--data", "dev.tsv", "--task", "classification"],
-        2,
-        "expected a trained head",
-    ),
-    "no examples": (["disrupt", "headless", "--task", "classification"], 2, "expected --data"),
-    "no such class": (["disrupt", "demo", "--target", "7"], 2, "expected a target from 0 to 1"),
-    "bad share": (["disrupt", "demo", "--share", "2"], 2, "expected a share from 0 to 1"),
     "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
-    "no choices": (
-        ["disrupt", "demo", "--data", "dev.tsv", "--task", "choice"],
-        2,
-        "expected choices in",
-    ),
-    "another's journal": (
-        ["disrupt", "demo", "--resume", "dev.tsv"],
-        2,
-        "expected JSON in dev.tsv",
-    ),
-    "no cluster": (["disrupt", "demo", "--dask", "tcp://127.0.0.1:9"], (2, 3), "expected"),
-    "no device": (["disrupt", "demo", "--device", "cuda:77"], 2, "expected a device"),
     "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
-    "rate of another method": (
-        ["harden", "demo", "--data", "dev.tsv", "--out", "o", "--method", "r3f", "--rate", "0.1"],
-        2,
-        "expected --rate with --method sattend",
-    ),
     "over another folder": (
         ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
         2,
@@ -274,7 +249,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
     )
     save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
     done = keyhole(*arguments, cwd=tmp_path)
-    assert done.returncode in (code if isinstance(code, tuple) else (code,)), done.stderr
+    assert done.returncode == code
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert re.search(words, done.stderr)

@@ -243,7 +243,7 @@ def _cluster(address: str | None) -> Generator[tuple[Executor | None, int]]:
         return
     try:
         library = importlib.import_module("distributed")
-    except ModuleNotFoundError as missing:
+    except ImportError as missing:
         raise InputError(
             "expected distributed for --dask, got none: pip install 'keyhole[cluster]'"
         ) from missing
