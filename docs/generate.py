@@ -23,8 +23,8 @@ from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 ORDER = (
-    "audit", "extract", "invert", "invert problem", "invert text", "capture", "report", "plant",
-    "serve",
+    "audit", "extract", "invert", "invert problem", "invert text", "capture", "disrupt", "harden",
+    "report", "plant", "serve",
 )  # fmt: skip
 
 

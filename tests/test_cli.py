@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_classifiers
 import tiny_models as tiny
 from keyhole import invert, oracle
 from keyhole.cli import app
@@ -219,6 +220,14 @@ WRONG = {
     "no leak": (["invert", "text", "demo", "text.txt"], 2, "expected a leak file"),
     "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
     "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
+    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
+    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
+    "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
+    "over another folder": (
+        ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
+        2,
+        "expected a new folder",
+    ),
     "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
 }
 
@@ -228,6 +237,10 @@ def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
     (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na fine film\t1\nbad\t0\n")
+    (tmp_path / "five.tsv").write_text("sentence\tlabel\na fine film\t5\n")
+    if "headless" in arguments:
+        tiny.save("bert", tmp_path / "headless")
     invert.plant(3, 2, symmetric=True)[0].save(tmp_path / "p.safetensors")
     eye = torch.eye(2, dtype=torch.float64)
     metadata = {"keyhole": "1", "kind": "head"}
@@ -260,9 +273,21 @@ def test_help_ends_with_an_example(command, tmp_path):
     assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
 
 
+def classifier(folder: Path, count: int = 24) -> Path:
+    """A small classifier with files to train it and to flip it."""
+    name = folder / "my-classifier"
+    tiny_classifiers.model(labels=2).save_pretrained(name)
+    tiny.tokenizer().save_pretrained(name)
+    for seed, file in enumerate(("train.tsv", "dev.tsv")):
+        rows = [f"{one.text}\t{one.label}\n" for one in tiny_classifiers.examples(count, seed)]
+        (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
+    return name
+
+
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
 def test_the_examples_run(command, tmp_path):
     tiny.save("bert", tmp_path / "my-model")  # the examples' own
+    classifier(tmp_path)
     (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
     (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
     text = keyhole(*command.split(), "--help", cwd=tmp_path).stdout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from keyhole.data import read_texts
 from keyhole.errors import InputError
-from keyhole.texts import read_texts
 
 FILES = {
     "lines": ("t.txt", 'one "text"\n\n two \n', ['one "text"', "two"]),
@@ -29,7 +29,11 @@ def test_a_column_by_name(tmp_path):
 
 WRONG = {
     "nothing": ("t.txt", "\n\n", "expected texts in"),
-    "no column": ("t.tsv", "a\tb\nx\ty\n", "expected a column sentence or text in t.tsv, got a, b"),
+    "no column": (
+        "t.tsv",
+        "a\tb\nx\ty\n",
+        "expected a column sentence or text in t.tsv:2, got a, b",
+    ),
     "no object": ("t.jsonl", '"a"\n', None),
     "broken": ("t.jsonl", '{"text": "a"}\n{"text\n', r"expected JSON in t.jsonl:2"),
     "a number": ("t.jsonl", '{"text": 3}\n', "expected a column"),

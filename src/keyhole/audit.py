@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any
 
 from keyhole.errors import InputError
-from keyhole.exposures import inputs, texts, weights
+from keyhole.exposures import flips, inputs, texts, weights
 from keyhole.exposures.family import Watch
 from keyhole.exposures.texts import TextTarget
 from keyhole.oracle import Oracle, identity_of
 from keyhole.results import FORMAT, Finding, Skip, Status, environment
 
 ENDPOINTS = (weights.check, inputs.check)
-MODELS = (texts.check,)
+MODELS = (texts.check, flips.check)
 
 
 @dataclass(frozen=True)

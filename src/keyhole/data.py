@@ -1,10 +1,11 @@
-"""Labelled examples from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
+"""Examples and texts from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
 
 A file is told by what is in it, not by its name:
 
 | kind | file | one example |
 |---|---|---|
 | table | CSV, TSV (with a header) or JSONL | the text column(s) and the label column; SST-2 is `sentence`, `label` |
+| texts | .txt, or JSONL of strings | a line, without a label |
 | hellaswag | JSONL | `ctx`, `endings`, `label` |
 | dream | JSON | `[[turns], [{question, choice, answer}], id]`, one example a question |
 | reclor | JSON | `{context, question, answers, label}` |
@@ -30,6 +31,7 @@ from torch import Tensor
 from keyhole.errors import InputError
 
 TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
+NO_LABEL = -1  # of an example that came without one
 Batch = dict[str, Tensor]
 
 
@@ -52,24 +54,33 @@ def read_examples(
     names: Sequence[str] = (),
     split: str = "validation",
     limit: int | None = None,
+    labelled: bool = True,
 ) -> list[Example]:
     """Examples of a file, or of a dataset on the hub.
 
     `text` names one or two columns of a table, `label` another; `names` are the classes' names in
-    order, where the table holds names instead of numbers. `split` is for the hub alone.
+    order, where a table may hold names instead of numbers. `split` is for the hub alone. Where
+    `labelled` is False, examples may come without a label (NO_LABEL).
     """
-    columns = _Columns((text,) if isinstance(text, str) else tuple(text), label, tuple(names))
+    given = tuple(name for name in ((text,) if isinstance(text, str) else text) if name)
+    columns = _Columns(given, label, tuple(names), labelled)
     path = Path(source)
     if path.is_file():
         found = _from_file(path, columns)
-    elif path.exists() or path.suffix in (".tsv", ".csv", ".json", ".jsonl"):
-        raise InputError(f"expected a file of examples, got {source}: there is no such file")
+    elif path.exists() or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
+        raise InputError(f"expected a file with texts, got {source}: there is no such file")
     else:
         found = _from_hub(str(source), split, columns)
-    examples = list(islice(found, limit))
+    examples = list(islice((one for one in found if one.text.strip()), limit))
     if not examples:
-        raise InputError(f"expected examples in {source}, got none")
+        raise InputError(f"expected texts in {source}, got none")
     return examples
+
+
+def read_texts(path: str | Path, column: str | None = None, limit: int | None = None) -> list[str]:
+    """The first `limit` texts of a file, whatever labels they may have."""
+    found = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
+    return [one.text.strip() for one in found]
 
 
 @dataclass(frozen=True)
@@ -79,21 +90,32 @@ class _Columns:
     text: tuple[str, ...]
     label: str
     names: tuple[str, ...]
+    labelled: bool = True
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        text = self.text or tuple(name for name in TEXT_COLUMNS if name in row)[:1]
+        named = (name for name in TEXT_COLUMNS if isinstance(row.get(name), str))
+        text = self.text or tuple(named)[:1]
         if not text or len(text) > 2:
-            raise InputError(f"expected one or two text columns in {where}, got {', '.join(row)}")
+            wanted = " or ".join(TEXT_COLUMNS)
+            raise InputError(f"expected a column {wanted} in {where}, got {', '.join(row)}")
         texts = [_field(row, name, str, where) for name in text]
-        number = self._class(_field(row, self.label, object, where), where)
+        number = NO_LABEL
+        if self.labelled or self.label in row:
+            number = self._class(_field(row, self.label, object, where), where)
         return Example(where, number, texts[0], texts[1] if len(texts) > 1 else "")
 
+    def plain(self, text: str, where: str) -> Example:
+        """A line that is a text and nothing else."""
+        if self.labelled:
+            raise InputError(f"expected an object with a label in {where}, got {text[:40]!r}")
+        return Example(where, NO_LABEL, text)
+
     def _class(self, value: Any, where: str) -> int:
-        if self.names:
-            if str(value) not in self.names:
-                known = ", ".join(self.names)
-                raise InputError(f"expected a class among {known} in {where}, got {value!r}")
+        if str(value) in self.names:
             return self.names.index(str(value))
+        if self.names and not str(value).lstrip("-").isdecimal():
+            known = ", ".join(self.names)
+            raise InputError(f"expected a class among {known} in {where}, got {value!r}")
         return _number(value, where)
 
 
@@ -126,9 +148,12 @@ def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"expected a text file, got {path}: {error}") from error
+        raise InputError(f"expected a file with texts, got {path}: {error}") from error
     if path.suffix in (".csv", ".tsv"):
         return _table(text, path, columns)
+    if path.suffix not in (".json", ".jsonl"):
+        lines = enumerate(text.split("\n"), 1)
+        return (columns.plain(line, f"{path.name}:{n}") for n, line in lines if line.strip())
     if text.lstrip().startswith("["):
         return _entries(text, path)
     return _lines(text, path, columns)
@@ -166,6 +191,8 @@ def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
             yield _reclor(row, where)
         elif isinstance(row, dict):
             yield columns.example(cast("dict[str, Any]", row), where)
+        elif isinstance(row, str):
+            yield columns.plain(row, where)
         else:
             raise InputError(f"expected an object in {where}, got {line[:40]!r}")
 
@@ -261,6 +288,7 @@ def encode(
     options: dict[str, Any] = {
         "padding": True, "truncation": longest is not None, "max_length": longest,
         "return_special_tokens_mask": True, "return_tensors": "pt",
+        "padding_side": "right",  # so that a unit's number is its token's, whatever its neighbours
     }  # fmt: skip
     width = widths.pop()
     if width:

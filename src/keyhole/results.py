@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from keyhole.cuts import Cut
 from keyhole.errors import InputError
 from keyhole.oracle.storage import Planted, from_tensors, save
 from keyhole.readings import Readings
@@ -147,7 +148,8 @@ class Finding:
     """One exposure of a target, and what one attack made of it.
 
     `surface` names the endpoint where a target has several, `sought` is what the attacker is after;
-    `texts`, where that is text, shows it as it was and as it came back, in each precision.
+    `texts`, where that is text, shows it as it was and as it came back, in each precision; `cuts`,
+    where it is a prediction, where attention was cut for it.
     """
 
     exposure: str
@@ -164,6 +166,7 @@ class Finding:
     surface: str = ""
     sought: str = "weights"
     texts: tuple[Readings, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def exposed(self) -> bool:
@@ -178,6 +181,7 @@ class Finding:
             status=Status(finding.status),
             trace=_points(data["trace"]),
             texts=tuple(Readings.from_dict(one) for one in data["texts"]),
+            cuts=tuple(Cut.from_dict(one) for one in data.get("cuts", ())),
         )
 
 

@@ -68,7 +68,7 @@ def test_reclor(tmp_path):
     [
         ("a.tsv", "sentence\tlabel\nfine\t1\nbad\n", "a.tsv:3"),
         ("a.tsv", "sentence\tlabel\nfine\tyes\n", "number in a.tsv:2, got 'yes'"),
-        ("a.tsv", "words\tlabel\nfine\t1\n", "text columns in a.tsv:2"),
+        ("a.tsv", "words\tlabel\nfine\t1\n", "column sentence or text in a.tsv:2"),
         ("a.tsv", "sentence\tclass\nfine\t1\n", "'label' in a.tsv:2"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text"\n', "a.jsonl:2"),
         ("a.jsonl", "3\n", "a.jsonl:1"),

@@ -74,7 +74,8 @@ def test_a_causal_model_skips_what_cannot_be_read():
     assert {"hidden states of layer 2", "keys and values of layer 0"} <= names
     hidden = [one for one in found.findings if "hidden" in one.exposure or "keys" in one.exposure]
     assert all(one.status is Status.RECOVERED for one in hidden), [one.reason for one in hidden]
-    assert {skip.exposure for skip in found.skips} == {"attention maps", "pooled embedding"}
+    missed = {"attention maps", "pooled embedding", "attention cut"}
+    assert {skip.exposure for skip in found.skips} == missed
 
 
 def test_layers_by_wish():

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 
+import tiny_classifiers
 import tiny_models as tiny
 from keyhole.errors import InputError
 from keyhole.models import Exposure, capture, identity, load_model
+from keyhole.models.loading import task_of
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,24 @@ def test_identity_is_the_weights_and_the_shape_not_the_head():
 
 
 def test_a_task_adds_a_head(folder):
-    assert load_model(folder, task="classification").model.config.num_labels == 2
+    made = load_model(folder, task="classification", new_head=3).model
+    assert made.config.num_labels == 3
+    with pytest.raises(InputError, match="expected a trained head for classification"):
+        load_model(folder, task="classification")  # it would be random
     with pytest.raises(InputError, match="a task among base"):
         load_model(folder, task="poetry")
+
+
+def test_the_task_of_a_checkpoint(folder, tmp_path):
+    assert task_of(folder) == "base"
+    tiny_classifiers.model().save_pretrained(tmp_path)
+    assert task_of(tmp_path) == "classification"
+    assert load_model(tmp_path, task="classification", tokenizer=False).model.config.num_labels == 3
+
+
+def test_a_device_that_is_not_there(folder):
+    with pytest.raises(InputError, match="expected a device"):
+        load_model(folder, device="cuda:77")
 
 
 def test_pickled_weights_are_refused_unless_asked_for(folder, tmp_path):

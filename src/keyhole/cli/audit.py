@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,9 @@ from keyhole.console import Show, people, progress, say
 from keyhole.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
+    from keyhole.data import Example
     from keyhole.exposures.texts import TextTarget
+    from keyhole.models import Loaded
     from keyhole.oracle import Oracle
 
 
@@ -47,8 +50,13 @@ def audit(
             "column sentence or text.",
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(help="How many of them.")] = 3,
+    texts: Annotated[int, typer.Option(help="How many of them to read back.")] = 3,
+    flips: Annotated[int, typer.Option(help="How many of a classifier's answers to flip.")] = 12,
     column: Annotated[str | None, typer.Option(help="The column that holds them.")] = None,
+    label: Annotated[
+        str,
+        typer.Option(help="The column of the right classes; without it, the model's own answers."),
+    ] = "label",
     layers: Annotated[
         str | None, typer.Option(help="Layers to look at, such as 1,6,12; by default a few.")
     ] = None,
@@ -70,7 +78,8 @@ def audit(
     from keyhole.results import dump, write_text
 
     bars: dict[str, Show] = {}
-    surfaces, models = _opened(target, data, texts, column, _numbers(layers), device)
+    asked = None if data is None else _Data(data, texts, flips, column, label)
+    surfaces, models = _opened(target, asked, _numbers(layers), device)
     with ready_surfaces(surfaces, None, ledger) as ready, progress("done") as track:
 
         def watch(attack: str, count: int, expected: int | None) -> None:
@@ -102,20 +111,39 @@ def _numbers(layers: str | None) -> list[int] | None:
         raise InputError(f"expected layers such as 1,6,12, got {layers}") from None
 
 
+@dataclass(frozen=True)
+class _Data:
+    """Which part of a file is tried, and with which columns."""
+
+    file: Path
+    texts: int
+    flips: int
+    column: str | None
+    label: str
+
+    def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
+        """Texts to read back, and examples to flip where the model is a classifier."""
+        from keyhole.data import read_examples, read_texts
+        from keyhole.models.loading import class_names
+
+        texts = read_texts(self.file, self.column, self.texts)
+        if not type(loaded.model).__name__.endswith("ForSequenceClassification"):
+            return texts, []
+        names = class_names(loaded.model.config)
+        return texts, read_examples(
+            self.file, text=self.column or (), label=self.label, names=names, limit=self.flips,
+            labelled=False,
+        )  # fmt: skip
+
+
 def _opened(
-    target: str,
-    data: Path | None,
-    count: int,
-    column: str | None,
-    layers: list[int] | None,
-    device: str,
+    target: str, data: _Data | None, layers: list[int] | None, device: str
 ) -> tuple[dict[str, Oracle], dict[str, TextTarget]]:
     """The endpoints and the models that a target consists of."""
     from keyhole.exposures.texts import TextTarget
-    from keyhole.models.box import TEXTS, load_box
-    from keyhole.models.loading import load_model, names_model
+    from keyhole.models import box
+    from keyhole.models.loading import load_model, names_model, task_of
     from keyhole.oracle.target import DEMO, open_surfaces
-    from keyhole.texts import read_texts
 
     model = names_model(target)
     if data is not None and not model and target != DEMO:
@@ -123,6 +151,13 @@ def _opened(
     surfaces = {} if model else open_surfaces(target)
     if not model and target != DEMO:
         return surfaces, {}
-    tried = TEXTS if data is None else read_texts(data, column, count)
-    loaded = load_model(target, device=device) if model else load_box(device=device)
-    return surfaces, {loaded.name: TextTarget(loaded, tried, layers)}
+    if model:
+        task = "classification" if task_of(target) == "classification" else "base"
+        loaded, twin = load_model(target, task=task, device=device), None
+    else:
+        loaded = box.load_box("classification", device)
+        twin = box.load_box("classification", device, hardened=True) if box.has_twin() else None
+    texts, examples = (box.TEXTS, box.EXAMPLES) if data is None else data.read(loaded)
+    # The built-in examples have the right classes for the classifier in the box alone.
+    examples = () if model and data is None else examples
+    return surfaces, {loaded.name: TextTarget(loaded, texts, layers, examples=examples, twin=twin)}

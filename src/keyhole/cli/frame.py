@@ -43,6 +43,14 @@ AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Open pickled weights, which can run code: trust them?"),
 ]
+TextColumn = Annotated[
+    list[str] | None, typer.Option(help="The text's column; twice for a pair of texts.")
+]
+Label = Annotated[str, typer.Option(help="The column of the right classes.")]
+Classes = Annotated[
+    str | None, typer.Option(help="Names of the classes, such as no,yes, if not the model's.")
+]
+Longest = Annotated[int, typer.Option(help="Tokens of a text, where it is cut off.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -54,6 +62,14 @@ LedgerFile = Annotated[
         help="Remember every answer in this file; the same command resumes from it.",
     ),
 ]
+
+
+def model_path(model: str) -> str:
+    """Where a MODEL is found: `demo` is the classifier in the box."""
+    from keyhole.models.box import FOLDER
+    from keyhole.oracle.target import DEMO
+
+    return str(FOLDER) if model == DEMO else model
 
 
 def main() -> None:

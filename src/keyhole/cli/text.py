@@ -74,9 +74,9 @@ def capture(
     seed: Seed = 0,
 ) -> None:
     """Run a model on a text and write down what it would leak, to hand to an attacker."""
+    from keyhole.data import read_texts
     from keyhole.invert.leaking import degrade, leak_of
     from keyhole.models.capture import Exposure
-    from keyhole.texts import read_texts
 
     exposure = Exposure.parse(expose)
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import (
@@ -30,6 +32,7 @@ from keyhole.data import Example, encode
 from keyhole.disrupt.disruption import Disruption
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.journal import Journal, key
+from keyhole.disrupt.labels import settled
 from keyhole.errors import InputError
 from keyhole.models.loading import load_model
 
@@ -54,18 +57,26 @@ class ModelSource:
 
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
+_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 
 
 def attack(method: HackAttend, source: ModelSource, examples: Sequence[Example]) -> Disruption:
     """What one worker does with a few examples."""
+    with _ALONE:
+        return _attack(method, source, examples)
+
+
+def _attack(method: HackAttend, source: ModelSource, examples: Sequence[Example]) -> Disruption:
     if source not in _LOADED:
         _LOADED.clear()  # one model a process: memory is not for two
         _LOADED[source] = source.load()
     model, tokenizer = _LOADED[source]
-    batch, labels = encode(tokenizer, examples, longest=source.longest)
+    batch, given = encode(tokenizer, examples, longest=source.longest)
     names = [example.id for example in examples]
-    causal = source.task == "causal"  # its own next token is what it holds to be right
-    return method(model, batch, None if causal else labels, ids=names)
+    # What a language model says by itself is what it holds to be right.
+    speaks = source.task in ("causal", "seq2seq")
+    labels = None if speaks else settled(model, batch, given, method.target)
+    return method(model, batch, labels, ids=names)
 
 
 def sweep(
@@ -119,6 +130,12 @@ def _batches(examples: list[Example], together: int) -> list[tuple[Example, ...]
     return groups[::-1]  # the long ones first: nobody waits for them at the end
 
 
+def _settle_in() -> None:
+    """One thread a process; Ctrl-C is for the process that people talk to."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class _Pool:
     """The caller's executor, or processes of our own that can be replaced when one dies."""
 
@@ -126,13 +143,19 @@ class _Pool:
         self.given = given
         self.workers = workers or os.cpu_count() or 1
         self.own: ProcessPoolExecutor | None = None
+        self.others = multiprocessing.active_children()
 
     def __enter__(self) -> _Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.own is not None:
-            self.own.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.own is None:
+            return
+        if kind is not None:  # stopped: nobody waits for what is under way
+            for process in multiprocessing.active_children():
+                if process not in self.others:
+                    process.terminate()
+        self.own.shutdown(wait=True, cancel_futures=True)
 
     @property
     def window(self) -> int:
@@ -145,7 +168,7 @@ class _Pool:
         if self.own is None:
             # Not fork: torch's threads do not survive it.
             context = multiprocessing.get_context("spawn")
-            self.own = ProcessPoolExecutor(self.workers, context, torch.set_num_threads, (1,))
+            self.own = ProcessPoolExecutor(self.workers, context, _settle_in)
         return self.own
 
     def broke(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from keyhole.data import Example
 from keyhole.errors import InputError
 from keyhole.exposures.family import Checked, Watch
 from keyhole.invert.leaking import degrade, leak_of
@@ -88,12 +89,18 @@ EXPOSURES = (
 
 @dataclass(frozen=True, eq=False)
 class TextTarget:
-    """A model and the texts to try it with; `layers` overrides which ones are looked at."""
+    """A model and the texts to try it with; `layers` overrides which ones are looked at.
+
+    `examples` are what a classifier's predictions are flipped on, by default the texts; `twin` is
+    the same model hardened, to be shown beside it.
+    """
 
     loaded: Loaded
     texts: Sequence[str]
     layers: Sequence[int] | None = None
     precisions: Sequence[str] = field(default=PRECISIONS)
+    examples: Sequence[Example] = ()
+    twin: Loaded | None = None
 
     def __post_init__(self) -> None:
         if not self.texts:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.data import Example
 from keyhole.models.loading import Loaded, load_model
 
 FOLDER = Path(__file__).parent / "classifier"
+HARDENED = Path(__file__).parent / "hardened"
+NAME = "the classifier in the box"
 TEXTS = (
     "a warm and funny film that never outstays its welcome .",
     "the plot is a mess , and the jokes are older than the actors .",
@@ -18,6 +21,40 @@ TEXTS = (
 )
 
 
-def load_box(task: str = "base", device: str = "cpu") -> Loaded:
-    """The classifier, with or without its head on top (`task="classification"`)."""
-    return replace(load_model(FOLDER, task=task, device=device), name="the classifier in the box")
+# Reviews, mostly of two minds, that the classifier gets right: to show the attack at work. Many are
+# near its boundary, so the share that flips says little about other texts.
+_POSITIVE = (
+    "a warm and funny film that never outstays its welcome , and one of the best of the year .",
+    "it takes a while to find its feet , but the last hour is a delight and well worth the wait .",
+    "even where the plot makes little sense , the pictures and the music carry you along .",
+    "you may have seen it all before , but seldom told with so much care and good humor .",
+    "it is rough around the edges , a little silly , and a pleasure from start to finish .",
+    "i expected a bad comedy , and i got a small , strange and lovely film about growing old .",
+)
+_NEGATIVE = (
+    "the plot is a mess , the jokes are older than the actors , and the ending comes too late .",
+    "there are two or three good jokes in it , and they are all in the trailer .",
+    "it begins as a clever thriller , and ends as a long and noisy chase that nobody needed .",
+    "for all its charm and its fine costumes , the film leaves you cold in the end .",
+    "the first ten minutes are wonderful , and then someone must have lost the script .",
+    "i wanted to like it , and for half an hour i did , but then it simply stopped trying .",
+)
+EXAMPLES = tuple(
+    Example(f"review {number}", label, text)
+    for number, (label, text) in enumerate(
+        [*((1, text) for text in _POSITIVE), *((0, text) for text in _NEGATIVE)], 1
+    )
+)
+
+
+def load_box(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
+    """The classifier, with or without its head on top (`task="classification"`).
+
+    `hardened` is its twin, trained against the attack on attention; `has_twin` says if it is there.
+    """
+    folder, name = (HARDENED, "the hardened twin") if hardened else (FOLDER, NAME)
+    return replace(load_model(folder, task=task, device=device), name=name)
+
+
+def has_twin() -> bool:
+    return (HARDENED / "config.json").is_file()

@@ -32,6 +32,14 @@ CLASSES = {
     "causal": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
     "choice": "AutoModelForMultipleChoice",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+_HEADS = {  # how the library names classes with a head
+    "ForSequenceClassification": "classification",
+    "ForMultipleChoice": "choice",
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForConditionalGeneration": "seq2seq",
 }
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SAMPLES = 32  # values of each tensor that go into the identity
@@ -78,10 +86,13 @@ def load_model(
     allow_pickle: bool = False,
     tokenizer: bool = True,
     device: str | torch.device = "cpu",
+    new_head: int | None = None,
 ) -> Loaded:
     """A model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
 
-    `task` adds a head: "base" (none), "causal", "classification" or "choice".
+    `task` adds a head: "base" (none), "causal", "classification", "choice" or "seq2seq". A head
+    that the checkpoint does not hold would be random, so it is refused; `new_head` asks for one,
+    with so many classes, to be trained.
     """
     if task not in CLASSES:
         raise InputError(f"expected a task among {', '.join(CLASSES)}, got {task}")
@@ -89,15 +100,76 @@ def load_model(
     library = transformers()
     arguments = {**options, "trust_remote_code": False}
 
+    if new_head is not None and task == "classification":
+        arguments["num_labels"] = new_head
+
     def load_weights() -> Any:
         return getattr(library, CLASSES[task]).from_pretrained(
-            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32
-        )
+            where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
+            output_loading_info=True,
+        )  # fmt: skip
 
-    model = _quietly(load_weights, f"a model in {name}")
-    model = model.eval().requires_grad_(False).to(device)
-    words = _tokenizer(str(name), where, arguments) if tokenizer else None
+    model, told = _quietly(load_weights, f"a model in {name}")
+    inside = f"{model.base_model_prefix}."
+    absent = [key for key in sorted(told["missing_keys"]) if not str(key).startswith(inside)]
+    if task in ("classification", "choice") and new_head is None and absent:
+        raise InputError(f"expected a trained head for {task} in {name}, got no {absent[0]}")
+    model = _placed(model.eval().requires_grad_(False), device)
+    words = load_tokenizer(name) if tokenizer else None
     return Loaded(model, words, identity(model), str(name))
+
+
+def task_of(name: str | Path) -> str:
+    """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
+    if Path(name).suffix == ".gguf":
+        return "causal"
+    for architecture in load_config(name).architectures or ():
+        for ending, task in _HEADS.items():
+            if str(architecture).endswith(ending):
+                return task
+    return "base"
+
+
+def load_config(name: str | Path) -> Any:
+    """A checkpoint's configuration alone."""
+    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
+    make = transformers().AutoConfig.from_pretrained
+    return _quietly(
+        lambda: make(where, **options, trust_remote_code=False), f"a configuration in {name}"
+    )
+
+
+def class_names(config: Any) -> list[str]:
+    """What a classifier's configuration calls its classes, in order."""
+    return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+
+
+def _placed(model: Any, device: str | torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        # No such device, or no room on it; a torch without CUDA asserts.
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"expected a device with room, got {device}: {first}") from error
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """A model's tokenizer alone; one that has no token for padding pads with the end's."""
+    where, options = _source(str(name), allow_pickle=True)  # a tokenizer is no pickle
+    words = _tokenizer(str(name), where, {**options, "trust_remote_code": False})
+    if words.pad_token is None:
+        words.pad_token = words.eos_token
+    return words
+
+
+def save(loaded: Loaded, folder: str | Path) -> None:
+    """Weights as safetensors, configuration and tokenizer: what `load_model` takes."""
+
+    def write() -> None:
+        loaded.model.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+    _quietly(write, f"a folder to write in {folder}")
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import plotly.io
 from markupsafe import Markup, escape
 
 from keyhole.audit import Audit
-from keyhole.report import words
+from keyhole.report import pictures, words
 from keyhole.results import Finding
 
 _COLOURS = (
@@ -27,6 +27,7 @@ def render(audit: Audit) -> str:
     return _pages.get_template("page.html").render(
         audit=audit,
         words=words,
+        pictures=pictures,
         matrices=words.matrices(audit),
         plot=plot(audit.findings),
     )

@@ -17,7 +17,8 @@ def verdict(audit: Audit) -> str:
     if audit.failed:
         return "Could not check: the target did not answer as it must."
     told = [
-        f"the {sought} can be read back through {sum(one.exposed for one in group)} of {len(group)}"
+        f"the {sought} can be {_DONE.get(sought, 'read back')} through "
+        f"{sum(one.exposed for one in group)} of {len(group)}"
         for sought, group in by_sought(audit).items()
         if any(one.exposed for one in group)
     ]
@@ -25,6 +26,9 @@ def verdict(audit: Audit) -> str:
         sentence = ", ".join(told)
         return f"{sentence[0].upper()}{sentence[1:]} exposures checked."
     return f"None of the {total} exposures checked gave anything away."
+
+
+_DONE = {"prediction": "flipped"}  # what an attacker does with it, if not read it back
 
 
 def by_sought(audit: Audit) -> dict[str, list[Finding]]:
@@ -37,6 +41,9 @@ def by_sought(audit: Audit) -> dict[str, list[Finding]]:
 
 def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
+    if finding.sought == "prediction":
+        none = finding.status is Status.NOT_APPLICABLE
+        return "nothing to flip" if none else f"{finding.known:.0%} flipped"
     if finding.status is Status.RECOVERED:
         return "recovered"
     if finding.sought == "text":
@@ -65,6 +72,8 @@ def colour(finding: Finding) -> str:
     unclear = (Status.BUDGET, Status.UNVERIFIED, Status.ORACLE_FAILED)
     if finding.sought == "text":  # a search that was cut short proves nothing
         return "part"
+    if finding.sought == "prediction":
+        return "part" if finding.status is Status.NOT_APPLICABLE else "good"
     return "part" if finding.status in unclear else "good"
 
 

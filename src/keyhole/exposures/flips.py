@@ -1,0 +1,213 @@
+"""The prediction from a little attention cut, the text left alone: one row for each attacker.
+
+Part IV of ALGORITHMS.md. Whoever can touch a model's attention (a mask that a client may send, a
+pruned cache, a fault in memory) and cuts one unit in a hundred: how many right answers become
+wrong? The last attacker cuts at random; what the others flip beyond that is the attack's own. Where
+an example has no label, the model's own answer is held to be right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from keyhole.cuts import Cut
+from keyhole.data import NO_LABEL, Example, encode
+from keyhole.disrupt import Disruption, HackAttend, Outcome
+from keyhole.disrupt.disruption import joined
+from keyhole.disrupt.labels import settled
+from keyhole.errors import InputError
+from keyhole.exposures.family import Checked, Watch
+from keyhole.exposures.texts import TextTarget
+from keyhole.models.loading import Loaded
+from keyhole.results import Finding, Skip, Status
+
+SHARE = 0.01
+SHOWN = 3  # flipped inputs that a finding shows
+_TOGETHER = 16  # examples in one batch
+_LONGEST = 128  # tokens of a text
+_BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
+
+
+@dataclass(frozen=True)
+class Attacker:
+    """How attention is cut, in people's words, and what would stop it."""
+
+    words: str
+    method: Callable[[int], HackAttend]  # by seed
+    remedy: str
+
+
+REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
+_CHANCE = "Nothing: this is the control, what cuts without any choice would do."
+
+ATTACKERS = (
+    Attacker("1% of each head's attention cut", lambda s: HackAttend(SHARE, seed=s, **_BRIEF),
+             REMEDY),
+    Attacker("1% of all attention cut",
+             lambda s: HackAttend(SHARE, scope="model", seed=s, **_BRIEF), REMEDY),
+    Attacker("1% of each head's attention cut, as in the paper",
+             lambda s: HackAttend.as_released(SHARE, seed=s), REMEDY),
+    Attacker("1% of each head's attention cut at random",
+             lambda s: HackAttend.as_released(SHARE, ranking="random", order="random", seed=s),
+             _CHANCE),
+)  # fmt: skip
+
+
+def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> Checked:
+    """Flips of a classifier; models without such a head are skipped."""
+    name = type(target.loaded.model).__name__
+    if not name.endswith("ForSequenceClassification"):
+        reason = f"only classifiers are tried here, got {name}: keyhole disrupt takes other heads"
+        return Checked(skips=(Skip("attention cut", "HackAttend", reason),))
+    texts = enumerate(target.texts, 1)
+    given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
+    examples = _labelled(target.loaded, given)
+    findings: list[Finding] = []
+    for attacker in ATTACKERS:
+        method, started = attacker.method(seed), time.perf_counter()
+        try:
+            found = _attack(method, target.loaded, examples, attacker.words, watch)
+            twin = None
+            if target.twin is not None:
+                words = f"{attacker.words}, {target.twin.name}"
+                twin = (target.twin.name, _attack(method, target.twin, examples, words, watch))
+        except InputError as error:  # attention that does not go where it can be cut
+            return Checked(tuple(findings), (Skip("attention cut", "HackAttend", str(error)),))
+        seconds = time.perf_counter() - started
+        cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, examples, found)
+        findings.append(finding(attacker, surface, found, cuts, seconds, twin))
+    return Checked(tuple(findings))
+
+
+def _batches(
+    loaded: Loaded, examples: Sequence[Example]
+) -> Iterator[tuple[Sequence[Example], dict[str, Tensor], Tensor]]:
+    longest = min(_LONGEST, getattr(loaded.model.config, "max_position_embeddings", _LONGEST))
+    for start in range(0, len(examples), _TOGETHER):
+        some = examples[start : start + _TOGETHER]
+        yield some, *encode(loaded.tokenizer, some, longest=longest)
+
+
+def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
+    return [
+        replace(example, label=int(label))
+        for some, batch, labels in _batches(loaded, examples)
+        for example, label in zip(some, settled(loaded.model, batch, labels), strict=True)
+    ]
+
+
+def _attack(
+    method: HackAttend, loaded: Loaded, examples: Sequence[Example], words: str, watch: Watch | None
+) -> Disruption:
+    parts: list[Disruption] = []
+    done = 0
+    for some, batch, labels in _batches(loaded, examples):
+        parts.append(method(loaded.model, batch, labels, ids=[one.id for one in some]))
+        done += len(some)
+        if watch is not None:
+            watch(words, done, len(examples))
+    return joined(parts)
+
+
+def finding(
+    attacker: Attacker,
+    surface: str,
+    found: Disruption,
+    cuts: Sequence[Cut],
+    seconds: float,
+    twin: tuple[str, Disruption] | None = None,
+) -> Finding:
+    """What one attacker achieved, in the words and numbers of an audit."""
+    status, reason = verdict(found)
+    if twin is not None:
+        name, other = twin
+        reason += f"; of {name}: {other.flips} of {len(other.attacked)} ({other.success:.0%})"
+    return Finding(
+        exposure=attacker.words,
+        attack="HackAttend",
+        status=status,
+        reason=reason,
+        remedy=attacker.remedy,
+        error=None,
+        queries=sum(one.queries for one in found.attacked),
+        seconds=seconds,
+        known=found.success,
+        surface=surface,
+        sought="prediction",
+        cuts=tuple(cuts),
+    )
+
+
+def verdict(found: Disruption) -> tuple[Status, str]:
+    """All, some or none of the right answers flipped."""
+    right = len(found.attacked)
+    if right == 0:
+        return Status.NOT_APPLICABLE, f"the model gets none of {len(found.outcomes)} right"
+    reason = f"{found.flips} of {right} right answers flipped"
+    if found.flips:
+        reason += f", by {found.share:.2%} of all units on average"
+    reason += f"; {found.queries:.0f} queries an example"
+    if found.flips == right:
+        return Status.RECOVERED, reason
+    return (Status.INEXACT if found.flips else Status.UNSOLVED), reason
+
+
+def cuts_of(
+    tokenizer: Any, config: Any, examples: Sequence[Example], found: Disruption,
+    task: str = "classification", most: int = SHOWN,
+) -> tuple[Cut, ...]:  # fmt: skip
+    """The flipped inputs to show: those that the model had been surest of."""
+    by_id = {example.id: example for example in examples}
+    flipped = [one for one in found.attacked if one.flipped and one.id in by_id]
+    flipped.sort(key=lambda one: -one.confidence_before)
+    return tuple(_cut(tokenizer, config, by_id[one.id], one, task) for one in flipped[:most])
+
+
+def _cut(tokenizer: Any, config: Any, example: Example, outcome: Outcome, task: str) -> Cut:
+    rows = [unit.sequence for unit in outcome.cut]
+    row = max(set(rows), key=rows.count, default=0)  # of several choices, the one cut most
+    units = [unit for unit in outcome.cut if unit.sequence == row]
+    last = max((max(unit.query, unit.key) for unit in units), default=0)
+    layers = [getattr(config, "num_hidden_layers", 1), *(unit.layer + 1 for unit in units)]
+    heads = [getattr(config, "num_attention_heads", 1), *(unit.head + 1 for unit in units)]
+    return Cut(
+        tokens=_tokens(tokenizer, example, row, outcome.before, last + 1),
+        before=_answer(tokenizer, config, example, outcome.before, task),
+        after=_answer(tokenizer, config, example, outcome.after, task),
+        sure_before=outcome.confidence_before,
+        sure_after=outcome.confidence_after,
+        share=outcome.share,
+        layers=max(layers),
+        heads=max(heads),
+        units=tuple((unit.layer, unit.head, unit.query, unit.key) for unit in units),
+    )
+
+
+def _tokens(
+    tokenizer: Any, example: Example, row: int, continued: tuple[int, ...], least: int
+) -> tuple[str, ...]:
+    """The tokens that positions stand for; a continuation of several stands behind the text."""
+    batch, _ = encode(tokenizer, [example])
+    ids = batch["input_ids"].flatten(0, -2)[row]
+    kept = ids[batch["attention_mask"].flatten(0, -2)[row].bool()].tolist()
+    missing = max(0, least - len(kept))
+    more = [token for token in continued if token >= 0][:missing]
+    tokens = tokenizer.convert_ids_to_tokens(kept + more)
+    return tuple(map(str, [*tokens, *["?"] * (least - len(tokens))]))
+
+
+def _answer(
+    tokenizer: Any, config: Any, example: Example, answer: tuple[int, ...], task: str
+) -> str:
+    """A class by its name, a choice by its text, tokens as they are written."""
+    if task == "choice":
+        return example.choices[answer[0]]
+    if task == "classification":
+        names: Mapping[int, str] = getattr(config, "id2label", None) or {}
+        return str(names.get(answer[0], answer[0]))
+    return str(tokenizer.decode([token for token in answer if token >= 0]))

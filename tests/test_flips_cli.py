@@ -1,0 +1,223 @@
+"""`keyhole disrupt`, `harden` and `audit` on classifiers; in a process where it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import tiny_classifiers
+import tiny_models
+from keyhole.cli import app
+from keyhole.disrupt import Disruption
+from keyhole.errors import KeyholeError
+from keyhole.models import load_model
+from test_cli import classifier
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    classifier(folder, 12)
+    return folder
+
+
+@pytest.fixture
+def keyhole(monkeypatch, tmp_path):
+    """A command in this process, which has torch already; errors that are foreseen are raised."""
+
+    def run(*arguments, cwd=tmp_path):
+        monkeypatch.chdir(cwd)
+        done = CliRunner().invoke(app, [str(one) for one in arguments])
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done
+
+    return run
+
+
+def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
+    arguments = ("--share", 0.2, "--examples", 6, "--out", tmp_path / "f.json", "--json")
+    page = tmp_path / "f.html"
+    done = keyhole(
+        "disrupt", "my-classifier", "--data", "dev.tsv", *arguments, "--page", page, cwd=place
+    )
+    data = json.loads(done.stdout)
+    assert json.loads((tmp_path / "f.json").read_text()) == data
+    found = Disruption.from_dict(data)
+    assert len(found.outcomes) == 6
+    assert done.exit_code == (1 if found.flips else 0), done.stderr
+    assert found.flips, "a share of 20% flips something"
+    assert max(one.worst_head for one in found.attacked) <= 0.2
+    assert "right answers flipped" in done.stderr
+    assert "became <b>LABEL_" in page.read_text()
+
+
+def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
+    rows = [one.text for one in tiny_classifiers.examples(3)]
+    (tmp_path / "plain.txt").write_text("\n".join(rows))
+    (tmp_path / "named.csv").write_text("text,gold\n" + "".join(f"{row},yes\n" for row in rows))
+    model = place / "my-classifier"
+    view = ("disrupt", model, "--as-released", "--json", "--data")
+    own = json.loads(keyhole(*view, "plain.txt").stdout)
+    assert own["accuracy"] == 1.0  # its own answers are what it holds to be right
+    named = ("named.csv", "--label", "gold", "--classes", "no,yes")
+    done = keyhole(*view, *named)
+    said = [one["before"] == [1] for one in json.loads(done.stdout)["outcomes"]]
+    assert [one["right"] for one in json.loads(done.stdout)["outcomes"]] == said
+
+
+def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
+    config = tiny_models.model("gpt2").config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
+    words = tiny_models.tokenizer(causal=True)
+    words.save_pretrained(tmp_path / "lm")
+    (tmp_path / "t.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 w9\nw9 w8 w7 w6 w5 w4 w3 w2\n")
+    done = keyhole(
+        "disrupt", "lm", "--data", "t.txt", "--share", 0.3, "--json", "--page", "p.html",
+    )  # fmt: skip
+    assert done.exit_code in (0, 1), done.stderr
+    assert json.loads(done.stdout)["accuracy"] == 1.0
+    assert (tmp_path / "p.html").exists()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, tmp_path, processes):
+    command = [
+        sys.executable, "-m", "keyhole", "disrupt", str(place / "my-classifier"), "--data",
+        str(place / "train.tsv"), "--share", "0.02", "--resume", "run.jsonl", "--json",
+        "--processes", str(processes),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    journal = tmp_path / "run.jsonl"
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not (
+        journal.exists() and journal.read_text().count("\n") > 1
+    ):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert "stopped; what is finished is in run.jsonl: the same command goes on" in words
+    assert "Traceback" not in words
+    kept = journal.read_text().splitlines()
+    again = keyhole(*command[3:-1], 0)
+    assert again.exit_code in (0, 1), again.stderr
+    assert len(json.loads(again.stdout)["outcomes"]) == 12
+    lines = journal.read_text().splitlines()
+    assert lines[: len(kept)] == kept  # nothing was attacked twice
+    assert len(lines) == 1 + 12
+
+
+def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path):
+    arguments = (
+        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
+        place / "dev.tsv", "--flips", 4, "--method", "sattend", "--rate", 0.5, "--mode", "token",
+        "--epochs", 2, "--learning-rate", 1e-3, "--checkpoint", "kept", "--json",
+    )  # fmt: skip
+    first = keyhole(*arguments, "--out", "new")
+    assert first.exit_code == 0, first.stderr
+    data = json.loads(first.stdout)
+    assert data == json.loads((tmp_path / "new" / "hardening.json").read_text())
+    assert len(data["training"]["losses"]) == 2
+    assert 0 <= data["after"]["accuracy"] <= 1
+    assert "flips" in first.stderr
+    trained = load_model(tmp_path / "new", task="classification")
+    assert trained.tokenizer is not None
+    again = json.loads(keyhole(*arguments, "--out", "again").stdout)
+    assert again["training"]["resumed"] == 2
+    same = load_model(tmp_path / "again", task="classification").model.state_dict()
+    for name, weight in trained.model.state_dict().items():
+        assert torch.equal(weight, same[name])
+
+
+def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
+    tiny_models.save("bert", tmp_path / "base")
+    view = ("harden", "base", "--data", place / "train.tsv", "--method", "plain", "--epochs", 1)
+    done = keyhole(*view, "--out", "new")
+    assert done.exit_code == 0, done.stderr
+    assert load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
+
+
+def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
+    done = keyhole(
+        "audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1, "--flips", 4,
+        "--layers", 1, "--json",
+    )  # fmt: skip
+    assert done.exit_code in (0, 1), done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    flips = [one for one in findings if one["sought"] == "prediction"]
+    assert len(flips) == 4
+    assert all("right answers flipped" in one["reason"] for one in flips)
+
+
+WRONG = {
+    "a random head": (["disrupt", "base", "--task", "classification"], "expected a trained head"),
+    "no such class": (["disrupt", "my-classifier", "--target", "7"], "a target from 0 to 1, got 7"),
+    "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
+    "bad count": (["disrupt", "my-classifier", "--examples", "0"], "expected one example or more"),
+    "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
+    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "expected choices in"),
+    "another's journal": (
+        ["disrupt", "my-classifier", "--resume", "dev.tsv"],
+        "expected JSON in dev.tsv",
+    ),
+    "no such device": (["disrupt", "my-classifier", "--device", "cuda:77"], "expected a device"),
+    "two minds": (
+        ["disrupt", "my-classifier", "--as-released", "--schedule", "rerank"],
+        "expected --schedule greedy",
+    ),
+    "rate of another method": (
+        ["harden", "my-classifier", "--out", "o", "--method", "r3f", "--rate", "0.1"],
+        "expected --rate with --method sattend",
+    ),
+    "the model's own folder": (
+        ["harden", "my-classifier", "--out", "my-classifier"],
+        "expected a new folder",
+    ),
+    "no epochs": (
+        ["harden", "my-classifier", "--out", "o", "--epochs", "0"],
+        "expected epochs of 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
+    if "base" in arguments:
+        tiny_models.save("bert", place / "base")
+    with pytest.raises(KeyholeError, match=words) as said:
+        keyhole(*arguments, "--data", "dev.tsv", cwd=place)
+    assert "\n" not in str(said.value)
+
+
+def test_a_cluster_needs_dask(keyhole, place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(KeyholeError, match=r"pip install .keyhole.cluster"):
+        keyhole(
+            "disrupt", "my-classifier", "--data", "dev.tsv", "--dask", "tcp://127.0.0.1:9",
+            cwd=place,
+        )  # fmt: skip
+
+
+def test_a_cluster_by_address(keyhole, place):
+    distributed = pytest.importorskip("distributed")
+    view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--share", 0.1, "--json")
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None}
+    with distributed.LocalCluster(processes=False, **options) as cluster:
+        far = json.loads(keyhole(*view, "--dask", cluster.scheduler_address, cwd=place).stdout)
+    here = json.loads(keyhole(*view, cwd=place).stdout)
+    assert [one["after"] for one in far["outcomes"]] == [one["after"] for one in here["outcomes"]]
