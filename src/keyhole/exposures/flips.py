@@ -80,7 +80,9 @@ def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> C
             return Checked(tuple(findings), (Skip("attention cut", "HackAttend", str(error)),))
         seconds = time.perf_counter() - started
         cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, examples, found)
-        findings.append(finding(attacker, surface, found, cuts, seconds, twin))
+        made = finding(attacker, surface, found, cuts, seconds, twin)
+        about = f"; {target.about}" if target.about else ""
+        findings.append(replace(made, reason=made.reason + about))
     return Checked(tuple(findings))
 
 

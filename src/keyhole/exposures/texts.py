@@ -91,8 +91,9 @@ EXPOSURES = (
 class TextTarget:
     """A model and the texts to try it with; `layers` overrides which ones are looked at.
 
-    `examples` are what a classifier's predictions are flipped on, by default the texts; `twin` is
-    the same model hardened, to be shown beside it.
+    `examples` are what a classifier's predictions are flipped on, by default the texts; `about`
+    says how they were chosen, where that matters; `twin` is the same model hardened, to be shown
+    beside it.
     """
 
     loaded: Loaded
@@ -101,6 +102,7 @@ class TextTarget:
     precisions: Sequence[str] = field(default=PRECISIONS)
     examples: Sequence[Example] = ()
     twin: Loaded | None = None
+    about: str = ""
 
     def __post_init__(self) -> None:
         if not self.texts:
