@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -17,28 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import tiny_classifiers
-import tiny_models as tiny
+from command_line import keyhole
 from keyhole import invert, oracle
-from keyhole.cli import app
 from keyhole.results import Extraction
-
-COMMANDS = sorted(
-    [command.name or command.callback.__name__ for command in app.registered_commands]
-    + [f"{group.name} {command.name}" for group in app.registered_groups
-       for command in group.typer_instance.registered_commands]
-)  # fmt: skip
-
-
-def keyhole(
-    *arguments: object, cwd: Path, timeout: float = 120
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "keyhole", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 @pytest.fixture
@@ -173,90 +155,6 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
     assert "stopped; best residual" in words
 
 
-WRONG = {
-    "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
-    "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
-    "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
-    "no such method": (["extract", "demo", "--method", "magic"], 2, "magic"),
-    "no such command": (["frobnicate"], 2, "frobnicate"),
-    "rank missing": (["extract", "demo", "--method", "nuclear-norm"], 2, "expected --rank"),
-    "error missing": (["extract", "demo", "--method", "tolerant"], 2, "expected --answer-error"),
-    "bad rank": (["plant", "x.safetensors", "--dim", "3", "--rank", "9"], 2, "expected a rank"),
-    "bad budget": (["extract", "demo", "--budget", "-1"], 2, "expected a budget"),
-    "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),
-    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
-    "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
-    "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
-    "no problem": (["invert", "text.txt"], 2, r"expected a \.safetensors file"),
-    "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
-    "no maps": (
-        ["invert", "p.safetensors", "--method", "closed-form"],
-        2,
-        "expected attention maps",
-    ),
-    "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected at least one start"),
-    "out nowhere": (
-        ["invert", "p.safetensors", "--out", "no/f.json"],
-        2,
-        "expected a file to write",
-    ),
-    "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
-    "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
-    "data for an endpoint": (["audit", "small.safetensors", "--data", "text.txt"], 2, "--data"),
-    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
-    "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),
-    "no exposure": (
-        ["capture", "demo", "--text", "a", "--expose", "thoughts:1"],
-        2,
-        "among hidden",
-    ),
-    "no layer": (["capture", "demo", "--text", "a", "--expose", "hidden:9"], 2, "from 0 to 4"),
-    "no text": (["capture", "demo", "--expose", "hidden:1"], 2, "expected --text or --data"),
-    "bad precision": (
-        ["capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],
-        2,
-        "expected a precision among",
-    ),
-    "no leak": (["invert", "text", "demo", "text.txt"], 2, "expected a leak file"),
-    "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
-    "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
-    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
-    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
-    "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
-    "over another folder": (
-        ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
-        2,
-        "expected a new folder",
-    ),
-    "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
-    (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty.txt").write_text("\n")
-    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na fine film\t1\nbad\t0\n")
-    (tmp_path / "five.tsv").write_text("sentence\tlabel\na fine film\t5\n")
-    if "headless" in arguments:
-        tiny.save("bert", tmp_path / "headless")
-    invert.plant(3, 2, symmetric=True)[0].save(tmp_path / "p.safetensors")
-    eye = torch.eye(2, dtype=torch.float64)
-    metadata = {"keyhole": "1", "kind": "head"}
-    save_file(
-        {"W": eye * torch.nan, "v": eye[0].clone()}, tmp_path / "nan.safetensors", metadata=metadata
-    )
-    save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
-    done = keyhole(*arguments, cwd=tmp_path)
-    assert done.returncode == code
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    assert re.search(words, done.stderr)
-    if done.stderr.startswith("keyhole:"):
-        assert done.stderr.count("\n") == 1
-
-
 def test_a_server_that_is_not_there_is_a_failure(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -264,38 +162,6 @@ def test_a_server_that_is_not_there_is_a_failure(tmp_path):
     done = keyhole("extract", f"http://127.0.0.1:{port}/v2/models/m", cwd=tmp_path)
     assert done.returncode == 3
     assert re.fullmatch(r"keyhole: expected an answer from .*, got ConnectError.*\n", done.stderr)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_an_example(command, tmp_path):
-    done = keyhole(*command.split(), "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
-
-
-def classifier(folder: Path, count: int = 24) -> Path:
-    """A small classifier with files to train it and to flip it."""
-    name = folder / "my-classifier"
-    tiny_classifiers.model(labels=2).save_pretrained(name)
-    tiny.tokenizer().save_pretrained(name)
-    for seed, file in enumerate(("train.tsv", "dev.tsv")):
-        rows = [f"{one.text}\t{one.label}\n" for one in tiny_classifiers.examples(count, seed)]
-        (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
-    return name
-
-
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
-def test_the_examples_run(command, tmp_path):
-    tiny.save("bert", tmp_path / "my-model")  # the examples' own
-    classifier(tmp_path)
-    (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
-    (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
-    text = keyhole(*command.split(), "--help", cwd=tmp_path).stdout
-    lines = [shlex.split(line)[1:] for line in text.rsplit("Example:", 1)[1].strip().splitlines()]
-    assert lines
-    for arguments in lines:
-        done = keyhole(*arguments, cwd=tmp_path)
-        assert done.returncode in (0, 1), done.stderr
 
 
 def test_version(tmp_path):

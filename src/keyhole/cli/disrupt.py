@@ -65,7 +65,7 @@ class ScopeName(StrEnum):
 
 @app.command(
     epilog="\b\nExample:\n"
-    "  keyhole disrupt demo --examples 5 --out flips.json --page flips.html\n"
+    "  keyhole disrupt demo --examples 2 --out flips.json --page flips.html\n"
     "  keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json"
 )
 def disrupt(

@@ -13,7 +13,8 @@ from keyhole.console import people, say
 
 @app.command(
     epilog="\b\nExample:\n"
-    "  keyhole audit demo\n"
+    "  keyhole plant target.safetensors --dim 8\n"
+    "  keyhole audit target.safetensors\n"
     "  keyhole report keyhole-report.json --page again.html",
 )
 def report(

@@ -45,7 +45,7 @@ def _loaded(model: str, device: str, allow_pickle: bool) -> Loaded:
 @app.command(
     epilog="\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
-    "  keyhole capture ./my-model --data texts.txt --expose kv:0 --precision int8 --out leaks"
+    "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks"
 )
 def capture(
     model: ModelName,

@@ -83,7 +83,7 @@ EXPOSURES = (
     Leaking("attention", "attention output before the residual", _INNER, lambda _: [1], _ONLY,
             SubLayerOutput(_BRIEF, EncoderStates(rounds=4))),
     Leaking("pooled", "pooled embedding", _POOLED, lambda _: [None], _ONLY,
-            PooledEmbedding(_BRIEF)),
+            PooledEmbedding(TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1))),
 )  # fmt: skip
 
 
@@ -196,7 +196,8 @@ def _reading(tokenizer: Any, text: str, found: TextRecovery) -> Reading:
         return Reading(text, pieces, False, False)
     pieces_of = written(tokenizer, found.ids)
     pieces = tuple(
-        Piece(piece, mark.value, id_ == true)
+        # A special token where a word was: it is not written, but it was read.
+        Piece(piece or f" {tokenizer.convert_ids_to_tokens(id_)}", mark.value, id_ == true)
         for piece, mark, id_, true in zip(pieces_of, found.marks, found.ids, truth, strict=True)
         if true not in special
     )

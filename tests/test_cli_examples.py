@@ -1,0 +1,52 @@
+"""Every command's help ends with an example, and the examples run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import tiny_classifiers
+import tiny_models as tiny
+from command_line import keyhole
+from keyhole.cli import app
+
+COMMANDS = sorted(
+    [command.name or command.callback.__name__ for command in app.registered_commands]
+    + [f"{group.name} {command.name}" for group in app.registered_groups
+       for command in group.typer_instance.registered_commands]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example(command, tmp_path):
+    done = keyhole(*command.split(), "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
+
+
+def classifier(folder: Path, count: int = 12) -> Path:
+    """A small classifier with files to train it and to flip it."""
+    name = folder / "my-classifier"
+    tiny_classifiers.model(labels=2).save_pretrained(name)
+    tiny.tokenizer().save_pretrained(name)
+    for seed, file in enumerate(("train.tsv", "dev.tsv")):
+        rows = [f"{one.text}\t{one.label}\n" for one in tiny_classifiers.examples(count, seed)]
+        (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
+    return name
+
+
+@pytest.mark.timeout(600)  # the demo is audited whole
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
+def test_the_examples_run(command, tmp_path):
+    tiny.save("bert", tmp_path / "my-model")  # the examples' own
+    classifier(tmp_path)
+    (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
+    (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
+    text = keyhole(*command.split(), "--help", cwd=tmp_path).stdout
+    lines = [shlex.split(line)[1:] for line in text.rsplit("Example:", 1)[1].strip().splitlines()]
+    assert lines
+    for arguments in lines:
+        done = keyhole(*arguments, cwd=tmp_path, timeout=300)
+        assert done.returncode in (0, 1), done.stderr

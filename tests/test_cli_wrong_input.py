@@ -1,0 +1,96 @@
+"""Whatever people get wrong on the command line is one clear line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny_models as tiny
+from command_line import keyhole
+from keyhole import invert
+
+WRONG = {
+    "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
+    "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
+    "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
+    "no such method": (["extract", "demo", "--method", "magic"], 2, "magic"),
+    "no such command": (["frobnicate"], 2, "frobnicate"),
+    "rank missing": (["extract", "demo", "--method", "nuclear-norm"], 2, "expected --rank"),
+    "error missing": (["extract", "demo", "--method", "tolerant"], 2, "expected --answer-error"),
+    "bad rank": (["plant", "x.safetensors", "--dim", "3", "--rank", "9"], 2, "expected a rank"),
+    "bad budget": (["extract", "demo", "--budget", "-1"], 2, "expected a budget"),
+    "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),
+    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
+    "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
+    "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
+    "no problem": (["invert", "text.txt"], 2, r"expected a \.safetensors file"),
+    "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
+    "no maps": (
+        ["invert", "p.safetensors", "--method", "closed-form"],
+        2,
+        "expected attention maps",
+    ),
+    "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected at least one start"),
+    "out nowhere": (
+        ["invert", "p.safetensors", "--out", "no/f.json"],
+        2,
+        "expected a file to write",
+    ),
+    "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
+    "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
+    "data for an endpoint": (["audit", "small.safetensors", "--data", "text.txt"], 2, "--data"),
+    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
+    "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),
+    "no exposure": (
+        ["capture", "demo", "--text", "a", "--expose", "thoughts:1"],
+        2,
+        "among hidden",
+    ),
+    "no layer": (["capture", "demo", "--text", "a", "--expose", "hidden:9"], 2, "from 0 to 4"),
+    "no text": (["capture", "demo", "--expose", "hidden:1"], 2, "expected --text or --data"),
+    "bad precision": (
+        ["capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],
+        2,
+        "expected a precision among",
+    ),
+    "no leak": (["invert", "text", "demo", "text.txt"], 2, "expected a leak file"),
+    "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
+    "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
+    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
+    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
+    "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
+    "over another folder": (
+        ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
+        2,
+        "expected a new folder",
+    ),
+    "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
+    (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\na fine film\t1\nbad\t0\n")
+    (tmp_path / "five.tsv").write_text("sentence\tlabel\na fine film\t5\n")
+    if "headless" in arguments:
+        tiny.save("bert", tmp_path / "headless")
+    invert.plant(3, 2, symmetric=True)[0].save(tmp_path / "p.safetensors")
+    eye = torch.eye(2, dtype=torch.float64)
+    metadata = {"keyhole": "1", "kind": "head"}
+    save_file(
+        {"W": eye * torch.nan, "v": eye[0].clone()}, tmp_path / "nan.safetensors", metadata=metadata
+    )
+    save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
+    done = keyhole(*arguments, cwd=tmp_path)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert re.search(words, done.stderr)
+    if done.stderr.startswith("keyhole:"):
+        assert done.stderr.count("\n") == 1
