@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny_models as tiny
-from command_line import keyhole
+from command_line import inside
 from keyhole import invert
 
 WRONG = {
@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
+def test_wrong_input_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, code, words):
     (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("\n")
@@ -87,7 +87,7 @@ def test_wrong_input_is_one_clear_line(tmp_path, arguments, code, words):
         {"W": eye * torch.nan, "v": eye[0].clone()}, tmp_path / "nan.safetensors", metadata=metadata
     )
     save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
-    done = keyhole(*arguments, cwd=tmp_path)
+    done = inside(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == code
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
