@@ -79,8 +79,8 @@ def benchmark_figure(name: str) -> str:
     return f"<body style='margin: 0'>{html}</body>"
 
 
-def pictures(pages: dict[str, tuple[str, int]]) -> None:
-    """Each page as a browser shows it, down to a height."""
+def pictures(pages: dict[str, tuple[str, str, int]]) -> None:
+    """Each page as a browser shows it, from a heading (or the top) on, down to a height."""
     chromium = shutil.which("chromium")
     if chromium is None:
         print("no chromium on the PATH: the pictures stay as they are")
@@ -89,23 +89,30 @@ def pictures(pages: dict[str, tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1100, "height": 800})
-        for name, (html, height) in pages.items():
+        for name, (html, heading, height) in pages.items():
             source = Path(folder) / "page.html"
             source.write_text(html, "utf-8")
             page.goto(source.as_uri())
             page.wait_for_selector(".main-svg")
-            clip = {"x": 0, "y": 0, "width": 1100, "height": height}
+            top = 0.0
+            if heading:
+                box = page.get_by_role("heading", name=heading).bounding_box()
+                top = box["y"] - 20 if box else 0.0
+            clip = {"x": 0, "y": top, "width": 1100, "height": height}
             page.screenshot(path=DOCS / name, clip=clip, full_page=True)
         browser.close()
 
 
 if __name__ == "__main__":
     (DOCS / "cli.md").write_text(cli_reference(), "utf-8")
+    demo = audit_page()
     pictures(
         {
-            "audit.png": (audit_page(), 1960),
-            "error-against-queries.png": (error_plot(), 560),
-            "inversion-sensitivity.png": (benchmark_figure("inversion_sensitivity"), 1010),
-            "inversion-cost.png": (benchmark_figure("inversion_cost"), 430),
+            "audit.png": (demo, "", 1200),
+            "audit-text.png": (demo, "Text, by exposure, layer and precision", 1080),
+            "audit-cuts.png": (demo, "Where attention was cut", 840),
+            "error-against-queries.png": (error_plot(), "", 560),
+            "inversion-sensitivity.png": (benchmark_figure("inversion_sensitivity"), "", 1010),
+            "inversion-cost.png": (benchmark_figure("inversion_cost"), "", 430),
         }
     )
