@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,13 +129,13 @@ def invert_text(
     """
     from keyhole.invert import load_leak
 
-    paths = _files(leaks)
+    paths = {path: _digest(path) for path in _files(leaks)}
     done = _before(out)
-    fresh = [path for path in paths if str(path) not in done]
+    fresh = [path for path, digest in paths.items() if digest not in done]
     if len(fresh) < len(paths):
         say(f"{out}: {len(paths) - len(fresh)} of {len(paths)} leaks were read before")
     given = [load_leak(path) for path in fresh]
-    found = [done[str(path)] for path in paths if str(path) in done]
+    found = [done[digest] for digest in paths.values() if digest in done]
     if given:
         loaded = _loaded(model, device, allow_pickle)
         found += _read(loaded, fresh, given, out)
@@ -156,18 +158,26 @@ def _files(paths: list[Path]) -> list[Path]:
     return found
 
 
+def _digest(path: Path) -> str:
+    """A leak is known by what is in it, so that another file of the same name is read again."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise InputError(f"expected a leak file, got {path}: {error.strerror}") from error
+
+
 def _before(out: Path | None) -> dict[str, dict[str, Any]]:
-    """What an earlier run wrote; a last line that was cut off is forgotten."""
+    """What an earlier run wrote, by digest; a line that a crash cut off is dropped."""
     if out is None or not out.exists():
         return {}
-    found: dict[str, dict[str, Any]] = {}
-    for line in out.read_text("utf-8").splitlines():
-        try:
-            one = json.loads(line)
-            found[one["leak"]] = one
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    try:
+        text = out.read_text("utf-8")
+        found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        known = {str(one["digest"]): one for one in found}
+        os.truncate(out, len(text[: text.rfind("\n") + 1].encode()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"expected results of `keyhole invert text` in {out}: {error!r}") from None
+    return known
 
 
 def _read(
@@ -183,7 +193,8 @@ def _read(
         with progress("tokens") as track:
             show = track(str(leaks[0].exposure), tokens or None)
             for number, one in recovering(loaded.model, loaded.tokenizer, leaks, watch=show):
-                data = {"leak": str(paths[number]), **one.to_dict()}
+                name = paths[number]
+                data = {"leak": str(name), "digest": _digest(name), **one.to_dict()}
                 found[number] = data
                 if out is not None:
                     with out.open("a", encoding="utf-8") as file:

@@ -1,0 +1,98 @@
+"""`keyhole capture` and `keyhole invert text`: a leak made, handed over, read, and read again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import tiny_models as tiny
+from command_line import inside
+from keyhole import invert
+
+TEXT = "a warm and funny film ."
+
+
+@pytest.fixture
+def keyhole(tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        return inside(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+    return run
+
+
+def test_a_leak_is_captured_and_read(keyhole, tmp_path):
+    made = keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:3")
+    assert made.returncode == 0
+    assert "leak.safetensors: hidden:3 of 8 tokens, float32" in made.stderr
+    with safe_open(tmp_path / "leak.safetensors", framework="pt") as file:
+        about = json.loads(file.metadata()["about"])
+    assert about["layer"] == 3
+    assert about["precision"] == "float32"
+    assert len(about["model"]) == 16
+    done = keyhole("invert", "text", "demo", "leak.safetensors", "--json")
+    assert done.returncode == 1  # given away
+    found = json.loads(done.stdout)
+    assert found["verified"]
+    assert found["text"] == "a warm and funny film."
+    assert "recovered" in done.stderr
+
+
+def test_several_leaks_resume(keyhole, tmp_path):
+    (tmp_path / "texts.txt").write_text("a good film .\nthe plot is a mess .\nnot bad at all .\n")
+    options = ("--expose", "kv:1", "--precision", "int8", "--out", "leaks")
+    assert keyhole("capture", "demo", "--data", "texts.txt", *options).returncode == 0
+    first = keyhole("invert", "text", "demo", "leaks", "--out", "found.jsonl", "--json")
+    assert [one["text"] for one in json.loads(first.stdout)] == [
+        "a good film.", "the plot is a mess.", "not bad at all.",
+    ]  # fmt: skip
+    lines = (tmp_path / "found.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "found.jsonl").write_text(lines[0] + lines[1] + lines[2][:40])  # a crash
+    again = keyhole("invert", "text", "demo", "leaks", "--out", "found.jsonl", "--json")
+    assert "2 of 3 leaks were read before" in again.stderr
+    assert len(json.loads(again.stdout)) == 3
+    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_leak_of_the_same_name_is_read_again(keyhole):
+    for text in ("a good film .", "a bad film ."):
+        keyhole("capture", "demo", "--text", text, "--expose", "hidden:1", "--out", "l.safetensors")
+        done = keyhole("invert", "text", "demo", "l.safetensors", "--out", "f.jsonl", "--json")
+        assert json.loads(done.stdout)["text"] == text.replace(" .", ".")
+
+
+def test_a_leak_that_is_not_this_models(keyhole, tmp_path):
+    model, words = tiny.model("bert"), tiny.tokenizer()
+    leak = invert.leak_of(model, words, "w1 w2", "hidden:1")
+    leak.save(tmp_path / "other.safetensors")
+    invert.HiddenStates(leak.values, 1).save(tmp_path / "anonymous.safetensors")
+    values = torch.full((4, 128), torch.nan)
+    values[0] = 1.0
+    whole = invert.HiddenStates(values, 1)
+    whole.save(tmp_path / "whole.safetensors")
+    cut = (tmp_path / "whole.safetensors").read_bytes()[:-200]
+    (tmp_path / "cut.safetensors").write_bytes(cut)
+    invert.HiddenStates(torch.ones(4, 128), 9).save(tmp_path / "deep.safetensors")
+    wrong = {
+        "other": "expected a leak of the model",
+        "anonymous": "is it another model's",
+        "cut": "expected a leak file",
+        "deep": "expected a layer from 0 to 4",
+        "nowhere": "expected a leak file",
+    }
+    for name, words in wrong.items():
+        done = keyhole("invert", "text", "demo", f"{name}.safetensors", "--out", "none.jsonl")
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "none.jsonl").exists()  # nothing half-written
+
+
+def test_results_of_something_else_are_not_appended_to(keyhole, tmp_path):
+    (tmp_path / "notes.txt").write_text("my own notes\n")
+    keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1")
+    done = keyhole("invert", "text", "demo", "leak.safetensors", "--out", "notes.txt")
+    assert done.returncode == 2
+    assert (tmp_path / "notes.txt").read_text() == "my own notes\n"
