@@ -19,6 +19,7 @@ from keyhole import disrupt
 from keyhole.data import Example, encode, read_examples
 from keyhole.disrupt import HackAttend
 from keyhole.models import load_model
+from keyhole.models.box import FOLDER
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,10 +39,8 @@ def run(quick: bool) -> list[Row]:
         if quick:
             tiny(Path(folder))
             model, examples = folder, INLINE
-        elif CHOSEN.model is None:
-            raise SystemExit("expected --model FOLDER (or --quick)")
         else:
-            model = CHOSEN.model
+            model = CHOSEN.model or str(FOLDER)  # the classifier in the box
             examples = read_examples(CHOSEN.data / "sst2" / "dev.tsv")
         rows: list[Row] = []
         if "singly" in CHOSEN.parts:
