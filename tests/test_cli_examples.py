@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
-import tiny_classifiers
 import tiny_models as tiny
 from command_line import keyhole
 from keyhole.cli import app
+from tiny_classifiers import classifier
 
 COMMANDS = sorted(
     [command.name or command.callback.__name__ for command in app.registered_commands]
@@ -24,17 +23,6 @@ def test_help_ends_with_an_example(command, tmp_path):
     done = keyhole(*command.split(), "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
-
-
-def classifier(folder: Path, count: int = 12) -> Path:
-    """A small classifier with files to train it and to flip it."""
-    name = folder / "my-classifier"
-    tiny_classifiers.model(labels=2).save_pretrained(name)
-    tiny.tokenizer().save_pretrained(name)
-    for seed, file in enumerate(("train.tsv", "dev.tsv")):
-        rows = [f"{one.text}\t{one.label}\n" for one in tiny_classifiers.examples(count, seed)]
-        (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
-    return name
 
 
 @pytest.mark.timeout(600)  # the demo is audited whole

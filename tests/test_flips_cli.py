@@ -19,7 +19,7 @@ from keyhole.cli import app
 from keyhole.disrupt import Disruption
 from keyhole.errors import KeyholeError
 from keyhole.models import load_model
-from test_cli import classifier
+from tiny_classifiers import classifier
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
 
@@ -66,3 +68,14 @@ def total(defence, model, batch, labels, seed=0):
         found += float(loss.detach())
     weights = model.get_input_embeddings().weight
     return found, weights.grad.clone()
+
+
+def classifier(folder: Path, count: int = 12) -> Path:
+    """A small classifier with files to train it and to flip it."""
+    name = folder / "my-classifier"
+    model(labels=2).save_pretrained(name)
+    tiny.tokenizer().save_pretrained(name)
+    for seed, file in enumerate(("train.tsv", "dev.tsv")):
+        rows = [f"{one.text}\t{one.label}\n" for one in examples(count, seed)]
+        (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
+    return name
