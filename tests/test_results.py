@@ -9,7 +9,8 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.errors import InputError
-from keyhole.results import Extraction, Finding, Status, dump, read, write_text
+from keyhole.files import write_text
+from keyhole.results import Extraction, Finding, Status, dump, read
 
 
 @pytest.mark.parametrize("budget", [None, 3, 20])

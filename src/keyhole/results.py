@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from keyhole.cuts import Cut
 from keyhole.errors import InputError
+from keyhole.files import read_tensors, write_text
 from keyhole.oracle.storage import Planted, from_tensors, save
 from keyhole.readings import Readings
 
@@ -199,12 +199,7 @@ def _points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:
 
 
 def _model(path: Path) -> Planted:
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return from_tensors(file.metadata(), tensors, path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected the weights beside the JSON, got {path}: {error}") from error
+    return from_tensors(*read_tensors(path, "the weights beside the JSON"), path)
 
 
 def environment() -> dict[str, str]:
@@ -241,15 +236,3 @@ def read(path: str | Path) -> dict[str, Any]:
     if data.get("format") != FORMAT:
         raise InputError(f"expected format {FORMAT} in {path}, got {data.get('format')}")
     return data
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a whole file or leave the old one: readers never see half of it."""
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, "utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"expected a file to write, got {path}: {error.strerror}") from error

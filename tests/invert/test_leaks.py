@@ -120,22 +120,3 @@ def test_a_foreign_file(tmp_path):
     save_file({"x": normal(3, 4)}, path, {"keyhole": "1", "leak": "hidden", "about": "{}"})
     with pytest.raises(InputError, match="written by Keyhole"):
         invert.load_leak(path)
-
-
-def test_nothing_half_written(tmp_path, monkeypatch):
-    path = tmp_path / "a.safetensors"
-    leaks()[0].save(path)
-    before = path.read_bytes()
-
-    def fail(_tensors, where, **_):
-        where.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("keyhole.invert.leaks.save_file", fail)
-    with pytest.raises(InputError, match="disk full"):
-        leaks()[1].save(path)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
-    monkeypatch.undo()
-    with pytest.raises(InputError, match="a file to write the leak to"):
-        leaks()[0].save(tmp_path / "no" / "such" / "folder")

@@ -74,8 +74,9 @@ def audit(
     """Try every attack that applies, and report what the target gives away."""
     from keyhole import report
     from keyhole.audit import audit as run
+    from keyhole.files import write_text
     from keyhole.oracle.target import describe
-    from keyhole.results import dump, write_text
+    from keyhole.results import dump
 
     bars: dict[str, Show] = {}
     asked = None if data is None else _Data(data, texts, flips, column, label)

@@ -126,7 +126,8 @@ def disrupt(
 ) -> None:
     """Flip predictions by cutting a small share of attention, the text left alone."""
     from keyhole.disrupt import sweep
-    from keyhole.results import dump, write_text
+    from keyhole.files import write_text
+    from keyhole.results import dump
 
     method = _method(share, scope, ranking, schedule, as_released, target, seed)
     source = _source(model, task, device, longest, allow_pickle)

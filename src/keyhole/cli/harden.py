@@ -104,8 +104,9 @@ def harden(
     as_json: Json = False,
 ) -> None:
     """Train a model against the attack on attention, and measure whether it helped."""
+    from keyhole.files import write_text
     from keyhole.models.loading import save
-    from keyhole.results import FORMAT, dump, environment, write_text
+    from keyhole.results import FORMAT, dump, environment
 
     defence = _defence(method, rate, mode)
     _writable(out, model)

@@ -29,7 +29,8 @@ def report(
     """Make the page again from the findings."""
     from keyhole import report as reports
     from keyhole.audit import Audit
-    from keyhole.results import dump, read, write_text
+    from keyhole.files import write_text
+    from keyhole.results import dump, read
 
     found = Audit.from_dict(read(findings))
     write_text(page, reports.render(found))

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.results import FORMAT, Status, dump, environment, write_text
+from keyhole.files import write_tensors, write_text
+from keyhole.results import FORMAT, Status, dump, environment
 
 _ADVICE = {
     Status.RECOVERED: "Do not hand this output to people who may not see the input.",
@@ -75,12 +73,9 @@ class Inversion:
         data = self.to_dict()
         if self.X is not None:
             inputs = path.with_suffix(".safetensors")
-            tensors = {"X": self.X.cpu().contiguous()}
+            tensors = {"X": self.X}
             if self.solutions:
-                tensors["solutions"] = torch.stack(self.solutions).cpu()
-            try:
-                save_file(tensors, inputs)
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"expected a file to write to, got {inputs}: {error}") from error
+                tensors["solutions"] = torch.stack(self.solutions)
+            write_tensors(inputs, tensors)
             data["inputs"] = inputs.name
         write_text(path, dump(data))

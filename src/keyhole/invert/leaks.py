@@ -8,18 +8,16 @@ text. A position that did not leak is a row of NaN.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.files import read_tensors, write_tensors
 from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
@@ -192,36 +190,20 @@ TYPES: dict[str, type[Leak]] = {
 
 
 def save_leak(leak: _Leak, path: str | Path) -> None:
-    """Write the whole file or leave the old one, so that nobody reads half a leak."""
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in leak.tensors.items()}
-    if leak.mask is not None:
-        tensors["mask"] = leak.mask.cpu()
+    """Write a leak, to be handed from one machine to another."""
+    tensors = leak.tensors if leak.mask is None else {**leak.tensors, "mask": leak.mask}
     known = {
         field.name: getattr(leak, field.name)
         for field in fields(leak)
         if field.name not in tensors and field.name != "mask"
     }
-    metadata = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(known)}
-    try:
-        save_file(tensors, partial, metadata=metadata)
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"expected a file to write the leak to, got {path}: {error}") from error
+    about = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(known)}
+    write_tensors(path, tensors, about)
 
 
 def load_leak(path: str | Path) -> Leak:
     """Read a leak that `save` wrote, or say in one line why it is none."""
-    if not Path(path).is_file():
-        raise InputError(f"expected a leak file, got {path}: there is no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected a leak file, got {path}: {error}") from error
+    metadata, tensors = read_tensors(path, "a leak file")
     if metadata.get("keyhole") != _FORMAT or metadata.get("leak") not in TYPES:
         raise InputError(f"expected a leak file written by Keyhole, got {path}")
     return _assemble(metadata, tensors, path)

@@ -19,14 +19,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from keyhole import attention
 from keyhole.errors import InputError
+from keyhole.files import read_tensors, write_tensors
 
 _TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known", "maps")
 _NUMBERS = ("tolerance", "gamma")
@@ -134,36 +134,23 @@ class Problem:
 
     def save(self, path: str | Path) -> None:
         """Write the problem as .safetensors, to be handed to another machine."""
-        tensors = {
-            n: getattr(self, n).contiguous() for n in _TENSORS if getattr(self, n) is not None
-        }
+        tensors = {n: getattr(self, n) for n in _TENSORS if getattr(self, n) is not None}
         metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
-        try:
-            save_file(tensors, path, metadata={"keyhole": "1", "kind": "inversion", **metadata})
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"expected a file to write to, got {path}: {error}") from error
+        write_tensors(path, tensors, {"keyhole": "1", "kind": "inversion", **metadata})
 
     @classmethod
     def load(cls, path: str | Path) -> Problem:
         """Read a problem; any .safetensors with tensors W, V and B is one."""
-        if not Path(path).is_file():
-            raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
+        metadata, tensors = read_tensors(path)
         missing = [name for name in ("W", "V", "B") if name not in tensors]
         if missing:
             got = ", ".join(sorted(tensors)) or "nothing"
             raise InputError(f"expected tensors W, V and B in {path}, got {got}")
+        given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
+        given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
         try:
-            return cls(  # W, V and B are there: that was checked above
-                **{name: tensors.get(name) for name in _TENSORS},  # type: ignore[arg-type]
-                **{name: metadata.get(name, "False") == "True" for name in _FLAGS},
-                **{name: float(metadata.get(name, 0.0)) for name in _NUMBERS},
-            )
+            given |= {name: float(metadata.get(name, 0.0)) for name in _NUMBERS}
+            return cls(**given)
         except (InputError, ValueError) as error:
             raise InputError(f"{error} in {path}") from error
 

@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.files import read_tensors, write_tensors
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
@@ -69,23 +68,12 @@ def plant(
 def save(target: Planted, path: str | Path) -> None:
     """Write a target; `load` gives back one that answers the same bit for bit."""
     metadata = {"keyhole": "1", "kind": target.kind, **target.flags()}
-    tensors = {name: tensor.contiguous() for name, tensor in target.tensors().items()}
-    try:
-        save_file(tensors, path, metadata=metadata)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected a file to write the target to, got {path}: {error}") from error
+    write_tensors(path, target.tensors(), metadata)
 
 
 def load(path: str | Path) -> Planted:
     """Read a target that `save` (or `keyhole plant`) wrote."""
-    if not Path(path).is_file():
-        raise InputError(f"expected a .safetensors file, got {path}: there is no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"expected a .safetensors file, got {path}: {error}") from error
+    metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in KINDS:
         raise InputError(
             f"expected a target written by `keyhole plant`, got {path} with "
