@@ -1,6 +1,7 @@
 """What training with S-Attend and the other defences costs: time and memory against plain training.
 
 python harden_cost.py [--device cuda] [--amp] [--layers 6] [--width 384] [--heads 12]
+                      [--batches 8,32] [--lengths 32,128]
 A BERT of MiniLM's size with random weights: cost does not depend on what it has learnt. Time is the
 median of whole steps (passes, optimizer), of all methods in turn. Memory is what one step adds to
 the weights and the optimizer's state: its peak on a GPU; on a CPU, what the graph keeps for the
@@ -46,17 +47,23 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", type=numbers, default=[8, 32])
+    parser.add_argument("--lengths", type=numbers, default=[32, 128])
     return parser.parse_known_args()
+
+
+def numbers(words: str) -> list[int]:
+    return [int(word) for word in words.split(",")]
 
 
 def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     if quick:
         options.layers, options.width, options.heads, options.repeats = 1, 24, 2, 1
     rows: list[Row] = []
-    for batch in (4,) if quick else (8, 32):
-        for length in (16,) if quick else (32, 128):
+    for batch in [4] if quick else options.batches:
+        for length in [16] if quick else options.lengths:
             # The others once: their cost is in passes, and passes are what S-Attend's rows show.
-            whole = quick or (batch, length) == (32, 32)
+            whole = quick or (batch, length) == (options.batches[-1], options.lengths[0])
             methods = {"plain": Plain(), **SATTEND, **(OTHERS if whole else {})}
             rows += compare(methods, batch, length, options)
     return rows

@@ -131,6 +131,21 @@ def test_a_killed_worker_loses_nothing(folder, tmp_path):
     assert facts(found) == facts(sweep(METHOD, folder, examples(3), workers=0))
 
 
+def test_a_killed_worker_of_a_cluster_loses_nothing(folder, tmp_path):
+    """A real scheduler and a worker process, which dies; Dask starts another."""
+    distributed = pytest.importorskip("distributed")
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    source = Deadly(f"{folder}|{tmp_path / 'died'}")
+    with (
+        distributed.LocalCluster(processes=True, **options) as cluster,
+        distributed.Client(cluster.scheduler_address) as client,
+    ):
+        found = sweep(METHOD, source, examples(), client.get_executor(), workers=1, together=2)
+    assert (tmp_path / "died").exists()
+    assert found.failed == ()
+    assert facts(found) == facts(sweep(METHOD, folder, examples(), workers=0, together=2))
+
+
 class Breaking(Executor):
     """An executor that loses its workers: the first `breaks` futures, then works here."""
 

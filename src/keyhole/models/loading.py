@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from keyhole.errors import InputError
-from keyhole.models.anatomy import anatomy
 
 CLASSES = {
     "base": "AutoModel",
@@ -232,11 +231,11 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
 
 def identity(model: nn.Module) -> str:
     """Sixteen hexadecimal digits that two models share when they compute the same hidden states."""
-    parts = anatomy(model)
-    config = cast("Any", parts.base.config).to_dict()
+    base = cast("Any", getattr(model, str(getattr(model, "base_model_prefix", "")), model))
+    config = base.config.to_dict()
     settings = {key: value for key, value in config.items() if key not in _NOT_COMPUTED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, weight in sorted(parts.base.named_parameters()):
+    for name, weight in sorted(base.named_parameters()):
         if name.startswith("pooler"):
             continue
         values = weight.detach().reshape(-1)
