@@ -29,8 +29,8 @@ def leak_of(
     parts = anatomy(model)
     exposure.block(parts)
     ids = tokenizer(text, truncation=True, max_length=min(most, parts.longest))["input_ids"]
-    if not ids:
-        raise InputError("expected a text with a token in it, got none")
+    if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
+        raise InputError(f"expected a text with a token in it, got {text!r}")
     with torch.no_grad():
         given = capture(model, exposure, ids=torch.tensor([ids], device=parts.device))
     tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
