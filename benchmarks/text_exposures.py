@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 import show
 import texts
+from keyhole.invert.leaks import Leak
 from keyhole.invert.text import (
     EncoderMaps,
     PooledEmbedding,
@@ -28,8 +29,8 @@ from keyhole.invert.text import (
 from keyhole.invert.text.attack import Attack
 from keyhole.models import Exposure, Loaded
 from show import Row
+from texts import Change, degraded
 
-Change = Callable[[Tensor], Tensor]
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
 OPTIONS.add_argument("--parts", default="maps,attention,pooled")
@@ -84,14 +85,19 @@ def parts(
 def closed_form(loaded: Loaded, ids: list[Tensor], least: float | None) -> Iterator[Row]:
     exposure, few = Exposure("maps", 1), ids[: max(2, len(ids) // 5)]
     yield row(loaded, ids, exposure, EncoderMaps(), least=least)
-    degraded: dict[str, Change] = {
-        "fp16": torch.Tensor.half,
-        "3 decimals": lambda maps: (maps * 1e3).round() / 1e3,
-        "2 decimals": lambda maps: (maps * 1e2).round() / 1e2,
-        "1 decimal": lambda maps: (maps * 1e1).round() / 1e1,
-    }
-    for how, change in degraded.items():
+    changes = {
+        "fp16": degraded("float16"), "3 decimals": decimals(3), "2 decimals": decimals(2),
+        "1 decimal": decimals(1),
+    }  # fmt: skip
+    for how, change in changes.items():
         yield row(loaded, few, exposure, EncoderMaps(), how, change)
+
+
+def decimals(count: int) -> Change:
+    def change(leak: Leak) -> Leak:
+        return replace(leak, values=(leak.tensors["values"] * 10.0**count).round() / 10.0**count)
+
+    return change
 
 
 def row(
@@ -100,7 +106,7 @@ def row(
     exposure: Exposure,
     attack: Attack,
     how: str = "fp32",
-    change: Change = torch.clone,
+    change: Change | None = None,
     least: float | None = None,
 ) -> Row:
     """Recover all texts from one exposure; tokens are counted without the special ones."""

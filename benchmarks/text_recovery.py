@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from torch import Tensor
 import show
 import texts
 from keyhole import invert
+from keyhole.invert.leaks import Leak
 from keyhole.invert.text import Mark
 from keyhole.models import Exposure, Loaded, anatomy, capture
 from mismatches import Subject, false_claims
 from show import Row
+from texts import Change, degraded
 
-Change = Callable[[Tensor], Tensor]
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--dialogues", type=int, default=20)
 OPTIONS.add_argument("--degraded", type=int, default=100)
@@ -171,7 +172,7 @@ class Outcome:
         )
 
 
-def recover(loaded: Loaded, ids: list[Tensor], layer: int, change: Change = torch.clone) -> Outcome:
+def recover(loaded: Loaded, ids: list[Tensor], layer: int, change: Change | None = None) -> Outcome:
     leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
     started = time.perf_counter()
     found = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
@@ -232,31 +233,12 @@ def plain_lbfgs(loaded: Loaded, leak: Tensor, layer: int, iterations: int) -> Te
     return torch.cdist(words.detach(), table).argmin(-1)
 
 
-def per_token(bits: int) -> Change:
-    most = 2 ** (bits - 1) - 1
-
-    def rounded(leak: Tensor) -> Tensor:
-        step = leak.abs().amax(-1, keepdim=True) / most
-        return (leak / step).round() * step
-
-    return rounded
-
-
-def noisy(share: float) -> Change:
-    stream = torch.Generator().manual_seed(0)
-
-    def add(leak: Tensor) -> Tensor:
-        return leak + share * leak.std() * torch.randn(leak.shape, generator=stream)
-
-    return add
-
-
 def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """What must come back from a leak that is not exact."""
     exactly = recover(loaded, ids, layer).searched
     asked = {
-        "bfloat16": torch.Tensor.bfloat16, "int8 per token": per_token(8),
-        "noise of 1%": noisy(0.01), "noise of 10%": noisy(0.1),
+        "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
+        "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
     }  # fmt: skip
     for name, change in asked.items():
         got = recover(loaded, ids, layer, change)
@@ -271,8 +253,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
 def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Beyond what is asked, up to where it breaks."""
     changes = {
-        "int4 per token": per_token(4), "noise of 20%": noisy(0.2), "noise of 40%": noisy(0.4),
-        "noise of 80%": noisy(0.8),
+        "int4 per token": degraded("int4"), "noise of 20%": degraded(noise=0.2),
+        "noise of 40%": degraded(noise=0.4), "noise of 80%": degraded(noise=0.8),
     }  # fmt: skip
     for name, change in changes.items():
         got = recover(loaded, ids, layer, change)
@@ -281,14 +263,19 @@ def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
 
 
 def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
-    def every_second(leak: Tensor) -> Tensor:
-        rows = torch.arange(len(leak)) % 2 == 0
-        return leak.where(rows[:, None], torch.nan)
+    def only(wanted: Callable[[Tensor], Tensor]) -> Change:
+        def change(leak: Leak) -> Leak:
+            values = leak.tensors["values"]
+            rows = wanted(torch.arange(len(values)))
+            return replace(leak, values=values.where(rows[:, None], torch.nan))
 
-    def only_first(leak: Tensor) -> Tensor:
-        return leak.where((torch.arange(len(leak)) == 0)[:, None], torch.nan)
+        return change
 
-    for name, change in (("every second position", every_second), ("only [CLS]", only_first)):
+    leaked = {
+        "every second position": only(lambda place: place % 2 == 0),
+        "only [CLS]": only(lambda place: place == 0),
+    }
+    for name, change in leaked.items():
         got = recover(loaded, ids, layer, change)
         marked, wrong = got.marked
         details = f"{marked} tokens marked verified, {wrong} of them wrong; {got.cost}"

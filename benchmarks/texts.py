@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.invert.leaks import TYPES, Leak, Pooled
-from keyhole.models import Exposure, Loaded, anatomy, capture, identity, load_model
+from keyhole import invert
+from keyhole.invert.leaks import Leak
+from keyhole.models import Exposure, Loaded, identity, load_model
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,20 +99,30 @@ def _end(*_: object) -> None:
     raise _Ended
 
 
+Change = Callable[[Leak], Leak]
+
+
 def leak_of(
-    loaded: Loaded,
-    ids: Tensor | list[int],
-    exposure: Exposure,
-    change: Callable[[Tensor], Tensor] = torch.clone,
+    loaded: Loaded, ids: Tensor | list[int], exposure: Exposure, change: Change | None = None
 ) -> Leak:
-    """What the model exposes for `ids`, changed as an exposure might change it."""
-    text = torch.as_tensor(ids, device=anatomy(loaded.model).device)
-    with torch.no_grad():
-        given = capture(loaded.model, exposure, ids=text[None])
-    tensors = {name: change(tensor[0].cpu()) for name, tensor in given.items()}
-    if exposure.kind == "pooled":
-        return Pooled(**tensors, tokens=len(text))
-    return TYPES[exposure.kind](**tensors, layer=exposure.layer)
+    """What the model exposes for `ids`, changed as an exposure might change it.
+
+    It does not say whose it is: the numbers alone have to tell.
+    """
+    plain = ids.tolist() if isinstance(ids, Tensor) else ids
+    leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure)
+    leak = replace(leak, model=None)
+    return leak if change is None else change(leak)
+
+
+def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
+    """Rounded, or with noise, as the library does it; one stream of noise for all texts.
+
+    A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
+    """
+    stream = torch.Generator().manual_seed(0)
+    told = precision if precision in ("bfloat16", "float16") else None
+    return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=told)
 
 
 def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Tensor]:

@@ -40,6 +40,7 @@ WRONG = {
         "expected a file to write",
     ),
     "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
+    "nothing of that name": (["audit", "./missing-model"], 2, "a model's folder, .* or demo, got"),
     "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
     "data for an endpoint": (["audit", "small.safetensors", "--data", "text.txt"], 2, "--data"),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
@@ -51,6 +52,11 @@ WRONG = {
     ),
     "no layer": (["capture", "demo", "--text", "a", "--expose", "hidden:9"], 2, "from 0 to 4"),
     "no text": (["capture", "demo", "--expose", "hidden:1"], 2, "expected --text or --data"),
+    "nothing in the text": (
+        ["capture", "demo", "--text", " ", "--expose", "hidden:1"],
+        2,
+        "expected a text with a token in it, got ' '",
+    ),
     "bad precision": (
         ["capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],
         2,
@@ -60,6 +66,7 @@ WRONG = {
     "no leaks": (["invert", "text", "demo", "empty"], 2, "expected leaks .* in empty"),
     "another kind of file": (["invert", "text", "demo", "p.safetensors"], 2, "written by Keyhole"),
     "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
+    "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: expected 0 processes"),
     "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
     "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
     "over another folder": (

@@ -33,6 +33,24 @@ def test_a_leak_is_what_the_model_returns(bert):
     assert pooled.tokens == ids.shape[1]
 
 
+def test_ids_will_do_for_a_text(bert):
+    model, words = bert
+    by_text = leak_of(model, words, TEXT, "hidden:2")
+    by_ids = leak_of(model, None, words(TEXT)["input_ids"], "hidden:2")
+    assert torch.equal(by_ids.values, by_text.values)
+    assert by_ids.model == by_text.model
+
+
+@pytest.mark.parametrize("text", ["", " \n", []])
+def test_nothing_leaks_of_nothing(bert, text):
+    with pytest.raises(InputError, match="token"):
+        leak_of(*bert, text, "hidden:2")
+
+
+def test_unknown_words_are_a_text_all_the_same(bert):
+    assert leak_of(*bert, "nobody knows", "hidden:2").length == 4
+
+
 def test_rounding_is_as_coarse_as_it_says():
     stream = torch.Generator().manual_seed(0)
     leak = HiddenStates(torch.randn(5, 40, generator=stream), 1)
@@ -54,6 +72,9 @@ def test_noise_has_the_strength_asked_for_and_is_repeatable():
     assert strength == pytest.approx(0.1, rel=0.02)
     assert torch.equal(noisy.values, degrade(leak, noise=0.1, seed=4).values)
     assert not torch.equal(noisy.values, degrade(leak, noise=0.1, seed=5).values)
+    stream = torch.Generator().manual_seed(4)
+    assert torch.equal(noisy.values, degrade(leak, noise=0.1, seed=stream).values)
+    assert not torch.equal(noisy.values, degrade(leak, noise=0.1, seed=stream).values)
 
 
 @pytest.mark.parametrize(

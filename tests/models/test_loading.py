@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -12,7 +13,7 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole.errors import InputError
 from keyhole.models import Exposure, capture, identity, load_model
-from keyhole.models.loading import task_of
+from keyhole.models.loading import load_config, task_of
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,37 @@ def test_remote_code_is_never_run(folder, tmp_path):
 def test_a_name_that_leads_nowhere(name, message):
     with pytest.raises(InputError, match=message):
         load_model(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch, capfd):
+    asked = []
+
+    class Unplugged:
+        def head(self, url, timeout):
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Unplugged)
+    with pytest.raises(InputError, match="expected a configuration in nobody/nothing") as caught:
+        load_config("nobody/nothing")
+    assert "connect to" in str(caught.value)
+    assert asked == [huggingface_hub.constants.ENDPOINT]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_loading_is_quiet_and_the_level_of_logging_comes_back(folder, monkeypatch, capfd):
+    ours = huggingface_hub.utils.logging
+    make = transformers.AutoConfig.from_pretrained
+
+    def warns(*arguments, **options):
+        ours.get_logger("huggingface_hub.somewhere").warning("Retrying in 1s")
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", warns)
+    level = ours.get_verbosity()
+    load_config(folder)
+    assert capfd.readouterr().err == ""
+    assert ours.get_verbosity() == level
 
 
 def test_folders_that_are_no_models(folder, tmp_path):

@@ -8,11 +8,14 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from markupsafe import escape
 from rich.console import Console
 
 from keyhole import oracle, report
 from keyhole.audit import Audit, audit
+from keyhole.oracle.target import demo
 from keyhole.readings import Piece, Reading, Readings
+from keyhole.report import words as sentences
 from keyhole.results import Finding, Skip, Status
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
@@ -85,6 +88,44 @@ def test_a_skip_is_shown(found):
     assert "no vectors" in page
 
 
+def read(found: Audit, right: int, of: int) -> Audit:
+    """An audit with one finding: a text of which `right` tokens of `of` came back."""
+    pieces = tuple(Piece(f" w{number}", "likely", number < right) for number in range(of))
+    texts = (Readings("hidden", 1, "float32", (Reading("a text", pieces, False, False),)),)
+    made = Finding(
+        "hidden states of layer 1", "EncoderStates", Status.INEXACT,
+        "chosen near its boundary: --data measures it", "train: keyhole harden --method sattend",
+        None, 1, 0.0, known=texts[0].known, surface="the classifier in the box", sought="text",
+        texts=texts,
+    )  # fmt: skip
+    return replace(found, findings=(made,))
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "share"), [(8, 9, "89%"), (399, 400, ">99%"), (1, 400, "<1%"), (0, 4, "0%")]
+)
+def test_a_share_is_the_same_in_the_terminal_and_on_the_page(found, right, of, share):
+    made = read(found, right, of)
+    page = report.render(made)
+    assert f" {share} of tokens" in words(made)
+    assert f">{escape(share)} of tokens<" in page
+    assert f"<b>{escape(share)}</b>" in page
+
+
+def test_a_surface_brings_its_own_article(found):
+    assert "EncoderStates on the classifier in the box<" in report.render(read(found, 1, 2))
+    for name in demo():
+        assert name.startswith("the ")
+
+
+def test_an_option_in_a_sentence_is_escaped_and_kept_in_one_piece():
+    written = sentences.unbroken("<b>: --json-file, a--b, -- c --data")
+    assert written == (
+        '&lt;b&gt;: <span class="option">--json-file</span>, a--b, -- c '
+        '<span class="option">--data</span>'
+    )
+
+
 @pytest.fixture(scope="module")
 def browser():
     chromium = shutil.which("chromium")
@@ -119,4 +160,31 @@ def test_a_browser_shows_it_without_errors_or_network(browser, found, tmp_path, 
     assert page.evaluate("window.stolen") is None
     lines = page.locator("#error-against-queries .scatterlayer .trace")
     assert lines.count() == len(found.findings)
+    page.close()
+
+
+_LINES = r"""() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    for (const match of walker.currentNode.data.matchAll(/--[a-z-]+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, match.index);
+      range.setEnd(walker.currentNode, match.index + match[0].length);
+      const lines = new Set([...range.getClientRects()].map(one => Math.round(one.top)));
+      found.push([match[0], lines.size]);
+    }
+  }
+  return found;
+}"""
+
+
+def test_a_browser_breaks_no_option(browser, found, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(report.render(read(found, 1, 2)))
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    for width in range(400, 1300, 20):
+        page.set_viewport_size({"width": width, "height": 600})
+        assert page.evaluate(_LINES) == [["--data", 1], ["--method", 1]]
     page.close()

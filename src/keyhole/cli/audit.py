@@ -149,6 +149,11 @@ def _opened(
     model = names_model(target)
     if data is not None and not model and target != DEMO:
         raise InputError(f"expected --data with a model, got the endpoint {target}")
+    if not (model or target == DEMO or "://" in target or Path(target).exists()):
+        raise InputError(
+            "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
+            f"http://host:port/v2/models/NAME or demo, got {target}: no such file or folder"
+        )
     surfaces = {} if model else open_surfaces(target)
     if not model and target != DEMO:
         return surfaces, {}

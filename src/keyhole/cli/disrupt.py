@@ -29,6 +29,7 @@ from keyhole.cli.frame import (
 )
 from keyhole.console import progress, say
 from keyhole.errors import InputError, KeyholeError
+from keyhole.percent import percent
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from concurrent.futures import Executor
@@ -129,12 +130,12 @@ def disrupt(
     from keyhole.files import write_text
     from keyhole.results import dump
 
+    if processes < 0:
+        raise InputError(f"expected 0 processes or more, got {processes}")
     method = _method(share, scope, ranking, schedule, as_released, target, seed)
     source = _source(model, task, device, longest, allow_pickle)
     tried = _examples(source, data, text, label, classes, examples)
-    say(f"{model}: {len(tried)} examples, at most {share:.2%} of {_SCOPES[scope]}")
-    if processes < 0:
-        raise InputError(f"expected 0 processes or more, got {processes}")
+    say(f"{model}: {len(tried)} examples, at most {percent(share, 2)} of {_SCOPES[scope]}")
     try:
         with _cluster(dask) as (executor, size), progress("examples") as track:
             show = track("as released" if as_released else "HackAttend", len(tried))
@@ -269,7 +270,7 @@ def _page(
     from keyhole.models.loading import load_config, load_tokenizer
 
     what = "each head's attention" if method.scope == "head" else "all attention"
-    attacker = Attacker(f"{method.share:.2%} of {what} cut", lambda _: method, REMEDY)
+    attacker = Attacker(f"{percent(method.share, 2)} of {what} cut", lambda _: method, REMEDY)
     cuts = cuts_of(
         load_tokenizer(source.name), load_config(source.name), examples, found, source.task
     )
@@ -282,12 +283,12 @@ def _page(
 
 def _summary(found: Disruption) -> str:
     right = len(found.attacked)
-    lines = [f"{found.flips} of {right} right answers flipped ({found.success:.1%})"]
+    lines = [f"{found.flips} of {right} right answers flipped ({percent(found.success, 1)})"]
     if found.flips:
-        lines[0] += f", by {found.share:.2%} of all units on average"
+        lines[0] += f", by {percent(found.share, 2)} of all units on average"
     lines.append(
-        f"accuracy before: {found.accuracy:.1%} ({found.skipped} of {len(found.outcomes)} were "
-        f"wrong and left alone); {found.queries:.0f} queries an example, {found.seconds:.1f} s"
+        f"accuracy before: {percent(found.accuracy, 1)} ({found.skipped} of {len(found.outcomes)} "
+        f"were wrong and left alone); {found.queries:.0f} queries an example, {found.seconds:.1f} s"
     )
     lines.append(f"control, nothing cut: logits changed by {found.control.change:g}")
     lines += [f"no outcome for {name}: {why}" for name, why in found.failed]

@@ -33,6 +33,7 @@ from keyhole.invert.text.writing import written
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
+from keyhole.percent import percent
 from keyhole.readings import Piece, Reading, Readings
 from keyhole.results import Finding, Skip, Status
 
@@ -213,7 +214,7 @@ def _verdict(cells: list[Readings]) -> tuple[Status, str]:
         return Status.NOT_APPLICABLE, "none of the precisions asked for is tried here"
     count = len(cells[0].readings)
     exact, known = cells[0].exact, cells[0].known
-    told = [f"{cell.precision} {cell.known:.0%}" for cell in cells]
+    told = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
     reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(told)}"
     if exact == count:
         return Status.RECOVERED, reason

@@ -23,6 +23,7 @@ from keyhole.linear import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
+from keyhole.percent import percent
 from keyhole.results import Check, Extraction, Status, Unsuccessful
 
 LENGTHS = (1, 2, 3, 5, 8)
@@ -224,7 +225,7 @@ def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Sta
 def _explained(status: Status, reason: str, last: Step | None) -> str:
     """The reason, with what is known besides."""
     if status is Status.BUDGET:
-        share = f"{last.known / last.floor:.0%} of the unknowns are" if last else "nothing is"
+        share = f"{percent(last.known / last.floor)} of the unknowns are" if last else "nothing is"
         return f"{reason}; {share} known"
     if last is None or status not in (Status.RECOVERED, Status.INEXACT):
         return reason

@@ -11,9 +11,9 @@ scores differ from those at X̂ by `e_iᵀWx̂_j + (Wᵀx̂_i + u)ᵀe_j + e_i�
 bounded entry by entry; and `A_ij = 1/(1 + Σ_{k≠j} e^{S_ik}/e^{S_ij})` holds each score once.
 
 The equations may be mixed, `r(X) M` with an m×m matrix M: with M ≈ V⁻¹ the values become the tokens
-themselves, and what an ill-conditioned V would add to every bound is gone (measured at 256
-unknowns: boxes 7 to 58 times as wide pass the test). The solutions are the same unless M is
-singular, and then every J is, so no certificate can come of it.
+themselves, and what an ill-conditioned V would add to every bound is gone, so wider boxes pass the
+test. The solutions are the same unless M is singular, and then every J is, so no certificate can
+come of it.
 
 All methods work at the precision of the caller (`precision`).
 """

@@ -8,9 +8,8 @@ known its own equation has d unknowns, whatever the length:
 and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of d×d take the place of one of
 nd×nd.
 
-A token has one to three solutions on average (measured behind true prefixes, n and d of 8 and 16,
-entries of W of variance 0.09/d), each the start of another sequence, and a wrong one betrays itself
-only when a later token has none. So up to `beam` prefixes are kept.
+A token may have several solutions, each the start of another sequence, and a wrong one betrays
+itself only when a later token has none. So up to `beam` prefixes are kept.
 Which are likely? If nothing is known about the tokens but that they are of one size, the inputs
 behind one output have densities `‖X‖^−kd / |det J|` (k tokens, X Gaussian of the likeliest
 size; det J from the change of variables, a product over the tokens): small first, like the
@@ -18,7 +17,7 @@ paper's γ‖X‖², but also where the output is not sensitive.
 
 Starts: with weight a on the token itself and the rest spread evenly over the earlier ones, of mean
 m, `x = (y − (1 − a) m)/a`; a = 1/i is what small scores mean. Then Gaussians of the size of the
-tokens so far. Measured, 80–100% of the starts find a solution.
+tokens so far.
 
 The condition grows with every token, since each is a difference of averages: at n = d = 16 it may
 pass 1e12, and then the output in float64 does not hold all digits of the input.

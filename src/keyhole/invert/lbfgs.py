@@ -1,4 +1,4 @@
-"""L-BFGS: what people try second. Nocedal 1980, the two loops batched over the starts.
+"""L-BFGS: what people try second. Nocedal 1980 (two_loops.py), batched over the starts.
 
 The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
 without positive curvature gets weight 0, which takes it out of both loops. The stride is halved
@@ -16,6 +16,7 @@ from keyhole.invert.equations import Equations
 from keyhole.invert.loss import gradient_of
 from keyhole.invert.race import State
 from keyhole.invert.search import Solver
+from keyhole.invert.two_loops import two_loops
 
 _ARMIJO = 1e-4
 _HALVINGS = 25
@@ -44,7 +45,8 @@ class LBFGS(Solver):
     def step(self, equations: Equations, state: State) -> State:
         old = state.memory
         slope = old["slope"]
-        p = -_two_loops(slope, old["s"], old["y"], old["weight"])
+        pairs = list(zip(*(old[name].unbind(1) for name in ("s", "y", "weight")), strict=True))
+        p = -two_loops(slope, pairs, _scale(old["y"], old["weight"]))
         promise = (slope * p).sum(1)
         uphill = promise >= 0
         p = torch.where(uphill[:, None], -slope, p)
@@ -69,24 +71,12 @@ class LBFGS(Solver):
         return State(ahead, loss, ~taken & fresh, memory)
 
 
-def _two_loops(slope: Tensor, s: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """The inverse Hessian's estimate times the slope: (R,N)."""
-    q = slope
-    count = s.shape[1]
-    shares: list[Tensor] = [slope] * count
-    for k in reversed(range(count)):
-        share = weight[:, k] * (s[:, k] * q).sum(1)
-        shares[k] = share
-        q = q - share[:, None] * y[:, k]
+def _scale(y: Tensor, weight: Tensor) -> Tensor:
+    """The size of the inverse Hessian along the newest pair; 1 where that was left out."""
     square = y[:, -1].square().sum(1)
-    newest = torch.where(
+    return torch.where(
         weight[:, -1] > 0, 1 / (weight[:, -1] * square).clamp(min=1e-300), torch.ones_like(square)
     )
-    q = newest[:, None] * q
-    for k in range(count):
-        other = weight[:, k] * (y[:, k] * q).sum(1)
-        q = q + (shares[k] - other)[:, None] * s[:, k]
-    return q
 
 
 def _search(

@@ -7,7 +7,7 @@ token and head, an endpoint adds noise. `leak_of` runs the model and takes one e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +22,27 @@ from keyhole.models.loading import identity
 
 
 def leak_of(
-    model: nn.Module, tokenizer: Any, text: str, exposure: Exposure | str, *, most: int = 512
+    model: nn.Module,
+    tokenizer: Any,
+    text: str | Sequence[int],
+    exposure: Exposure | str,
+    *,
+    most: int = 512,
 ) -> Leak:
-    """One exposure of one text, in float32, with the model's identity in it."""
+    """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
+
+    A text is cut off after `most` tokens; ids are taken as they are.
+    """
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     parts = anatomy(model)
     exposure.block(parts)
-    ids = tokenizer(text, truncation=True, max_length=min(most, parts.longest))["input_ids"]
+    ids = text
+    if isinstance(text, str):
+        ids = tokenizer(text, truncation=True, max_length=min(most, parts.longest))["input_ids"]
+        if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
+            raise InputError(f"expected a text with a token in it, got {text!r}")
     if not ids:
-        raise InputError("expected a text with a token in it, got none")
+        raise InputError("expected one token or more, got none")
     with torch.no_grad():
         given = capture(model, exposure, ids=torch.tensor([ids], device=parts.device))
     tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
@@ -43,7 +55,12 @@ def leak_of(
     return TYPES[exposure.kind](**tensors, **about)
 
 
-def degrade(leak: Leak, precision: str = "float32", noise: float = 0.0, seed: int = 0) -> Leak:
+def degrade(
+    leak: Leak,
+    precision: str = "float32",
+    noise: float = 0.0,
+    seed: int | torch.Generator = 0,
+) -> Leak:
     """The leak with noise of `noise` times its standard deviation, then rounded.
 
     The precision is written into the leak, as a file's dtype would tell; the noise is not.
@@ -52,7 +69,7 @@ def degrade(leak: Leak, precision: str = "float32", noise: float = 0.0, seed: in
         raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
     if not 0.0 <= noise < float("inf"):
         raise InputError(f"expected noise of 0 or more, got {noise}")
-    stream = torch.Generator().manual_seed(seed)
+    stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     changed: dict[str, Tensor] = {}
     for name, tensor in leak.tensors.items():
         if noise:

@@ -194,7 +194,7 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     if not path.is_dir():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise InputError(f"expected a model's folder, got {name}: there is no such folder")
-        return name, {}
+        return name, {} if _reached() else {"local_files_only": True}
     if not (path / "config.json").is_file():
         raise InputError(f"expected a folder with a config.json, got {name}")
     pickled = any(path.glob("*.bin"))
@@ -204,6 +204,16 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     return str(path), {"local_files_only": True}
 
 
+def _reached() -> bool:
+    """Does the hub answer at all? The library would ask six times, half a minute, to find out."""
+    hub = importlib.import_module("huggingface_hub")
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # no network, no name, no route, told to stay offline: the cache is left
+        return False
+    return True
+
+
 def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
     if "gguf_file" in options:
         return {}
@@ -211,11 +221,12 @@ def _weights(options: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
 
 
 def _quietly(load: Callable[[], Any], what: str) -> Any:
-    """Load without progress bars; any failure of the library becomes one line."""
-    library = transformers()
-    logging = library.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    """Load without progress bars and warnings; any failure of the library becomes one line."""
+    logging = transformers().utils.logging
+    loggers = [logging, importlib.import_module("huggingface_hub").utils.logging]
+    levels, bars = [one.get_verbosity() for one in loggers], logging.is_progress_bar_enabled()
+    for one in loggers:
+        one.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         return load()
@@ -224,7 +235,8 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"expected {what}, got: {first}") from error
     finally:
-        logging.set_verbosity(level)
+        for one, level in zip(loggers, levels, strict=True):
+            one.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

@@ -16,14 +16,14 @@ def demo() -> dict[str, Oracle]:
     """The target in the box: one planted endpoint for every kind of answer."""
     seed = 2601
     return {
-        "scoring head": plant("head", dim=64, rank=8, seed=seed),
-        "scorer with four heads": plant("multi-head", dim=32, heads=4, rank=8, seed=seed),
-        "one-layer Transformer": plant("one-layer", dim=16, width=32, seed=seed),
-        "attention layer, last token": plant("attention", dim=64, seed=seed),
-        "attention layer, every token": plant(
+        "the scoring head": plant("head", dim=64, rank=8, seed=seed),
+        "the scorer with four heads": plant("multi-head", dim=32, heads=4, rank=8, seed=seed),
+        "the one-layer Transformer": plant("one-layer", dim=16, width=32, seed=seed),
+        "the attention layer, last token": plant("attention", dim=64, seed=seed),
+        "the attention layer, every token": plant(
             "attention", dim=64, every_token=True, causal=True, seed=seed
         ),
-        "attention layer, every token, no mask": plant(
+        "the attention layer, every token, no mask": plant(
             "attention", dim=16, every_token=True, seed=seed
         ),
     }
@@ -32,7 +32,7 @@ def demo() -> dict[str, Oracle]:
 def open_target(name: str) -> Oracle:
     """The oracle that `name` stands for; of the demo, its scoring head."""
     if name == DEMO:
-        return demo()["scoring head"]
+        return demo()["the scoring head"]
     if name.startswith(("http://", "https://")):
         base, mark, model = name.partition("/v2/models/")
         if not mark or not model:

@@ -8,6 +8,7 @@ import plotly.io
 from markupsafe import Markup, escape
 
 from keyhole.audit import Audit
+from keyhole.percent import percent
 from keyhole.report import pictures, words
 from keyhole.results import Finding
 
@@ -27,6 +28,7 @@ def render(audit: Audit) -> str:
     return _pages.get_template("page.html").render(
         audit=audit,
         words=words,
+        percent=percent,
         pictures=pictures,
         matrices=words.matrices(audit),
         plot=plot(audit.findings),

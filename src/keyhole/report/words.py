@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from keyhole.audit import Audit
+from keyhole.percent import percent
 from keyhole.readings import Readings
 from keyhole.results import Finding, Status
+
+_OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def verdict(audit: Audit) -> str:
@@ -43,15 +49,15 @@ def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
     if finding.sought == "prediction":
         none = finding.status is Status.NOT_APPLICABLE
-        return "nothing to flip" if none else f"{finding.known:.0%} flipped"
+        return "nothing to flip" if none else f"{percent(finding.known)} flipped"
     if finding.status is Status.RECOVERED:
         return "recovered"
     if finding.sought == "text":
-        return f"{finding.known:.0%} of tokens"
+        return f"{percent(finding.known)} of tokens"
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.status is Status.BUDGET:
-        return f"{finding.known:.0%} known"
+        return f"{percent(finding.known)} known"
     if finding.status is Status.ORACLE_FAILED:
         return "could not check"
     return "not recovered"
@@ -105,9 +111,13 @@ def originals(finding: Finding) -> list[str]:
     return [reading.original for reading in finding.texts[0].readings]
 
 
-def share(known: float) -> str:
-    """A percentage that says 100 only where all of it is meant."""
-    return f"{int(known * 100)}%"
+def unbroken(text: str) -> Markup:
+    """Escaped, with every option in one piece: a browser may end a line after its hyphens."""
+    parts = _OPTION.split(text)  # an option at every second place
+    return Markup().join(
+        Markup('<span class="option">{}</span>').format(part) if number % 2 else part
+        for number, part in enumerate(parts)
+    )
 
 
 def heat(known: float) -> str:

@@ -6,10 +6,9 @@ substitute, verify. There from a cold start, by L-BFGS. Here, cheapest first:
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
    off by cosine (token_table.py). One forward pass says whether they are right.
 2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
-   e ← e + (h − f_ℓ(snap(e))) M, forward passes only. On MiniLM this ends the search in about
-   1, 1, 2 and 4 passes at layers 1 … 4.
+   e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
-   a snap and one step of feedback after every few steps. Layers 5 and 6 need it.
+   a snap and one step of feedback after every few steps. Deeper layers need it.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
    nearest to the estimates are tried at each position (substitution.py).
 

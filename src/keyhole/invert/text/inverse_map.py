@@ -8,9 +8,9 @@ their positions gives
 
 Half of the random tokens are uniform over the vocabulary, half log-uniform over the ids: tokenizers
 number frequent tokens first, and text is mostly made of those. Read by cosine (token_table.py) the
-estimates are right for 100, 100, 98, 95, 80 and 76% of SST-2's tokens at layers 1 … 6 of MiniLM,
-before any pass over the text itself. The covariance of the regression's error says in which
-directions an estimate may still be wrong: its root is the preconditioner of the search.
+estimates name most tokens before any pass over the text itself, the more the lower the layer. The
+covariance of the regression's error says in which directions an estimate may still be wrong: its
+root is the preconditioner of the search.
 
 The fit is made once for a model and layer and kept as long as the model lives.
 """

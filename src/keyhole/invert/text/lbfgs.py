@@ -1,8 +1,8 @@
 """L-BFGS over a batch of independent problems, one evaluation of all of them a step.
 
-Nocedal's two-loop recursion with a history for each problem. A step that makes a problem worse is
-taken back for that problem alone, which goes a quarter of the way next time; the others go on. So a
-step always costs one evaluation, and problems can leave the batch between steps.
+Nocedal's recursion (invert/two_loops.py) with a history for each problem. A step that makes a
+problem worse is taken back for that problem alone, which goes a quarter of the way next time; the
+others go on. So a step always costs one evaluation, and problems can leave the batch between steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from keyhole.invert.two_loops import Pair, two_loops
 
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -25,7 +27,7 @@ class BatchedLBFGS:
     history: int = 20
     loss: Tensor = field(init=False)
     _gradient: Tensor = field(init=False)
-    _pairs: list[tuple[Tensor, Tensor, Tensor]] = field(init=False, default_factory=list)
+    _pairs: list[Pair] = field(init=False, default_factory=list)
     _reach: Tensor = field(init=False)
     _started: bool = field(init=False, default=False)
 
@@ -36,7 +38,7 @@ class BatchedLBFGS:
             self._reach = torch.ones_like(self.loss)
             self._started = True
             return
-        move = self._direction() * self._reach[:, None]
+        move = -two_loops(self._gradient, self._pairs, self._scale()) * self._reach[:, None]
         loss, gradient = objective(self.z + move)
         better = (loss < self.loss) & loss.isfinite()
         self._remember(move, gradient - self._gradient, loss.isfinite())
@@ -60,17 +62,6 @@ class BatchedLBFGS:
         kept = usable[:, None]
         pair = (torch.where(kept, move, 0.0), torch.where(kept, change, 0.0), inverse)
         self._pairs = [*self._pairs, pair][-self.history :]
-
-    def _direction(self) -> Tensor:
-        q = self._gradient
-        alphas: list[Tensor] = []
-        for s, y, inverse in reversed(self._pairs):
-            alphas.append(inverse * (s * q).sum(-1))
-            q = q - alphas[-1][:, None] * y
-        q = q * self._scale()[:, None]
-        for (s, y, inverse), alpha in zip(self._pairs, reversed(alphas), strict=True):
-            q = q + (alpha - inverse * (y * q).sum(-1))[:, None] * s
-        return -q
 
     def _scale(self) -> Tensor:
         """The size of the inverse Hessian along the newest usable pair of each problem."""

@@ -8,8 +8,7 @@ The attacker has the weights. He runs each token alone through the first block, 
 by ridge regression towards the diagonal (the residual stream carries a token's first state upwards,
 so `A` is nearly that), its strength chosen by generalised cross-validation. Tokens are tried in the
 order of their likelihood. Predicting the row from the token needs far fewer random tokens than
-predicting the token from the row, because the table holds the whole vocabulary: measured on SmolLM2
-at layer 15 with 3,000 random tokens, the right one comes first at 88% of positions against 25%.
+predicting the token from the row, because the table holds the whole vocabulary.
 
 - Keys and values are fitted in two steps, `z → x` and from the layer's input `x` to the row, which
   is nearly linear: the diagonal helps in the first.

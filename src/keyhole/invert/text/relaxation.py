@@ -5,7 +5,7 @@ A leak such as the maps of one layer holds fewer numbers than the embeddings hav
 is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
 every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
 whole vocabulary. Tables of tokens are sorted by frequency in every tokenizer that is in use, so a
-token counts `1/(id + V/30)`, Zipf's law: measured, that is worth more than twice the passes.
+token counts `1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made of.
 
 The result is short of the truth (the prior pulls), so tokens are compared by direction, in the
 prior's own coordinates. Then the prior narrows to the tokens that are left: mean and covariance of
@@ -123,8 +123,8 @@ def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> t
         spent += 1
         search.zero_grad()
         loss = comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        loss.backward()
         return loss
 
-    search.step(evaluate)  # pyright: ignore[reportUnknownMemberType, reportArgumentType]
+    search.step(evaluate)
     return embed().detach(), spent
