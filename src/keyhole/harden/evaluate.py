@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,12 +235,9 @@ def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cut
     """The cuts themselves: the labels are nowhere near."""
     made, cuts = AttackMasks(share=method.share, rounds=method.rounds), Cuts()
     with torch.enable_grad(), rewriting(model, cuts), _followed(model):
-
-        def answer() -> Tensor:
-            return logits(model, batch)
-
-        ranked = cuts.gradients(cuts.look(answer), wrong)
-        made.attack(answer, cuts, ranked, wrong, tokens(batch))
+        scores = partial(logits, model, batch)
+        ranked = cuts.gradients(cuts.look(scores), wrong)
+        made.attack(scores, cuts, ranked, wrong, tokens(batch))
     return cuts
 
 
