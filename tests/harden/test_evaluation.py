@@ -11,10 +11,11 @@ import torch
 import tiny_classifiers as small
 import tiny_models
 from keyhole.disrupt import HackAttend, Unit
+from keyhole.disrupt.table import Table
 from keyhole.errors import InputError
 from keyhole.harden import Evaluation, Plain, attack, evaluate, train
 from keyhole.harden.attack_masks import Cuts
-from keyhole.harden.evaluate import Table, lowered, lowering, raised, transferred, wrong_labels
+from keyhole.harden.evaluate import lowered, lowering, raised, transferred, wrong_labels
 from keyhole.models.masking import rewriting
 
 LIGHT = HackAttend(share=0.1, rounds=3, prefixes=4, refine=2, batch=32)

@@ -18,7 +18,7 @@ where the masks come from a HackAttend. `lowered` cuts at least one unit a head,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.data import Batch, Example, encode
+from keyhole.data import Batch, Example
 from keyhole.disrupt import Disruption, HackAttend, Unit
 from keyhole.disrupt.budget import budget
-from keyhole.disrupt.disruption import joined
 from keyhole.disrupt.judge import judge
 from keyhole.disrupt.questions import ask
+from keyhole.disrupt.table import Table
 from keyhole.disrupt.units import Units, survey
 from keyhole.errors import InputError
 from keyhole.harden.attack_masks import AttackMasks, Cuts, tokens
@@ -138,48 +138,6 @@ def attack(
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
     return Table(model, tokenizer, examples, together, longest).attack(method)
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A model and examples for it, in batches of texts of like length."""
-
-    model: Any
-    tokenizer: Any
-    examples: Sequence[Example]
-    together: int = 64
-    longest: int | None = 128
-
-    def first(self, count: int | None) -> Table:
-        return replace(self, examples=list(self.examples)[:count])
-
-    def batches(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
-        device = next(self.model.parameters()).device
-        ordered = sorted(self.examples, key=lambda one: len(one.text) + sum(map(len, one.choices)))
-        for start in range(0, len(ordered), self.together):
-            part = ordered[start : start + self.together]
-            batch, labels = encode(self.tokenizer, part, longest=self.longest)
-            moved = {name: value.to(device) for name, value in batch.items()}
-            yield part, moved, labels.to(device)
-
-    def predicted(self, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            return logits(self.model, batch).argmax(-1)
-
-    def accuracy(self) -> float:
-        right = sum(
-            int((self.predicted(batch) == labels).sum()) for _, batch, labels in self.batches()
-        )
-        return right / max(1, len(self.examples))
-
-    def attack(self, method: HackAttend) -> Disruption:
-        parts = [
-            method(self.model, batch, labels, ids=[one.id for one in part])
-            for part, batch, labels in self.batches()
-        ]
-        found = joined(parts)
-        place = {outcome.id: outcome for outcome in found.outcomes}
-        return replace(found, outcomes=tuple(place[one.id] for one in self.examples))
 
 
 def transferred(table: Table, donor: Disruption) -> Measured:
