@@ -104,16 +104,22 @@ def evaluate(
     together: int = 64,
     longest: int | None = 128,
     watch: Callable[[Evaluation], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Evaluation:
     """Clean accuracy on all examples, everything else on the first `attacked` of them.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels; without it there are none. `watch` is told what is known after each part.
+    labels; without it there are none. `watch` is told what is known after each part; `progress`
+    after each batch the part's name, how many of its examples are done, and of how many.
     """
     started = time.perf_counter()
-    table = Table(model, tokenizer, examples, together, longest)
-    chosen = table.first(attacked)
-    found = Evaluation(table.accuracy(), len(examples), {}, {}, {}, 0.0)
+
+    def table(name: str, count: int | None = None) -> Table:
+        told = None if progress is None else partial(progress, name)
+        return Table(model, tokenizer, examples, together, longest, watch=told).first(count)
+
+    chosen = partial(table, count=attacked)
+    found = Evaluation(table("clean").accuracy(), len(examples), {}, {}, {}, 0.0)
 
     def know(kind: str, name: str, one: Measured) -> None:
         nonlocal found
@@ -123,12 +129,12 @@ def evaluate(
             watch(found)
 
     for name, method in attacks.items():
-        know("attacks", name, _counted(chosen.attack(method)))
+        know("attacks", name, _counted(chosen(name).attack(method)))
     for name, donor in (donors or {}).items():
-        know("transferred", name, transferred(chosen, donor))
+        know("transferred", name, transferred(chosen(name), donor))
     if wrong_label is not None:
-        know("wrong_label", "lowered", lowered(chosen, wrong_label, seed))
-        know("wrong_label", "raised", raised(chosen, wrong_label, seed))
+        know("wrong_label", "lowered", lowered(chosen("lowered"), wrong_label, seed))
+        know("wrong_label", "raised", raised(chosen("raised"), wrong_label, seed))
     return replace(found, seconds=time.perf_counter() - started)
 
 
