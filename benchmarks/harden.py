@@ -3,13 +3,14 @@
 Each method is trained with each seed from `--encoder` (MiniLM) on sentences of `--data`, and then
 evaluated on the dev set: clean accuracy on all of it, attacks on the first `--dev` sentences. One
 process may do one method and one seed, many beside each other; `--join FILE FILE …` reads what
-they wrote with `--json` and makes the table with mean and range over seeds. Methods:
+they wrote with `--json` and makes the table with mean and range over seeds (seeds.py). Methods:
 
     plain  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
 
 `sweep` stands for the five settings of attack masks in PRESETS. Transferred masks come from a plain
 model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one that is trained first.
+To look around, `--donor none --attacks stronger` leaves out everything but the attack that counts.
 Time and memory are those of the same few batches, plain and defended in turn.
 """
 
@@ -25,11 +26,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 
+import seeds
 import show
 import texts
 from keyhole import harden
@@ -38,6 +39,7 @@ from keyhole.disrupt import Disruption, HackAttend
 from keyhole.harden import Defence, Evaluation, Plain
 from keyhole.models import load_model
 from keyhole.results import dump, read
+from seeds import tell
 from show import Row
 
 PRESETS = (
@@ -49,6 +51,8 @@ PRESETS = (
 )
 METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
            "smart", "r3f", "asa", "sweep")  # fmt: skip
+ATTACKS = ("stronger", "as-released", "random", "wrong-label")
+SETTINGS = ("sentences", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 RUNS: list[dict[str, Any]] = []
 
 
@@ -67,7 +71,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
-    parser.add_argument("--donor", type=Path)
+    parser.add_argument("--attacks", type=attacks, default=ATTACKS)
+    parser.add_argument("--donor", help="FOLDER or none")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
@@ -77,6 +82,14 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     if options.json:
         rest += ["--json", str(options.json)]
     return options, [*rest, "--quick"] if options.quick else rest
+
+
+def attacks(given: str) -> tuple[str, ...]:
+    """The type of `--attacks stronger,random`."""
+    names = tuple(given.split(","))
+    if not set(names) <= set(ATTACKS):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(ATTACKS)}, got {given}")
+    return names
 
 
 def defence(name: str) -> Defence:
@@ -149,6 +162,10 @@ class Bench:
             "random": HackAttend.as_released(share, ranking="random", order="random", batch=batch),
         }
 
+    def chosen(self) -> dict[str, HackAttend]:
+        names = [name.replace("-", " ") for name in self.options.attacks]
+        return {name: one for name, one in self.attacks().items() if name in names}
+
     def wrong_label(self) -> HackAttend:
         return HackAttend(self.options.share, batch=self.options.queries)
 
@@ -184,11 +201,11 @@ class Bench:
         return self.donors[key]
 
     def _donor(self, seed: int) -> Disruption:
-        folder = self.options.donor
-        if folder is None:
+        if self.options.donor is None:
             model = self.fresh(seed + 100)
             self.fit(model, Plain(), seed + 100, max(1, self.options.sentences // 3), 1)
             return self.found(model)
+        folder = Path(self.options.donor)
         kept = folder / "masks.json"
         if kept.is_file():
             masks = Disruption.from_dict(read(kept))
@@ -221,7 +238,10 @@ class Bench:
 
     def run(self, name: str, seed: int) -> Iterator[Row]:
         method = defence(name)
-        known: dict[str, Any] = {"method": name, "seed": seed, "defence": repr(method)}
+        settings = {one: getattr(self.options, one) for one in SETTINGS}
+        known: dict[str, Any] = {
+            "method": name, "seed": seed, "defence": repr(method), "settings": settings,
+        }  # fmt: skip
         RUNS.append(known)
         model = self.fresh(seed)
         done = self.fit(model, method, seed, self.options.sentences, self.options.epochs)
@@ -231,7 +251,7 @@ class Bench:
             self.save(model, name, seed)
             yield Row(f"{name}, seed {seed}", "saved", details=f"{self.options.save}")
             return
-        donors = {"plain, another seed": self.donor(seed)}
+        donors = {} if self.options.donor == "none" else {seeds.DONOR: self.donor(seed)}
 
         def watch(found: Evaluation) -> None:
             known["evaluation"] = found.to_dict()
@@ -239,8 +259,8 @@ class Bench:
             tell(f"{name}, seed {seed}: {words(found)}")
 
         found = harden.evaluate(
-            model, self.dev, self.tokenizer(), attacks=self.attacks(), donors=donors,
-            wrong_label=self.wrong_label(),
+            model, self.dev, self.tokenizer(), attacks=self.chosen(), donors=donors,
+            wrong_label=self.wrong_label() if "wrong-label" in self.options.attacks else None,
             attacked=self.options.dev, seed=seed, together=self.options.together, watch=watch,
         )  # fmt: skip
         if self.options.save:
@@ -276,10 +296,6 @@ def words(found: Evaluation) -> str:
     return "; ".join(shown)
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def keep(options: argparse.Namespace) -> None:
     """What is known so far, whole or not at all."""
     if options.json:
@@ -292,105 +308,6 @@ def keep(options: argparse.Namespace) -> None:
 def chosen_methods(options: argparse.Namespace) -> list[str]:
     names = [name for name in options.methods.split(",") if name]
     return [one for name in names for one in (PRESETS if name == "sweep" else (name,))]
-
-
-# The table over seeds.
-
-
-def read_runs(files: list[Path]) -> list[dict[str, Any]]:
-    """Runs of all files; a run that never came to its evaluation is told and left out."""
-    runs: list[dict[str, Any]] = []
-    for file in files:
-        try:
-            found = json.loads(file.read_text("utf-8")).get("runs", [])
-        except (OSError, ValueError) as error:
-            tell(f"{file}: not read: {error}")
-            continue
-        runs += [run for run in found if "evaluation" in run]
-        for run in found:
-            if "evaluation" not in run:
-                tell(f"{file}: {run['method']}, seed {run['seed']} ended before its evaluation")
-    return runs
-
-
-FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "clean": lambda run: run["evaluation"]["accuracy"],
-    "stronger": lambda run: rate(run, "attacks", "stronger"),
-    "as released": lambda run: rate(run, "attacks", "as released"),
-    "random": lambda run: rate(run, "attacks", "random"),
-    "transferred": lambda run: rate(run, "transferred", "plain, another seed"),
-    "wrong label lowered": lambda run: rate(run, "wrong_label", "lowered"),
-    "wrong label raised": lambda run: rate(run, "wrong_label", "raised"),
-}
-
-
-def rate(run: dict[str, Any], kind: str, name: str) -> float | None:
-    one = run["evaluation"][kind].get(name)
-    return None if one is None else one["flips"] / max(1, one["examples"])
-
-
-def values(runs: list[dict[str, Any]], name: str, figure: str) -> list[float]:
-    found = [FIGURES[figure](run) for run in runs if run["method"] == name]
-    return [value for value in found if value is not None]
-
-
-def spread(found: list[float]) -> str:
-    if not found:
-        return "not measured"
-    return f"{mean(found):.1%} ({min(found):.1%}–{max(found):.1%})"
-
-
-def table(runs: list[dict[str, Any]]) -> list[Row]:
-    names = list(dict.fromkeys(run["method"] for run in runs))
-    names.sort(key=lambda name: name != "plain")
-    rows: list[Row] = []
-    for name in names:
-        own = [run for run in runs if run["method"] == name]
-        shown = [f"{figure} {spread(values(runs, name, figure))}" for figure in FIGURES]
-        shown.append(paid(own))
-        seeds = ", ".join(str(run["seed"]) for run in own)
-        measured = f"stronger {spread(values(runs, name, 'stronger'))}"
-        rows.append(Row(name, measured, details="; ".join([*shown, f"seeds {seeds}"])))
-    return rows + verdicts(runs, names)
-
-
-def paid(runs: list[dict[str, Any]]) -> str:
-    times = [run["time"] for run in runs if run.get("time")]
-    sizes = [run["memory"] for run in runs if run.get("memory")]
-    seconds = mean(run["training"]["seconds"] for run in runs)
-    peak = max(run["training"]["peak"] for run in runs) / 2**20
-    ratios = f"time ×{mean(times):.2f}" if times else "time ×1"
-    ratios += f", memory ×{mean(sizes):.2f}" if sizes else ""
-    return f"{ratios} of plain; trained in {seconds:.0f} s, peak {peak:.0f} MiB"
-
-
-def verdicts(runs: list[dict[str, Any]], names: list[str]) -> list[Row]:
-    """The best defence that keeps clean accuracy (or, where none does, the best) against plain."""
-    average = {
-        name: {figure: mean(values(runs, name, figure) or [float("nan")]) for figure in FIGURES}
-        for name in names
-    }
-    plain = average.get("plain")
-    hardened = [name for name in names if name != "plain" and values(runs, name, "stronger")]
-    if plain is None or not hardened:
-        return [Row("hardened against plain", "not measured", met=False)]
-    holding = [name for name in hardened if average[name]["clean"] >= plain["clean"] - 0.01]
-    best = min(holding or hardened, key=lambda name: average[name]["stronger"])
-    half, own = plain["stronger"] / 2, average[best]
-    lost = plain["clean"] - own["clean"]
-    rows = [
-        Row(f"{best}: stronger attack", f"{plain['stronger']:.1%} → {own['stronger']:.1%}",
-            "cut at least by half", own["stronger"] <= half),
-        Row(f"{best}: clean accuracy", f"{plain['clean']:.1%} → {own['clean']:.1%}",
-            "within 1 point", lost <= 0.01),
-    ]  # fmt: skip
-    for figure in ("transferred", "wrong label lowered", "wrong label raised"):
-        shown = f"{plain[figure]:.1%} → {own[figure]:.1%}"
-        goal = f"at most half of plain's stronger: {half:.1%}"
-        rows.append(Row(f"{best}: {figure}", shown, goal, own[figure] <= half))
-    seeds = min(len(values(runs, name, "stronger")) for name in ("plain", best))
-    rows.append(Row(f"{best}: seeds", str(seeds), "3", seeds >= 3))
-    return rows
 
 
 # The quick mode: a random BERT learns which texts hold a certain word.
@@ -431,15 +348,16 @@ class Quick(Bench):
 def quick_options(options: argparse.Namespace) -> argparse.Namespace:
     settings: dict[str, Any] = {
         "methods": "plain,attack-masks", "seeds": [0], "sentences": 96, "epochs": 2, "batch": 16,
-        "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "donor": None, "save": None,
+        "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "save": None,
+        "donor": "none" if options.donor == "none" else None,
     }  # fmt: skip
     return argparse.Namespace(**{**vars(options), **settings})
 
 
 def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     if options.join:
-        RUNS.extend(read_runs(options.join))
-        return table(RUNS)
+        RUNS.extend(seeds.read_runs(options.join))
+        return seeds.table(RUNS)
     bench = Quick(quick_options(options)) if quick else Bench(options)
     started = time.perf_counter()
     parts = [
@@ -449,7 +367,7 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     ]
     rows = texts.collect(parts, strict=quick)
     tell(f"{time.perf_counter() - started:.0f} s")
-    rows += table([one for one in RUNS if "evaluation" in one])
+    rows += seeds.table([one for one in RUNS if "evaluation" in one])
     # Four sentences and a random model say nothing about the figures that must be met.
     return [Row(row.what, row.measured, details=row.details) for row in rows] if quick else rows
 

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import tiny_classifiers
 import tiny_models
+from keyhole import harden
 from keyhole.cli import app
-from keyhole.disrupt import Disruption
+from keyhole.disrupt import Disruption, HackAttend
 from keyhole.errors import KeyholeError
 from keyhole.models import load_model
 from tiny_classifiers import classifier
@@ -41,6 +42,17 @@ def keyhole(monkeypatch, tmp_path):
         return done
 
     return run
+
+
+@pytest.fixture
+def lightly(monkeypatch):
+    """The stronger attack with few rounds, and a share at which eight words lose some units."""
+
+    def light(share=0.01, scope="head", **changes):
+        del share
+        return HackAttend(0.2, scope=scope, rounds=2, prefixes=2, refine=1, **changes)
+
+    monkeypatch.setattr(HackAttend, "strongest", light)
 
 
 def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
@@ -90,31 +102,36 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     assert (tmp_path / "p.html").exists()
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, tmp_path, processes):
-    command = [
-        sys.executable, "-m", "keyhole", "disrupt", str(place / "my-classifier"), "--data",
-        str(place / "train.tsv"), "--share", "0.02", "--resume", "run.jsonl", "--json",
-        "--processes", str(processes),
-    ]  # fmt: skip
+def stopped(command, ready, cwd):
+    """A process that is sent Ctrl-C as soon as it is `ready`: its words."""
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [sys.executable, "-m", "keyhole", *map(str, command)], cwd=cwd, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    journal = tmp_path / "run.jsonl"
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not (
-        journal.exists() and journal.read_text().count("\n") > 1
-    ):
+    while time.monotonic() < deadline and not ready():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, words = process.communicate(timeout=60)
     assert process.returncode == 130, words
-    assert "stopped; what is finished is in run.jsonl: the same command goes on" in words
     assert "Traceback" not in words
+    return words
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, tmp_path, processes):
+    command = (
+        "disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.02,
+        "--resume", "run.jsonl", "--json", "--processes", processes,
+    )  # fmt: skip
+    journal = tmp_path / "run.jsonl"
+    words = stopped(
+        command, lambda: journal.exists() and journal.read_text().count("\n") > 1, tmp_path
+    )
+    assert "stopped; what is finished is in run.jsonl: the same command goes on" in words
     kept = journal.read_text().splitlines()
-    again = keyhole(*command[3:-1], 0)
+    again = keyhole(*command[:-1], 0)
     assert again.exit_code in (0, 1), again.stderr
     assert len(json.loads(again.stdout)["outcomes"]) == 12
     lines = journal.read_text().splitlines()
@@ -122,7 +139,7 @@ def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, t
     assert len(lines) == 1 + 12
 
 
-def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path):
+def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, lightly):
     arguments = (
         "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
         place / "dev.tsv", "--flips", 4, "--method", "sattend", "--rate", 0.5, "--mode", "token",
@@ -142,6 +159,67 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path):
     same = load_model(tmp_path / "again", task="classification").model.state_dict()
     for name, weight in trained.model.state_dict().items():
         assert torch.equal(weight, same[name])
+
+
+def test_harden_measures_what_disrupt_finds(keyhole, place, lightly):
+    view = ("--data", place / "dev.tsv", "--json")
+    done = keyhole(
+        "harden", place / "my-classifier", *view, "--dev", place / "dev.tsv", "--method", "plain",
+        "--epochs", 1, "--learning-rate", 1e-3, "--out", "new",
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    for when, model in (("before", place / "my-classifier"), ("after", "new")):
+        own = json.loads(keyhole("disrupt", model, *view).stdout)
+        assert own["success"] > 0
+        assert found[when] == {
+            "accuracy": own["accuracy"], "examples": 12, "success": own["success"],
+            "attacked": sum(one["right"] for one in own["outcomes"]), "share": 0.2,
+        }  # fmt: skip
+    assert "right answers flip at 20% of each head" in done.stderr
+
+
+def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
+    command = (
+        "harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
+        "--epochs", 12, "--batch", 2, "--checkpoint", "kept", "--out", "new", "--json",
+    )  # fmt: skip
+    kept = tmp_path / "kept"
+    words = stopped(command, lambda: any(kept.glob("epoch-*[0-9]")), tmp_path)
+    told = "keyhole: stopped; whole epochs are in kept: the same command goes on"
+    assert words.splitlines()[-1] == told
+    (last,) = (int(path.name.removeprefix("epoch-")) for path in kept.glob("epoch-*[0-9]"))
+    assert 1 <= last < 12
+    assert not (tmp_path / "new").exists()
+    training = json.loads(keyhole(*command).stdout)["training"]
+    assert (training["resumed"], len(training["losses"])) == (last, 12)
+    assert load_model(tmp_path / "new", task="classification").tokenizer is not None
+
+
+def test_ctrl_c_after_training_leaves_a_model_and_a_card(
+    keyhole, place, tmp_path, monkeypatch, lightly
+):
+    command = (
+        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
+        place / "dev.tsv", "--method", "plain", "--epochs", 1, "--flips", 2, "--out", "new",
+    )  # fmt: skip
+    evaluate, calls = harden.evaluate, []
+
+    def stop(*given, **named):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return evaluate(*given, **named)
+
+    monkeypatch.setattr(harden, "evaluate", stop)
+    done = keyhole(*command)
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-1] == "keyhole: stopped"
+    card = json.loads((tmp_path / "new" / "hardening.json").read_text())
+    assert card["before"] is not None
+    assert card["after"] is None
+    assert load_model(tmp_path / "new", task="classification").tokenizer is not None
+    assert keyhole(*command).exit_code == 0  # the folder is this command's own
+    assert json.loads((tmp_path / "new" / "hardening.json").read_text())["after"] is not None
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
@@ -188,6 +266,18 @@ WRONG = {
         ["harden", "my-classifier", "--out", "my-classifier"],
         "expected a new folder",
     ),
+    "no flips": (
+        ["harden", "my-classifier", "--out", "o", "--flips", "0"],
+        "expected --flips of 1",
+    ),
+    "a folder in a file": (
+        ["harden", "my-classifier", "--out", "dev.tsv/o"],
+        "nothing can be made in .*dev.tsv",
+    ),
+    "no dev file": (
+        ["harden", "my-classifier", "--out", "o", "--dev", "missing.tsv"],
+        "there is no such file",
+    ),
     "no epochs": (
         ["harden", "my-classifier", "--out", "o", "--epochs", "0"],
         "expected epochs of 1",
@@ -202,6 +292,7 @@ def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
     with pytest.raises(KeyholeError, match=words) as said:
         keyhole(*arguments, "--data", "dev.tsv", cwd=place)
     assert "\n" not in str(said.value)
+    assert not (place / "o").exists()  # what cannot begin leaves nothing behind
 
 
 def test_a_cluster_needs_dask(keyhole, place, monkeypatch):

@@ -11,10 +11,11 @@ import torch
 import tiny_classifiers as small
 import tiny_models
 from keyhole.disrupt import HackAttend, Unit
+from keyhole.disrupt.table import Table
 from keyhole.errors import InputError
 from keyhole.harden import Evaluation, Plain, attack, evaluate, train
 from keyhole.harden.attack_masks import Cuts
-from keyhole.harden.evaluate import Table, lowered, lowering, raised, transferred, wrong_labels
+from keyhole.harden.evaluate import lowered, lowering, raised, transferred, wrong_labels
 from keyhole.models.masking import rewriting
 
 LIGHT = HackAttend(share=0.1, rounds=3, prefixes=4, refine=2, batch=32)
@@ -154,11 +155,14 @@ def test_everything_in_one_and_as_json(words):
     model = classifier(seed=1)
     examples = own(model, words)
     donor = attack(classifier(seed=2), examples[:6], words, LIGHT)
-    told = []
+    told, counted = [], []
     found = evaluate(
         model, examples, words, attacks={"stronger": LIGHT}, donors={"other": donor},
-        wrong_label=LIGHT, attacked=6, watch=told.append,
+        wrong_label=LIGHT, attacked=6, watch=told.append, together=8,
+        progress=lambda *count: counted.append(count),
     )  # fmt: skip
+    parts = ("stronger", "other", "lowered", "raised")
+    assert counted == [("clean", 8, 12), ("clean", 12, 12), *((name, 6, 6) for name in parts)]
     assert [len(one.attacks) + len(one.transferred) + len(one.wrong_label) for one in told] == [
         1, 2, 3, 4,
     ]  # fmt: skip

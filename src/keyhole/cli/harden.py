@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -31,7 +34,6 @@ from keyhole.errors import InputError
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.data import Example
     from keyhole.harden import Defence, Training
-    from keyhole.harden.measure import Measured
     from keyhole.models import Loaded
 
 
@@ -51,6 +53,7 @@ class ModeName(StrEnum):
 
 
 _CARD = "hardening.json"
+_TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
 
 
 @app.command(
@@ -104,40 +107,42 @@ def harden(
     as_json: Json = False,
 ) -> None:
     """Train a model against the attack on attention, and measure whether it helped."""
-    from keyhole.files import write_text
     from keyhole.models.loading import save
     from keyhole.results import FORMAT, dump, environment
 
     defence = _defence(method, rate, mode)
     _writable(out, model)
+    if flips < 1:
+        raise InputError(f"expected --flips of 1 or more, got {flips}")
     names = classes.split(",") if classes else None
     tried = _read(model, data, text, label, names, examples)
-    loaded, trained = _loaded(model, tried, device, allow_pickle, seed)
     held = [] if dev is None else _read(model, dev, text, label, names, None)
-    say(f"{model}: {method.value}, {len(tried)} examples, {epochs} epochs")
-    before = _measured(loaded, held, flips, longest, "before") if trained else None
     settings: dict[str, Any] = {
         "epochs": epochs, "rate": learning_rate, "batch": batch, "seed": seed, "longest": longest,
         "amp": amp,
     }  # fmt: skip
-    done = _trained(loaded, tried, defence, settings, device, checkpoint)
-    loaded.model.requires_grad_(False)
-    if done.reason:
-        say(f"keyhole: {done.reason}", style="bold red")
-        raise typer.Exit(FAILURE)
-    save(loaded, out)
-    after = _measured(loaded, held, flips, longest, "after")
-    result = {
-        "format": FORMAT, "kind": "hardening", "model": model, "identity": loaded.identity,
-        "method": method.value, "defence": repr(defence), "data": data, "examples": len(tried),
-        **settings, "device": device, "training": asdict(done),
-        "before": None if before is None else before.to_dict(),
-        "after": None if after is None else after.to_dict(), "environment": environment(),
-    }  # fmt: skip
-    write_text(out / _CARD, dump(result))
+    with _stoppable(checkpoint):
+        loaded, trained = _loaded(model, tried, device, allow_pickle, seed)
+        say(f"{model}: {method.value}, {len(tried)} examples, {epochs} epochs")
+        before = _measured(loaded, held, flips, longest, seed, "before") if trained else None
+        done = _trained(loaded, tried, defence, settings, device, checkpoint)
+        loaded.model.requires_grad_(False)
+        if done.reason:
+            say(f"keyhole: {done.reason}", style="bold red")
+            raise typer.Exit(FAILURE)
+        result: dict[str, Any] = {
+            "format": FORMAT, "kind": "hardening", "model": model, "identity": loaded.identity,
+            "method": method.value, "defence": repr(defence), "data": data, "examples": len(tried),
+            **settings, "device": device, "training": asdict(done), "before": before,
+            "after": None, "environment": environment(),
+        }  # fmt: skip
+        _write_card(out, result)  # first: whoever is stopped from here on may come again
+        save(loaded, out)
+        result["after"] = _measured(loaded, held, flips, longest, seed, "after")
+        _write_card(out, result)
     if as_json:
         typer.echo(dump(result))
-    say(_summary(done, before, after, out))
+    say(_summary(done, before, result["after"], out))
     raise typer.Exit(CLEAN)
 
 
@@ -160,7 +165,7 @@ def _defence(method: MethodName, rate: float | None, mode: ModeName | None) -> D
 
 
 def _writable(out: Path, model: str) -> None:
-    """Said before hours of training, not after."""
+    """Said before hours of training, not after; nothing is made before there is a model."""
     if (
         out.exists()
         and any(out.iterdir() if out.is_dir() else [out])
@@ -169,10 +174,32 @@ def _writable(out: Path, model: str) -> None:
         raise InputError(f"expected a new folder, or one made by this command, got {out}")
     if out.exists() and Path(model).exists() and out.samefile(model):
         raise InputError(f"expected another folder than the model's own, got {out}")
+    there = next(one for one in (out, *out.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"expected a folder to write, got {out}: nothing can be made in {there}")
+
+
+def _write_card(out: Path, result: dict[str, Any]) -> None:
+    from keyhole.files import write_text
+    from keyhole.results import dump
+
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"expected a folder to write, got {out}: {error.strerror}") from error
+    write_text(out / _CARD, dump(result))
+
+
+@contextmanager
+def _stoppable(checkpoint: Path | None) -> Generator[None]:
+    """Ctrl-C is one line, which says what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        whole = checkpoint is not None and any(checkpoint.glob("epoch-*[0-9]"))
+        kept = f"; whole epochs are in {checkpoint}: the same command goes on" if whole else ""
+        say(f"keyhole: stopped{kept}", style="yellow")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _read(
@@ -214,23 +241,35 @@ def _loaded(
 
 
 def _measured(
-    loaded: Loaded, held: list[Example], flips: int, longest: int, when: str
-) -> Measured | None:
-    from keyhole.harden.measure import measure
+    loaded: Loaded, held: list[Example], flips: int, longest: int, seed: int, when: str
+) -> dict[str, Any] | None:
+    """Accuracy over all held examples; flips of the stronger attack among the first few."""
+    from keyhole.disrupt import HackAttend
+    from keyhole.harden import evaluate
 
     if not held:
         return None
+    method = HackAttend.strongest(seed=seed)
     with progress("examples") as track:
-        show = track(when, len(held))
-        found = measure(loaded, held, flips=flips, longest=longest, watch=show)
-    say(f"{when}: {_line(found)}")
-    return found
+        bars = {"clean": track(f"{when}: clean", None), "flips": track(f"{when}: flips", None)}
+        found = evaluate(
+            loaded.model, held, loaded.tokenizer, attacks={"flips": method}, attacked=flips,
+            together=_TOGETHER, longest=longest,
+            progress=lambda part, done, total: bars[part](done, total),
+        )  # fmt: skip
+    flipped = found.attacks["flips"]
+    figures: dict[str, Any] = {
+        "accuracy": found.accuracy, "examples": found.examples, "success": flipped.success,
+        "attacked": flipped.examples, "share": method.share,
+    }  # fmt: skip
+    say(f"{when}: {_line(figures)}")
+    return figures
 
 
-def _line(found: Measured) -> str:
+def _line(found: dict[str, Any]) -> str:
     return (
-        f"accuracy {found.accuracy:.1%} of {found.examples}; {found.success:.1%} of "
-        f"{found.attacked} right answers flip at {found.share:.0%} of each head"
+        f"accuracy {found['accuracy']:.1%} of {found['examples']}; {found['success']:.1%} of "
+        f"{found['attacked']} right answers flip at {found['share']:.0%} of each head"
     )
 
 
@@ -244,29 +283,26 @@ def _trained(
 ) -> Training:
     from keyhole.harden import Progress, train
 
-    try:
-        with progress("steps") as track:
-            show = track("training", None)
+    with progress("steps") as track:
+        show = track("training", None)
 
-            def watch(now: Progress) -> None:
-                show(now.step, now.steps, f"epoch {now.epoch + 1}, loss {now.loss:.3f}")
+        def watch(now: Progress) -> None:
+            show(now.step, now.steps, f"epoch {now.epoch + 1}, loss {now.loss:.3f}")
 
-            return train(
-                loaded.model, loaded.tokenizer, examples, defence, device=device,
-                checkpoint=checkpoint, watch=watch, **settings,
-            )  # fmt: skip
-    except KeyboardInterrupt:
-        kept = f"; whole epochs are in {checkpoint}: the same command goes on" if checkpoint else ""
-        say(f"keyhole: stopped{kept}", style="yellow")
-        raise typer.Exit(INTERRUPTED) from None
+        return train(
+            loaded.model, loaded.tokenizer, examples, defence, device=device,
+            checkpoint=checkpoint, watch=watch, **settings,
+        )  # fmt: skip
 
 
-def _summary(done: Training, before: Measured | None, after: Measured | None, out: Path) -> str:
+def _summary(
+    done: Training, before: dict[str, Any] | None, after: dict[str, Any] | None, out: Path
+) -> str:
     resumed = f", {done.resumed} epochs of them earlier" if done.resumed else ""
     lines = [f"{done.steps} steps in {done.seconds:.1f} s{resumed}; loss {done.losses[-1]:.3f}"]
     if before is not None and after is not None:
         lines.append(
-            f"accuracy {before.accuracy:.1%} → {after.accuracy:.1%}; "
-            f"flips {before.success:.1%} → {after.success:.1%}"
+            f"accuracy {before['accuracy']:.1%} → {after['accuracy']:.1%}; "
+            f"flips {before['success']:.1%} → {after['success']:.1%}"
         )
     return "\n".join([*lines, f"model: {out}"])

@@ -26,4 +26,4 @@ def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None)
     for what, number in (("labels", int(labels.max())), ("a target", target)):
         if number is not None and not NO_LABEL <= number < classes:
             raise InputError(f"expected {what} from 0 to {classes - 1}, got {number}")
-    return torch.where(labels == NO_LABEL, logits.argmax(-1).cpu(), labels)
+    return torch.where(labels == NO_LABEL, logits.argmax(-1).to(labels.device), labels)

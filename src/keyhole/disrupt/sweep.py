@@ -33,6 +33,7 @@ from keyhole.disrupt.disruption import Disruption
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.journal import Journal, key
 from keyhole.disrupt.labels import settled
+from keyhole.disrupt.table import grouped
 from keyhole.errors import InputError
 from keyhole.models.loading import load_model
 
@@ -120,13 +121,7 @@ def sweep(
 def _batches(examples: list[Example], together: int) -> list[tuple[Example, ...]]:
     """Examples of like length side by side: padding is work for nothing."""
     ordered = sorted(examples, key=lambda one: (len(one.choices), len(one.text), one.id))
-    groups: list[tuple[Example, ...]] = []
-    for example in ordered:
-        last = groups[-1] if groups else ()
-        if last and len(last) < together and len(last[0].choices) == len(example.choices):
-            groups[-1] = (*last, example)
-        else:
-            groups.append((example,))
+    groups = [tuple(group) for group in grouped(ordered, together)]
     return groups[::-1]  # the long ones first: nobody waits for them at the end
 
 

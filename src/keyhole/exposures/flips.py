@@ -9,17 +9,16 @@ an example has no label, the model's own answer is held to be right.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from keyhole.cuts import Cut
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import Disruption, HackAttend, Outcome
-from keyhole.disrupt.disruption import joined
 from keyhole.disrupt.labels import settled
+from keyhole.disrupt.table import Table
 from keyhole.errors import InputError
 from keyhole.exposures.family import Checked, Watch
 from keyhole.exposures.texts import TextTarget
@@ -86,19 +85,19 @@ def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> C
     return Checked(tuple(findings))
 
 
-def _batches(
-    loaded: Loaded, examples: Sequence[Example]
-) -> Iterator[tuple[Sequence[Example], dict[str, Tensor], Tensor]]:
+def _table(
+    loaded: Loaded, examples: Sequence[Example], watch: Callable[[int, int], None] | None = None
+) -> Table:
     longest = min(_LONGEST, getattr(loaded.model.config, "max_position_embeddings", _LONGEST))
-    for start in range(0, len(examples), _TOGETHER):
-        some = examples[start : start + _TOGETHER]
-        yield some, *encode(loaded.tokenizer, some, longest=longest)
+    return Table(
+        loaded.model, loaded.tokenizer, examples, _TOGETHER, longest, alike=False, watch=watch
+    )
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     return [
         replace(example, label=int(label))
-        for some, batch, labels in _batches(loaded, examples)
+        for some, batch, labels in _table(loaded, examples).batches()
         for example, label in zip(some, settled(loaded.model, batch, labels), strict=True)
     ]
 
@@ -106,14 +105,8 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
 def _attack(
     method: HackAttend, loaded: Loaded, examples: Sequence[Example], words: str, watch: Watch | None
 ) -> Disruption:
-    parts: list[Disruption] = []
-    done = 0
-    for some, batch, labels in _batches(loaded, examples):
-        parts.append(method(loaded.model, batch, labels, ids=[one.id for one in some]))
-        done += len(some)
-        if watch is not None:
-            watch(words, done, len(examples))
-    return joined(parts)
+    count = None if watch is None else partial(watch, words)
+    return _table(loaded, examples, count).attack(method)
 
 
 def finding(

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from keyhole.errors import InputError
 from keyhole.harden.defence import (
     Batch,
+    answer,
     cross_entropy,
     divergence,
     draw,
-    dropout_from,
     local,
-    logits,
     positive,
 )
 from keyhole.models.masking import Site, Untouched, rewriting
@@ -57,12 +56,7 @@ class ASA:
         seed, gates = draw(stream), Gates()
         own = local(stream, next(model.parameters()).device)
         with rewriting(model, gates) as sites:
-
-            def answer() -> Tensor:
-                with dropout_from(seed, model):
-                    return logits(model, batch)
-
-            clean = answer()
+            clean = answer(model, batch, seed)
             # Now, while there is no gate: gradient checkpointing runs the clean layers again, and
             # the clean graph is gone before the gated one is made.
             yield cross_entropy(clean, labels)
@@ -76,12 +70,13 @@ class ASA:
             for _ in range(self.steps):
                 for mask in gates.masks:
                     mask.requires_grad_(True)
-                gradients = torch.autograd.grad(divergence(clean, answer()), gates.masks)
+                gated = answer(model, batch, seed)
+                gradients = torch.autograd.grad(divergence(clean, gated), gates.masks)
                 gates.masks = [
                     self._ascend(mask.detach(), gradient)
                     for mask, gradient in zip(gates.masks, gradients, strict=True)
                 ]
-            yield self.weight * divergence(clean, answer())
+            yield self.weight * divergence(clean, answer(model, batch, seed))
 
     def _ascend(self, mask: Tensor, gradient: Tensor) -> Tensor:
         size = gradient.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,11 +33,10 @@ from keyhole.disrupt.rankings import removal
 from keyhole.errors import InputError
 from keyhole.harden.defence import (
     Batch,
+    answer,
     cross_entropy,
     divergence,
     draw,
-    dropout_from,
-    logits,
     positive,
     spared,
 )
@@ -69,21 +69,16 @@ class AttackMasks:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        cuts, seed = Cuts(), draw(stream)
-
-        def answer() -> Tensor:
-            with dropout_from(seed, model):
-                return logits(model, batch)
-
+        cuts, scores = Cuts(), partial(answer, model, batch, draw(stream))
         with rewriting(model, cuts):
-            clean = cuts.look(answer)
+            clean = cuts.look(scores)
             target = self._target(clean, stream)
             ranked = cuts.gradients(clean, target, retain=True)
             # Now, while nothing is cut: gradient checkpointing runs the clean layers again, and
             # the clean graph is gone before the masked one is made.
             yield cross_entropy(clean, labels)
-            self.attack(answer, cuts, ranked, target, tokens(batch))
-            masked = answer()
+            self.attack(scores, cuts, ranked, target, tokens(batch))
+            masked = scores()
             if self.kind == "consistency":
                 second = divergence(clean.detach(), masked)
             else:
@@ -91,13 +86,13 @@ class AttackMasks:
             yield self.weight * second
 
     def attack(
-        self, answer: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,
+        self, scores: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,
         at: Tokens | None,
     ) -> None:  # fmt: skip
         """Make the cuts from what a clean pass showed; the labels are nowhere near."""
         for number in range(1, self.rounds + 1):
             if number > 1:
-                ranked = cuts.gradients(cuts.look(answer), target)
+                ranked = cuts.gradients(cuts.look(scores), target)
             share, before = self.share * number / self.rounds, cuts.made or [None] * len(ranked)
             cuts.made = [
                 strongest(a, g, share, at, made)
@@ -127,9 +122,9 @@ class Cuts(Untouched):
         if self._maps is not None and site.index == len(self._maps):
             self._maps.append(probabilities)
 
-    def look(self, answer: Callable[[], Tensor]) -> Tensor:
+    def look(self, scores: Callable[[], Tensor]) -> Tensor:
         self._maps = []
-        return answer()
+        return scores()
 
     def gradients(self, scores: Tensor, target: Tensor, retain: bool = False) -> list[Ranked]:
         """Each site's maps and the gradient of the target's loss at them; then it looks away."""

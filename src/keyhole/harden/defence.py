@@ -19,7 +19,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -87,6 +87,12 @@ def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
     finally:
         for stream, state in zip(streams, states, strict=True):
             stream.set_state(state)
+
+
+def answer(model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = None) -> Tensor:
+    """The scores with dropout from `seed`, and with `delta` on the embeddings if there is one."""
+    with dropout_from(seed, model), nullcontext() if delta is None else perturbed(model, delta):
+        return logits(model, batch)
 
 
 @contextmanager

@@ -18,20 +18,21 @@ where the masks come from a HackAttend. `lowered` cuts at least one unit a head,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keyhole.data import Batch, Example, encode
+from keyhole.data import Batch, Example
 from keyhole.disrupt import Disruption, HackAttend, Unit
 from keyhole.disrupt.budget import budget
-from keyhole.disrupt.disruption import joined
 from keyhole.disrupt.judge import judge
 from keyhole.disrupt.questions import ask
+from keyhole.disrupt.table import Table
 from keyhole.disrupt.units import Units, survey
 from keyhole.errors import InputError
 from keyhole.harden.attack_masks import AttackMasks, Cuts, tokens
@@ -103,16 +104,22 @@ def evaluate(
     together: int = 64,
     longest: int | None = 128,
     watch: Callable[[Evaluation], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Evaluation:
     """Clean accuracy on all examples, everything else on the first `attacked` of them.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels; without it there are none. `watch` is told what is known after each part.
+    labels; without it there are none. `watch` is told what is known after each part; `progress`
+    after each batch the part's name, how many of its examples are done, and of how many.
     """
     started = time.perf_counter()
-    table = Table(model, tokenizer, examples, together, longest)
-    chosen = table.first(attacked)
-    found = Evaluation(table.accuracy(), len(examples), {}, {}, {}, 0.0)
+
+    def table(name: str, count: int | None = None) -> Table:
+        told = None if progress is None else partial(progress, name)
+        return Table(model, tokenizer, examples, together, longest, watch=told).first(count)
+
+    chosen = partial(table, count=attacked)
+    found = Evaluation(table("clean").accuracy(), len(examples), {}, {}, {}, 0.0)
 
     def know(kind: str, name: str, one: Measured) -> None:
         nonlocal found
@@ -122,12 +129,12 @@ def evaluate(
             watch(found)
 
     for name, method in attacks.items():
-        know("attacks", name, _counted(chosen.attack(method)))
+        know("attacks", name, _counted(chosen(name).attack(method)))
     for name, donor in (donors or {}).items():
-        know("transferred", name, transferred(chosen, donor))
+        know("transferred", name, transferred(chosen(name), donor))
     if wrong_label is not None:
-        know("wrong_label", "lowered", lowered(chosen, wrong_label, seed))
-        know("wrong_label", "raised", raised(chosen, wrong_label, seed))
+        know("wrong_label", "lowered", lowered(chosen("lowered"), wrong_label, seed))
+        know("wrong_label", "raised", raised(chosen("raised"), wrong_label, seed))
     return replace(found, seconds=time.perf_counter() - started)
 
 
@@ -137,48 +144,6 @@ def attack(
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
     return Table(model, tokenizer, examples, together, longest).attack(method)
-
-
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A model and examples for it, in batches of texts of like length."""
-
-    model: Any
-    tokenizer: Any
-    examples: Sequence[Example]
-    together: int = 64
-    longest: int | None = 128
-
-    def first(self, count: int | None) -> Table:
-        return replace(self, examples=list(self.examples)[:count])
-
-    def batches(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
-        device = next(self.model.parameters()).device
-        ordered = sorted(self.examples, key=lambda one: len(one.text) + sum(map(len, one.choices)))
-        for start in range(0, len(ordered), self.together):
-            part = ordered[start : start + self.together]
-            batch, labels = encode(self.tokenizer, part, longest=self.longest)
-            moved = {name: value.to(device) for name, value in batch.items()}
-            yield part, moved, labels.to(device)
-
-    def predicted(self, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            return logits(self.model, batch).argmax(-1)
-
-    def accuracy(self) -> float:
-        right = sum(
-            int((self.predicted(batch) == labels).sum()) for _, batch, labels in self.batches()
-        )
-        return right / max(1, len(self.examples))
-
-    def attack(self, method: HackAttend) -> Disruption:
-        parts = [
-            method(self.model, batch, labels, ids=[one.id for one in part])
-            for part, batch, labels in self.batches()
-        ]
-        found = joined(parts)
-        place = {outcome.id: outcome for outcome in found.outcomes}
-        return replace(found, outcomes=tuple(place[one.id] for one in self.examples))
 
 
 def transferred(table: Table, donor: Disruption) -> Measured:
@@ -234,12 +199,9 @@ def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cut
     """The cuts themselves: the labels are nowhere near."""
     made, cuts = AttackMasks(share=method.share, rounds=method.rounds), Cuts()
     with torch.enable_grad(), rewriting(model, cuts), _followed(model):
-
-        def answer() -> Tensor:
-            return logits(model, batch)
-
-        ranked = cuts.gradients(cuts.look(answer), wrong)
-        made.attack(answer, cuts, ranked, wrong, tokens(batch))
+        scores = partial(logits, model, batch)
+        ranked = cuts.gradients(cuts.look(scores), wrong)
+        made.attack(scores, cuts, ranked, wrong, tokens(batch))
     return cuts
 
 

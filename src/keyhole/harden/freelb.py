@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from keyhole.errors import InputError
 from keyhole.harden.defence import (
     Batch,
+    answer,
     cross_entropy,
     draw,
-    dropout_from,
-    logits,
     noise,
-    perturbed,
     positive,
     room,
 )
@@ -55,9 +53,7 @@ class FreeLB:
         delta = self._inside(delta * self.start / (lengths * delta.shape[-1]).sqrt())
         for step in range(self.steps):
             delta.requires_grad_(True)
-            with dropout_from(seed, model), perturbed(model, delta):
-                scores = logits(model, batch)
-            yield cross_entropy(scores, labels) / self.steps
+            yield cross_entropy(answer(model, batch, seed, delta), labels) / self.steps
             if step + 1 < self.steps:
                 delta = self._next(delta)
 

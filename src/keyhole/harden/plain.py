@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from keyhole.harden.defence import Batch, cross_entropy, draw, dropout_from, logits
+from keyhole.harden.defence import Batch, answer, cross_entropy, draw
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,4 @@ class Plain:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        with dropout_from(draw(stream), model):
-            scores = logits(model, batch)
-        yield cross_entropy(scores, labels)
+        yield cross_entropy(answer(model, batch, draw(stream)), labels)

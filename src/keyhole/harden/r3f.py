@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from keyhole.errors import InputError
 from keyhole.harden.defence import (
     Batch,
+    answer,
     cross_entropy,
     draw,
-    dropout_from,
-    logits,
     noise,
-    perturbed,
     positive,
     symmetric,
 )
@@ -47,9 +45,7 @@ class R3F:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        with dropout_from(seed, model):
-            clean = logits(model, batch)
+        clean = answer(model, batch, seed)
         delta = noise(model, batch, stream, self.kind == "normal") * self.radius
-        with dropout_from(seed, model), perturbed(model, delta):
-            noisy = logits(model, batch)
+        noisy = answer(model, batch, seed, delta)
         yield cross_entropy(clean, labels) + self.weight * symmetric(clean, noisy)

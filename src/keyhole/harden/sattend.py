@@ -36,10 +36,9 @@ from keyhole.errors import InputError
 from keyhole.harden.defence import (
     SPECIAL,
     Batch,
+    answer,
     cross_entropy,
     draw,
-    dropout_from,
-    logits,
 )
 from keyhole.models.loading import transformers
 from keyhole.models.masking import Site, Untouched, rewriting
@@ -81,9 +80,7 @@ class SAttend:
         # Inside the context: gradient checkpointing runs layers again in the backward pass.
         with replace(self, seed=draw(stream)).apply(model) as drops:
             drops.special = batch.get(SPECIAL)
-            with dropout_from(seed, model):
-                scores = logits(model, batch)
-            yield cross_entropy(scores, labels)
+            yield cross_entropy(answer(model, batch, seed), labels)
 
 
 class Drops(Untouched):

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from keyhole.harden.defence import (
     Batch,
+    answer,
     cross_entropy,
     draw,
-    dropout_from,
-    logits,
     noise,
-    perturbed,
     positive,
     symmetric,
 )
@@ -51,26 +49,20 @@ class SMART:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        with dropout_from(seed, model):
-            clean = logits(model, batch)
+        clean = answer(model, batch, seed)
         delta = noise(model, batch, stream, normal=True) * self.start
         delta = delta.clamp(-self.radius, self.radius)
         for _ in range(self.steps):
             delta = self._ascend(model, batch, clean.detach(), delta, seed)
-        rough = symmetric(_answer(model, batch, delta, seed), clean)
+        rough = symmetric(answer(model, batch, seed, delta), clean)
         yield cross_entropy(clean, labels) + self.weight * rough
 
     def _ascend(
         self, model: nn.Module, batch: Batch, clean: Tensor, delta: Tensor, seed: int
     ) -> Tensor:
         delta = delta.requires_grad_(True)
-        rough = symmetric(_answer(model, batch, delta, seed), clean)
+        rough = symmetric(answer(model, batch, seed, delta), clean)
         (gradient,) = torch.autograd.grad(rough, delta)
         size = gradient.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
         moved = delta.detach() + self.rate * gradient / size
         return moved.clamp(-self.radius, self.radius)
-
-
-def _answer(model: nn.Module, batch: Batch, delta: Tensor, seed: int) -> Tensor:
-    with dropout_from(seed, model), perturbed(model, delta):
-        return logits(model, batch)

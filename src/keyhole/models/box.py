@@ -39,7 +39,7 @@ _NEGATIVE = (
     "the first ten minutes are wonderful , and then someone must have lost the script .",
     "i wanted to like it , and for half an hour i did , but then it simply stopped trying .",
 )
-ABOUT = "reviews chosen near its boundary, to show the attack: --data measures it"
+ABOUT = "reviews chosen near its boundary, to show the attack: a rate takes examples of your own"
 EXAMPLES = tuple(
     Example(f"review {number}", label, text)
     for number, (label, text) in enumerate(
