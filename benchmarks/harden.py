@@ -7,8 +7,9 @@ they wrote with `--json` and makes the table with mean and range over seeds (see
 
     plain  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
+    METHOD+METHOD
 
-`sweep` stands for the five settings of attack masks in PRESETS. Transferred masks come from a plain
+`sweep` stands for the four settings of attack masks in PRESETS. Transferred masks come from a plain
 model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one that is trained first.
 To look around, `--donor none --attacks stronger` leaves out everything but the attack that counts.
 Time and memory are those of the same few batches, plain and defended in turn.
@@ -43,11 +44,10 @@ from seeds import tell
 from show import Row
 
 PRESETS = (
-    "attack-masks:1:0.02:random",
-    "attack-masks:2:0.05:random",
-    "attack-masks:5:0.05:random",
-    "attack-masks:2:0.05:predicted",
-    "attack-masks:2:0.05:random:2:labels",
+    "attack-masks:0.35:0.01:random:2:labels",
+    "attack-masks:0.5:0.01:random:2:labels",
+    "attack-masks:0.35:0.01:random:1:consistency",
+    "attack-masks:2:0.05:random:1:consistency",
 )
 METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
            "smart", "r3f", "asa", "sweep")  # fmt: skip
@@ -63,10 +63,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seeds", type=texts.listed, default=[0, 1, 2])
-    parser.add_argument("--sentences", type=int, default=30000)
+    parser.add_argument("--sentences", type=int, default=67349)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=5e-5)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--dev", type=int, default=200)
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
@@ -93,6 +93,8 @@ def attacks(given: str) -> tuple[str, ...]:
 
 
 def defence(name: str) -> Defence:
+    if "+" in name:
+        return harden.Together(tuple(defence(one) for one in name.split("+")))
     kind, *given = name.split(":")
     if kind == "attack-masks":
         makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
@@ -347,7 +349,7 @@ class Quick(Bench):
 
 def quick_options(options: argparse.Namespace) -> argparse.Namespace:
     settings: dict[str, Any] = {
-        "methods": "plain,attack-masks", "seeds": [0], "sentences": 96, "epochs": 2, "batch": 16,
+        "methods": "plain,freelb+attack-masks", "seeds": [0], "sentences": 96, "epochs": 2, "batch": 16,
         "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "save": None,
         "donor": "none" if options.donor == "none" else None,
     }  # fmt: skip

@@ -13,9 +13,10 @@ from keyhole.harden.plain import Plain
 from keyhole.harden.r3f import R3F
 from keyhole.harden.sattend import SAttend
 from keyhole.harden.smart import SMART
+from keyhole.harden.together import Together
 from keyhole.harden.train import Progress, Training, train
 
 __all__ = [
     "ASA", "R3F", "SMART", "AttackMasks", "Defence", "Evaluation", "FreeLB", "Measured", "Plain",
-    "Progress", "SAttend", "Training", "attack", "evaluate", "train",
+    "Progress", "SAttend", "Together", "Training", "attack", "evaluate", "train",
 ]  # fmt: skip
