@@ -157,12 +157,7 @@ class Bench:
         return loaded.model
 
     def attacks(self) -> dict[str, HackAttend]:
-        share, batch = self.options.share, self.options.queries
-        return {
-            "stronger": HackAttend.strongest(share, batch=batch),
-            "as released": HackAttend.as_released(share, batch=batch),
-            "random": HackAttend.as_released(share, ranking="random", order="random", batch=batch),
-        }
+        return harden.standard(self.options.share, batch=self.options.queries)
 
     def chosen(self) -> dict[str, HackAttend]:
         names = [name.replace("-", " ") for name in self.options.attacks]

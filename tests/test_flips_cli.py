@@ -14,6 +14,7 @@ import transformers
 from typer.testing import CliRunner
 
 import tiny_classifiers
+import tiny_heads
 import tiny_models
 from keyhole import harden
 from keyhole.cli import app
@@ -149,33 +150,59 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, 
     assert first.exit_code == 0, first.stderr
     data = json.loads(first.stdout)
     assert data == json.loads((tmp_path / "new" / "hardening.json").read_text())
-    assert len(data["training"]["losses"]) == 2
-    assert 0 <= data["after"]["accuracy"] <= 1
-    assert "flips" in first.stderr
+    (run,) = data["runs"]
+    assert len(run["training"]["losses"]) == 2
+    assert 0 <= run["after"]["accuracy"] <= 1
+    assert "flips, stronger" in first.stderr
     trained = load_model(tmp_path / "new", task="classification")
     assert trained.tokenizer is not None
     again = json.loads(keyhole(*arguments, "--out", "again").stdout)
-    assert again["training"]["resumed"] == 2
+    assert again["runs"][0]["training"]["resumed"] == 2
     same = load_model(tmp_path / "again", task="classification").model.state_dict()
     for name, weight in trained.model.state_dict().items():
         assert torch.equal(weight, same[name])
 
 
-def test_harden_measures_what_disrupt_finds(keyhole, place, lightly):
+def test_harden_measures_what_disrupt_finds(keyhole, place, tmp_path, lightly):
     view = ("--data", place / "dev.tsv", "--json")
     done = keyhole(
         "harden", place / "my-classifier", *view, "--dev", place / "dev.tsv", "--method", "plain",
-        "--epochs", 1, "--learning-rate", 1e-3, "--out", "new",
+        "--epochs", 1, "--learning-rate", 1e-3, "--out", "new", "--page", "p.html",
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    for when, model in (("before", place / "my-classifier"), ("after", "new")):
+    result = json.loads(done.stdout)
+    (run,) = result["runs"]
+    for found, model in ((result["before"], place / "my-classifier"), (run["after"], "new")):
         own = json.loads(keyhole("disrupt", model, *view).stdout)
         assert own["success"] > 0
-        assert found[when] == {
-            "accuracy": own["accuracy"], "examples": 12, "success": own["success"],
-            "attacked": sum(one["right"] for one in own["outcomes"]), "share": 0.2,
-        }  # fmt: skip
-    assert "right answers flip at 20% of each head" in done.stderr
+        assert (found["accuracy"], found["examples"]) == (own["accuracy"], 12)
+        stronger = found["attacks"]["stronger"]
+        assert stronger["flips"] == sum(one["flipped"] for one in own["outcomes"])
+        assert stronger["examples"] == sum(one["right"] for one in own["outcomes"])
+        assert set(found["attacks"]) == {"stronger", "as released", "random"}
+    assert set(run["after"]["transferred"]) == {"the model before"}
+    assert set(run["after"]["wrong_label"]) == {"lowered", "raised"}
+    page = (tmp_path / "p.html").read_text()
+    for words in ("the model before training", "the model after training", "became <b>"):
+        assert words in page
+    assert "20% of each head&#39;s attention cut" in page
+
+
+def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
+    view = ("harden", place / "my-classifier", "--data", place / "train.tsv", "--json")
+    options = ("--method", "strongest", "--epochs", 1, "--learning-rate", 1e-3)
+    both = keyhole(
+        *view, *options, "--dev", place / "dev.tsv", "--flips", 3, "--seeds", 2, "--out", "both"
+    )
+    assert both.exit_code == 0, both.stderr
+    assert "after, 2 seeds" in both.stderr
+    runs = json.loads(both.stdout)["runs"]
+    assert [(run["seed"], run["folder"]) for run in runs] == [(0, "seed-0"), (1, "seed-1")]
+    keyhole(*view, *options, "--seed", 1, "--out", "one")
+    alone = load_model(tmp_path / "one", task="classification").model.state_dict()
+    other = load_model(tmp_path / "both" / "seed-0", task="classification").model.state_dict()
+    second = load_model(tmp_path / "both" / "seed-1", task="classification").model.state_dict()
+    assert all(torch.equal(weight, second[name]) for name, weight in alone.items())
+    assert not all(torch.equal(weight, other[name]) for name, weight in alone.items())
 
 
 def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
@@ -190,7 +217,7 @@ def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
     (last,) = (int(path.name.removeprefix("epoch-")) for path in kept.glob("epoch-*[0-9]"))
     assert 1 <= last < 12
     assert not (tmp_path / "new").exists()
-    training = json.loads(keyhole(*command).stdout)["training"]
+    training = json.loads(keyhole(*command).stdout)["runs"][0]["training"]
     assert (training["resumed"], len(training["losses"])) == (last, 12)
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
 
@@ -216,10 +243,11 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     assert done.stderr.splitlines()[-1] == "keyhole: stopped"
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["before"] is not None
-    assert card["after"] is None
+    assert "after" not in card["runs"][0]
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
     assert keyhole(*command).exit_code == 0  # the folder is this command's own
-    assert json.loads((tmp_path / "new" / "hardening.json").read_text())["after"] is not None
+    card = json.loads((tmp_path / "new" / "hardening.json").read_text())
+    assert card["runs"][0]["after"] is not None
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
@@ -228,6 +256,38 @@ def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
     done = keyhole(*view, "--out", "new")
     assert done.exit_code == 0, done.stderr
     assert load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
+
+
+def written(folder, family, task):
+    tiny_heads.model(family, task, seed=1).save_pretrained(folder)
+    tiny_models.tokenizer(causal=task == "causal").save_pretrained(folder)
+    lines = [" ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(12)) for i in range(3)]
+    (folder.parent / "t.txt").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(("family", "task"), [("t5", "seq2seq"), ("opt", "causal")])
+def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family, task):
+    """What text is read back of is a list of families; flips take all that can be cut."""
+    written(tmp_path / "model", family, task)
+    view = ("model", "--data", "t.txt", "--json")
+    cut = json.loads(keyhole("disrupt", *view, "--share", 0.05, "--page", "p.html").stdout)
+    assert cut["accuracy"] == 1.0  # its own answers are what it holds to be right
+    assert len(cut["outcomes"]) == 3
+    done = keyhole("audit", *view, "--texts", 2)
+    assert done.exit_code in (0, 1), done.stderr
+    found = json.loads(done.stdout)
+    assert {one["sought"] for one in found["findings"]} == {"prediction"}
+    (skip,) = found["skips"]
+    assert f"got {family}" in skip["reason"]
+
+
+def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path):
+    written(tmp_path / "model", "gpt2", "causal")
+    done = keyhole("audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json")
+    found = json.loads(done.stdout)["findings"]
+    assert {one["sought"] for one in found} == {"text", "prediction"}
+    (hidden,) = (one for one in found if one["exposure"] == "hidden states of layer 1")
+    assert hidden["status"] == "recovered"
 
 
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):

@@ -36,8 +36,7 @@ def target(**options):
 def easily(monkeypatch):
     """A larger share: eight words leave 1% of a head no unit at all."""
     stronger = tuple(
-        replace(one, method=lambda s, make=one.method: replace(make(s), share=0.2))
-        for one in flips.ATTACKERS
+        lambda seed, make=make: replace(make(seed), share=0.2) for make in flips.ATTACKERS
     )
     monkeypatch.setattr(flips, "ATTACKERS", stronger)
 
@@ -45,7 +44,12 @@ def easily(monkeypatch):
 def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
     asked = target()
     found = flips.check("", asked, 0, None)
-    assert [one.exposure for one in found.findings] == [one.words for one in flips.ATTACKERS]
+    assert [one.exposure for one in found.findings] == [
+        "20% of each head's attention cut",
+        "20% of all attention cut",
+        "20% of each head's attention cut, as in the paper",
+        "20% of each head's attention cut at random",
+    ]
     batch, labels = encode(asked.loaded.tokenizer, asked.examples)
     batch.pop("special_tokens_mask")
     right = int((asked.loaded.model(**batch).logits.argmax(-1) == labels).sum())
@@ -89,7 +93,7 @@ def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
     skipped = flips.check("", TextTarget(loaded, ["w1 w2"]), 0, None)
     assert skipped.findings == ()
-    assert "only classifiers" in skipped.skips[0].reason
+    assert "expected a head for classes or text, got BertModel" in skipped.skips[0].reason
     with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
         flips.check("", target(examples=[tiny_classifiers.Example("a", 4, "w1")]), 0, None)
 

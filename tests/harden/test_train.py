@@ -8,10 +8,11 @@ import torch
 import tiny_classifiers as small
 import tiny_models as tiny
 from keyhole.errors import InputError
-from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend, train
+from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend, Together, train
 from keyhole.harden.train import _schedule
 
-ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), AttackMasks()]
+ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), AttackMasks(),
+       Together.strongest()]  # fmt: skip
 
 
 def weights(model):

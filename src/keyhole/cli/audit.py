@@ -125,10 +125,10 @@ class _Data:
     def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
         """Texts to read back, and examples to flip where the model is a classifier."""
         from keyhole.data import read_examples, read_texts
-        from keyhole.models.loading import class_names
+        from keyhole.models.loading import class_names, head_of
 
         texts = read_texts(self.file, self.column, self.texts)
-        if not type(loaded.model).__name__.endswith("ForSequenceClassification"):
+        if head_of(loaded.model) != "classification":
             return texts, []
         names = class_names(loaded.model.config)
         return texts, read_examples(
@@ -158,8 +158,9 @@ def _opened(
     if not model and target != DEMO:
         return surfaces, {}
     if model:
-        task = "classification" if task_of(target) == "classification" else "base"
-        loaded, twin = load_model(target, task=task, device=device), None
+        task = task_of(target)
+        loaded = load_model(target, task="base" if task == "choice" else task, device=device)
+        twin = None
     else:
         loaded = box.load_box("classification", device)
         twin = box.load_box("classification", device, hardened=True) if box.has_twin() else None

@@ -217,7 +217,7 @@ def _examples(
 ) -> list[Example]:
     from keyhole.data import read_examples
     from keyhole.models.box import EXAMPLES, FOLDER
-    from keyhole.models.loading import class_names, load_config
+    from keyhole.models.loading import SPEAKING, class_names, load_config
 
     if limit is not None and limit < 1:
         raise InputError(f"expected one example or more, got {limit}")
@@ -226,7 +226,7 @@ def _examples(
             raise InputError("expected --data with examples, got none")
         return list(EXAMPLES[:limit])
     names = classes.split(",") if classes else class_names(load_config(source.name))
-    speaks = source.task in ("causal", "seq2seq")  # it needs no labels
+    speaks = source.task in SPEAKING  # it needs no labels
     found = read_examples(
         data, text=text or (), label="" if speaks else label, names=names, limit=limit,
         labelled=False,
@@ -266,15 +266,13 @@ def _page(
 
     from keyhole import report
     from keyhole.audit import Audit
-    from keyhole.exposures.flips import REMEDY, Attacker, cuts_of, finding
+    from keyhole.exposures.flips import cuts_of, finding
     from keyhole.models.loading import load_config, load_tokenizer
 
-    what = "each head's attention" if method.scope == "head" else "all attention"
-    attacker = Attacker(f"{percent(method.share, 2)} of {what} cut", lambda _: method, REMEDY)
     cuts = cuts_of(
         load_tokenizer(source.name), load_config(source.name), examples, found, source.task
     )
-    one = finding(attacker, "", found, cuts, found.seconds)
+    one = finding("", found, cuts, found.seconds)
     return report.render(
         Audit(model, source.name, (one,), (), method.seed, found.seconds,
               datetime.now(UTC).isoformat(timespec="seconds"))

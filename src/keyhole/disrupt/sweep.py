@@ -35,7 +35,7 @@ from keyhole.disrupt.journal import Journal, key
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.table import grouped
 from keyhole.errors import InputError
-from keyhole.models.loading import load_model
+from keyhole.models.loading import SPEAKING, load_model
 
 Watch = Callable[[int, int], None]  # examples finished, examples in all
 
@@ -74,8 +74,7 @@ def _attack(method: HackAttend, source: ModelSource, examples: Sequence[Example]
     model, tokenizer = _LOADED[source]
     batch, given = encode(tokenizer, examples, longest=source.longest)
     names = [example.id for example in examples]
-    # What a language model says by itself is what it holds to be right.
-    speaks = source.task in ("causal", "seq2seq")
+    speaks = source.task in SPEAKING
     labels = None if speaks else settled(model, batch, given, method.target)
     return method(model, batch, labels, ids=names)
 

@@ -18,6 +18,7 @@ from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.disruption import Disruption, joined
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.errors import InputError
+from keyhole.models.loading import SPEAKING, head_of
 
 
 def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:
@@ -75,8 +76,9 @@ class Table:
     def attack(self, method: HackAttend) -> Disruption:
         if not self.examples:
             raise InputError("expected one example or more to attack, got none")
+        speaks = head_of(self.model) in SPEAKING
         parts = [
-            method(self.model, batch, labels, ids=[one.id for one in part])
+            method(self.model, batch, None if speaks else labels, ids=[one.id for one in part])
             for part, batch, labels in self.batches()
         ]
         found = joined(parts)

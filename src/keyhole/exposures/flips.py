@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ from keyhole.disrupt.table import Table
 from keyhole.errors import InputError
 from keyhole.exposures.family import Checked, Watch
 from keyhole.exposures.texts import TextTarget
-from keyhole.models.loading import Loaded
+from keyhole.models.loading import SPEAKING, Loaded, head_of
+from keyhole.percent import percent
 from keyhole.results import Finding, Skip, Status
 
 SHARE = 0.01
@@ -32,54 +33,49 @@ _LONGEST = 128  # tokens of a text
 _BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
 
 
-@dataclass(frozen=True)
-class Attacker:
-    """How attention is cut, in people's words, and what would stop it."""
-
-    words: str
-    method: Callable[[int], HackAttend]  # by seed
-    remedy: str
-
-
-REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
+_REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
-ATTACKERS = (
-    Attacker("1% of each head's attention cut", lambda s: HackAttend(SHARE, seed=s, **_BRIEF),
-             REMEDY),
-    Attacker("1% of all attention cut",
-             lambda s: HackAttend(SHARE, scope="model", seed=s, **_BRIEF), REMEDY),
-    Attacker("1% of each head's attention cut, as in the paper",
-             lambda s: HackAttend.as_released(SHARE, seed=s), REMEDY),
-    Attacker("1% of each head's attention cut at random",
-             lambda s: HackAttend.as_released(SHARE, ranking="random", order="random", seed=s),
-             _CHANCE),
-)  # fmt: skip
+ATTACKERS: tuple[Callable[[int], HackAttend], ...] = (  # by seed
+    lambda seed: HackAttend(SHARE, seed=seed, **_BRIEF),
+    lambda seed: HackAttend(SHARE, scope="model", seed=seed, **_BRIEF),
+    lambda seed: HackAttend.as_released(SHARE, seed=seed),
+    lambda seed: HackAttend.as_released(SHARE, ranking="random", order="random", seed=seed),
+)
+
+
+def words_of(method: HackAttend) -> str:
+    """How attention is cut, in people's words."""
+    what = "each head's attention" if method.scope == "head" else "all attention"
+    how = ", as in the paper" if method.schedule == "greedy" else ""
+    how = " at random" if method.ranking == "random" else how
+    return f"{100 * method.share:g}% of {what} cut{how}"
 
 
 def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> Checked:
-    """Flips of a classifier; models without such a head are skipped."""
-    name = type(target.loaded.model).__name__
-    if not name.endswith("ForSequenceClassification"):
-        reason = f"only classifiers are tried here, got {name}: keyhole disrupt takes other heads"
+    """Flips of a classifier, or of the next token; models without such a head are skipped."""
+    loaded, task = target.loaded, head_of(target.loaded.model)
+    if task not in ("classification", *SPEAKING):
+        name = type(loaded.model).__name__
+        reason = f"expected a head for classes or text, got {name}: keyhole disrupt takes others"
         return Checked(skips=(Skip("attention cut", "HackAttend", reason),))
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
-    examples = _labelled(target.loaded, given)
+    examples = _labelled(loaded, given) if task == "classification" else given
     findings: list[Finding] = []
     for attacker in ATTACKERS:
-        method, started = attacker.method(seed), time.perf_counter()
+        method, started = attacker(seed), time.perf_counter()
         try:
-            found = _attack(method, target.loaded, examples, attacker.words, watch)
+            found = _attack(method, loaded, examples, words_of(method), watch)
             twin = None
             if target.twin is not None:
-                words = f"{attacker.words}, {target.twin.name}"
+                words = f"{words_of(method)}, {target.twin.name}"
                 twin = (target.twin.name, _attack(method, target.twin, examples, words, watch))
         except InputError as error:  # attention that does not go where it can be cut
             return Checked(tuple(findings), (Skip("attention cut", "HackAttend", str(error)),))
         seconds = time.perf_counter() - started
-        cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, examples, found)
-        made = finding(attacker, surface, found, cuts, seconds, twin)
+        cuts = cuts_of(loaded.tokenizer, loaded.model.config, examples, found, task)
+        made = finding(surface, found, cuts, seconds, twin)
         about = f"; {target.about}" if target.about else ""
         findings.append(replace(made, reason=made.reason + about))
     return Checked(tuple(findings))
@@ -110,24 +106,24 @@ def _attack(
 
 
 def finding(
-    attacker: Attacker,
     surface: str,
     found: Disruption,
     cuts: Sequence[Cut],
     seconds: float,
     twin: tuple[str, Disruption] | None = None,
 ) -> Finding:
-    """What one attacker achieved, in the words and numbers of an audit."""
+    """What an attack achieved, in the words and numbers of an audit."""
     status, reason = verdict(found)
+    method = HackAttend(**found.method)
     if twin is not None:
         name, other = twin
-        reason += f"; of {name}: {other.flips} of {len(other.attacked)} ({other.success:.0%})"
+        reason += f"; of {name}: {other.flips} of {len(other.attacked)} ({percent(other.success)})"
     return Finding(
-        exposure=attacker.words,
+        exposure=words_of(method),
         attack="HackAttend",
         status=status,
         reason=reason,
-        remedy=attacker.remedy,
+        remedy=_CHANCE if method.ranking == "random" else _REMEDY,
         error=None,
         queries=sum(one.queries for one in found.attacked),
         seconds=seconds,
@@ -145,11 +141,15 @@ def verdict(found: Disruption) -> tuple[Status, str]:
         return Status.NOT_APPLICABLE, f"the model gets none of {len(found.outcomes)} right"
     reason = f"{found.flips} of {right} right answers flipped"
     if found.flips:
-        reason += f", by {found.share:.2%} of all units on average"
+        reason += f", by {percent(found.share, 2)} of all units on average"
     reason += f"; {found.queries:.0f} queries an example"
-    if found.flips == right:
-        return Status.RECOVERED, reason
-    return (Status.INEXACT if found.flips else Status.UNSOLVED), reason
+    return status_of(found.flips, right), reason
+
+
+def status_of(flips: int, right: int) -> Status:
+    if flips == right:
+        return Status.RECOVERED
+    return Status.INEXACT if flips else Status.UNSOLVED
 
 
 def cuts_of(

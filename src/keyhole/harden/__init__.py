@@ -7,7 +7,7 @@ that differentiates its `losses`.
 from keyhole.harden.asa import ASA
 from keyhole.harden.attack_masks import AttackMasks
 from keyhole.harden.defence import Defence
-from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate
+from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
 from keyhole.harden.freelb import FreeLB
 from keyhole.harden.plain import Plain
 from keyhole.harden.r3f import R3F
@@ -18,5 +18,5 @@ from keyhole.harden.train import Progress, Training, train
 
 __all__ = [
     "ASA", "R3F", "SMART", "AttackMasks", "Defence", "Evaluation", "FreeLB", "Measured", "Plain",
-    "Progress", "SAttend", "Together", "Training", "attack", "evaluate", "train",
+    "Progress", "SAttend", "Together", "Training", "attack", "evaluate", "standard", "train",
 ]  # fmt: skip

@@ -61,7 +61,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`accuracy` over `examples`; the rest over the first of them that were attacked."""
+    """`accuracy` over `examples`; the rest over the first of them that were attacked.
+
+    `found` holds the outcomes behind `attacks`, for pictures and as a donor; files leave it out.
+    """
 
     accuracy: float
     examples: int
@@ -70,9 +73,14 @@ class Evaluation:
     wrong_label: dict[str, Measured]
     seconds: float
     environment: dict[str, str] = field(default_factory=lambda: environment())
+    found: dict[str, Disruption] = field(
+        default_factory=dict[str, Disruption], compare=False, repr=False
+    )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        told = asdict(replace(self, found={}))
+        del told["found"]
+        return {"format": FORMAT, **told}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Evaluation:
@@ -89,6 +97,15 @@ class Evaluation:
 
 _PLAIN = ("accuracy", "examples", "seconds", "environment")
 _KINDS = ("attacks", "transferred", "wrong_label")
+
+
+def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:
+    """The attacks that every model is tried with; `changes` are for all of them."""
+    return {
+        "stronger": HackAttend.strongest(share, **changes),
+        "as released": HackAttend.as_released(share, **changes),
+        "random": HackAttend.as_released(share, ranking="random", order="random", **changes),
+    }
 
 
 def evaluate(
@@ -129,7 +146,9 @@ def evaluate(
             watch(found)
 
     for name, method in attacks.items():
-        know("attacks", name, _counted(chosen(name).attack(method)))
+        one = chosen(name).attack(method)
+        found = replace(found, found={**found.found, name: one})
+        know("attacks", name, _counted(one))
     for name, donor in (donors or {}).items():
         know("transferred", name, transferred(chosen(name), donor))
     if wrong_label is not None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from keyhole.errors import InputError
 
+SPEAKING = ("causal", "seq2seq")  # what such a model says by itself is what it holds to be right
 CLASSES = {
     "base": "AutoModel",
     "causal": "AutoModelForCausalLM",
@@ -122,11 +123,17 @@ def task_of(name: str | Path) -> str:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
         return "causal"
-    for architecture in load_config(name).architectures or ():
-        for ending, task in _HEADS.items():
-            if str(architecture).endswith(ending):
-                return task
-    return "base"
+    heads = [_head(str(architecture)) for architecture in load_config(name).architectures or ()]
+    return next((task for task in heads if task != "base"), "base")
+
+
+def head_of(model: Any) -> str:
+    """The task that a model's head is for; "base" where it has none of those known here."""
+    return _head(type(model).__name__)
+
+
+def _head(architecture: str) -> str:
+    return next((task for end, task in _HEADS.items() if architecture.endswith(end)), "base")
 
 
 def load_config(name: str | Path) -> Any:
