@@ -134,7 +134,7 @@ def harden(
         "defence": repr(defence), "data": data, "examples": len(tried), **settings,
         "device": device, "environment": environment(),
     }  # fmt: skip
-    say(f"{model}: {method.value}, {len(tried)} examples, {epochs} epochs")
+    say(f"{model}: {method.value}, {len(tried)} examples, {epochs} epoch{'s'[: epochs > 1]}")
     with stoppable(checkpoint):
         result, loaded = course.run(seed, seeds, about)
     shown = course.shown

@@ -25,7 +25,7 @@ def figures(found: Evaluation) -> dict[str, float]:
 def hardening(before: Evaluation | None, after: Sequence[Evaluation]) -> Table:
     """Figures in rows; of several seeds the mean, and the range behind it."""
     seeds = f"after, {len(after)} seeds" if len(after) > 1 else "after"
-    view = Table(box=box.SIMPLE)
+    view = Table(title=_title(after[-1]), title_justify="left", box=box.SIMPLE)
     view.add_column("")
     for heading in ("before", seeds):
         view.add_column(heading, justify="right", no_wrap=True)
@@ -36,6 +36,14 @@ def hardening(before: Evaluation | None, after: Sequence[Evaluation]) -> Table:
         was = percent(old[name], 1) if name in old else "–"
         view.add_row(name, was, _spread(values))
     return view
+
+
+def _title(found: Evaluation) -> str:
+    """What the shares are shares of."""
+    tried = max((len(one.outcomes) for one in found.found.values()), default=0)
+    shares = {f"{100 * one.method['share']:g}%" for one in found.found.values()}
+    cut = f", {'/'.join(sorted(shares))} of each head cut" if shares else ""
+    return f"accuracy on {found.examples} texts, flips of the right answers among {tried}{cut}"
 
 
 def _spread(values: list[float]) -> str:
