@@ -344,7 +344,8 @@ class Quick(Bench):
 
 def quick_options(options: argparse.Namespace) -> argparse.Namespace:
     settings: dict[str, Any] = {
-        "methods": "plain,freelb+attack-masks", "seeds": [0], "sentences": 96, "epochs": 2, "batch": 16,
+        "methods": "plain,freelb+attack-masks", "seeds": [0], "sentences": 96, "epochs": 2,
+        "batch": 16,
         "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "save": None,
         "donor": "none" if options.donor == "none" else None,
     }  # fmt: skip

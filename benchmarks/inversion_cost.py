@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from keyhole.invert.equations import Equations
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+HERE = Path(__file__).parent
 SIZES = (8, 16, 32, 64, 128)
 LARGEST_DENSE = 64  # JᵀJ of n = d = 128 alone takes 2 GiB, and its factor as much again
 KINDS = ("dense step", "matrix-free step", "product")
@@ -69,7 +71,7 @@ def table(quick: bool) -> dict[str, list[tuple[int, float, float]]]:
                     f"import json, inversion_cost as c; print(json.dumps(c.measure({kind!r}, {n})))"
                 )
                 command = [sys.executable, "-c", call]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
                 seconds, memory = json.loads(done.stdout)
             found.setdefault(kind, []).append((n * n, seconds, memory))
     return found

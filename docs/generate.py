@@ -1,16 +1,21 @@
 """Make what is generated in docs/: the command-line reference, and the pictures.
 
-`make docs`. A test compares cli.md with what this writes, so it cannot rot.
+`make docs` makes all of it; `python docs/generate.py cli.md audit.png` some. A test compares cli.md
+with what this writes, so it cannot rot.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
@@ -45,6 +50,7 @@ def cli_reference() -> str:
     return "\n".join(parts)
 
 
+@cache
 def audit_page() -> str:
     """The page that `keyhole audit demo` writes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +85,27 @@ def benchmark_figure(name: str) -> str:
     return f"<body style='margin: 0'>{html}</body>"
 
 
-def pictures(pages: dict[str, tuple[str, str, int]]) -> None:
-    """Each page as a browser shows it, from a heading (or the top) on, down to a height."""
+@dataclass(frozen=True)
+class Picture:
+    """A page, from a heading (or the top) on, down to a height."""
+
+    page: Callable[[], str]
+    height: int
+    heading: str = ""
+
+
+PICTURES = {
+    "audit.png": Picture(audit_page, 1200),
+    "audit-text.png": Picture(audit_page, 1080, "Text, by exposure, layer and precision"),
+    "audit-cuts.png": Picture(audit_page, 840, "Where attention was cut"),
+    "error-against-queries.png": Picture(error_plot, 560),
+    "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
+    "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
+}
+
+
+def draw(names: Sequence[str]) -> None:
+    """The pictures as a browser shows them."""
     chromium = shutil.which("chromium")
     if chromium is None:
         print("no chromium on the PATH: the pictures stay as they are")
@@ -89,30 +114,28 @@ def pictures(pages: dict[str, tuple[str, str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1100, "height": 800})
-        for name, (html, heading, height) in pages.items():
+        for name in names:
+            picture = PICTURES[name]
             source = Path(folder) / "page.html"
-            source.write_text(html, "utf-8")
+            source.write_text(picture.page(), "utf-8")
             page.goto(source.as_uri())
             page.wait_for_selector(".main-svg")
             top = 0.0
-            if heading:
-                box = page.get_by_role("heading", name=heading).bounding_box()
+            if picture.heading:
+                box = page.get_by_role("heading", name=picture.heading).bounding_box()
                 top = box["y"] - 20 if box else 0.0
-            clip = {"x": 0, "y": top, "width": 1100, "height": height}
+            clip = {"x": 0, "y": top, "width": 1100, "height": picture.height}
             page.screenshot(path=DOCS / name, clip=clip, full_page=True)
         browser.close()
 
 
 if __name__ == "__main__":
-    (DOCS / "cli.md").write_text(cli_reference(), "utf-8")
-    demo = audit_page()
-    pictures(
-        {
-            "audit.png": (demo, "", 1200),
-            "audit-text.png": (demo, "Text, by exposure, layer and precision", 1080),
-            "audit-cuts.png": (demo, "Where attention was cut", 840),
-            "error-against-queries.png": (error_plot(), "", 560),
-            "inversion-sensitivity.png": (benchmark_figure("inversion_sensitivity"), "", 1010),
-            "inversion-cost.png": (benchmark_figure("inversion_cost"), "", 430),
-        }
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="all, if none is given")
+    known = ["cli.md", *PICTURES]
+    chosen = parser.parse_args().names or known
+    if unknown := set(chosen) - set(known):
+        parser.error(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    if "cli.md" in chosen:
+        (DOCS / "cli.md").write_text(cli_reference(), "utf-8")
+    draw([name for name in PICTURES if name in chosen])

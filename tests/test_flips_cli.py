@@ -270,7 +270,9 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     """What text is read back of is a list of families; flips take all that can be cut."""
     written(tmp_path / "model", family, task)
     view = ("model", "--data", "t.txt", "--json")
-    cut = json.loads(keyhole("disrupt", *view, "--share", 0.05, "--page", "p.html").stdout)
+    options = ("--share", 0.05, "--page", "p.html", "--continuation", 2, "--spare", "padding")
+    cut = json.loads(keyhole("disrupt", *view, *options).stdout)
+    assert all(len(one["before"]) == 2 for one in cut["outcomes"])
     assert cut["accuracy"] == 1.0  # its own answers are what it holds to be right
     assert len(cut["outcomes"]) == 3
     done = keyhole("audit", *view, "--texts", 2)
@@ -308,6 +310,15 @@ WRONG = {
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
     "bad count": (["disrupt", "my-classifier", "--examples", "0"], "expected one example or more"),
     "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
+    "scale": (["disrupt", "my-classifier", "--scale", "half"], "expected --as-released or"),
+    "weight": (
+        ["harden", "my-classifier", "--out", "o", "--weight", "1"],
+        "expected --weight with attack-masks or strongest, got sattend",
+    ),
+    "page": (
+        ["harden", "my-classifier", "--out", "o", "--page", "p.html"],
+        "expected --dev with --page",
+    ),
     "no choices": (["disrupt", "my-classifier", "--task", "choice"], "expected choices in"),
     "another's journal": (
         ["disrupt", "my-classifier", "--resume", "dev.tsv"],

@@ -64,6 +64,17 @@ class ScopeName(StrEnum):
     MODEL = "model"
 
 
+class ScaleName(StrEnum):
+    FULL = "full"
+    HALF = "half"
+
+
+class SpareName(StrEnum):
+    SPECIAL = "special"
+    SPECIAL_KEYS = "special keys"
+    PADDING = "padding"
+
+
 @app.command(
     epilog="\b\nExample:\n"
     "  keyhole disrupt demo --examples 2 --out flips.json --page flips.html\n"
@@ -102,7 +113,17 @@ def disrupt(
     as_released: Annotated[
         bool, typer.Option("--as-released", help="The paper's own attack, and not the stronger.")
     ] = False,
+    scale: Annotated[
+        ScaleName, typer.Option(help="All heads, or the better half of each half (as released).")
+    ] = ScaleName.FULL,
+    spare: Annotated[
+        SpareName,
+        typer.Option(help="What is never cut: special tokens, these as keys only, or padding."),
+    ] = SpareName.SPECIAL,
     target: Annotated[int | None, typer.Option(help="The class to flip to; any other.")] = None,
+    continuation: Annotated[
+        int, typer.Option(help="Tokens of a language model's answer; one that differs is a flip.")
+    ] = 1,
     longest: Longest = 128,
     device: Device = "cpu",
     processes: Annotated[
@@ -132,7 +153,10 @@ def disrupt(
 
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
-    method = _method(share, scope, ranking, schedule, as_released, target, seed)
+    method = _method(
+        share, ranking, schedule, as_released, scope=scope.value, scale=scale.value,
+        spare=spare.value, target=target, continuation=continuation, seed=seed,
+    )  # fmt: skip
     source = _source(model, task, device, longest, allow_pickle)
     tried = _examples(source, data, text, label, classes, examples)
     say(f"{model}: {len(tried)} examples, at most {percent(share, 2)} of {_SCOPES[scope]}")
@@ -170,16 +194,16 @@ _SCOPES = {ScopeName.HEAD: "each head's units", ScopeName.MODEL: "all units"}
 
 def _method(
     share: float,
-    scope: ScopeName,
     ranking: RankingName | None,
     schedule: ScheduleName | None,
     as_released: bool,
-    target: int | None,
-    seed: int,
+    **options: Any,
 ) -> HackAttend:
     from keyhole.disrupt import HackAttend
 
-    options: dict[str, Any] = {"scope": scope.value, "target": target, "seed": seed}
+    greedy = as_released or schedule is ScheduleName.GREEDY
+    if options["scale"] != ScaleName.FULL and not greedy:
+        raise InputError("expected --as-released or --schedule greedy with --scale, got neither")
     if ranking is not None:
         options["ranking"] = ranking.value
     if as_released:
