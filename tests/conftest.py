@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+# Commands that tests start take one thread each: tests run beside each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same cases everywhere: what fails for one fails for all, and a landing is not a lottery.
 settings.register_profile("keyhole", derandomize=True)
 settings.load_profile("keyhole")
