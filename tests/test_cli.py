@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from command_line import keyhole
+from command_line import inside, keyhole
 from keyhole import invert, oracle
 from keyhole.results import Extraction
 
@@ -28,6 +29,12 @@ def target(tmp_path) -> Path:
     path = tmp_path / "target.safetensors"
     oracle.save(oracle.plant(dim=8, rank=2, seed=1), path)
     return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """The command in this process, where it is about what it does and not about processes."""
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
@@ -40,14 +47,12 @@ def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
     assert torch.allclose(result.model.W, oracle.load(target).W, rtol=0, atol=1e-12)
 
 
-def test_extract_with_each_method(target, tmp_path):
-    low = keyhole("extract", target, "--method", "low-rank", "--json", cwd=tmp_path)
+def test_extract_with_each_method(target, tmp_path, here):
+    low = here("extract", target, "--method", "low-rank", "--json")
     assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
-    given = keyhole("extract", target, "--method", "low-rank", "--rank", 2, "--json", cwd=tmp_path)
+    given = here("extract", target, "--method", "low-rank", "--rank", 2, "--json")
     assert json.loads(given.stdout)["queries"] == 36
-    convex = keyhole(
-        "extract", target, "--method", "nuclear-norm", "--rank", 2, "--json", cwd=tmp_path
-    )
+    convex = here("extract", target, "--method", "nuclear-norm", "--rank", 2, "--json")
     assert json.loads(convex.stdout)["queries"] == 8 + 5 * 2 * 8
 
 
@@ -61,27 +66,27 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_and_auto_recover_their_kind(name, tmp_path):
+def test_every_method_and_auto_recover_their_kind(name, tmp_path, here):
     kind, sizes, options = METHODS[name]
     oracle.save(oracle.plant(kind, seed=2, **sizes), tmp_path / "t.safetensors")
     view = ("extract", "t.safetensors", "--json", "--method")
-    done = keyhole(*view, name, *options, cwd=tmp_path)
+    done = here(*view, name, *options)
     if name == "sign-only":  # a score is not a sign
         assert json.loads(done.stdout)["status"] == "not applicable"
         return
     assert json.loads(done.stdout)["status"] == "recovered", done.stderr
-    found = json.loads(keyhole(*view, "auto", cwd=tmp_path).stdout)
+    found = json.loads(here(*view, "auto").stdout)
     assert found["status"] == "recovered"
     assert ", since " in found["reason"]
 
 
-def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path):
+def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
     arguments = ("--method", "single-head", "--ledger", "run.db", "--json")
-    first = keyhole("extract", target, "--budget", 30, *arguments, cwd=tmp_path)
+    first = here("extract", target, "--budget", 30, *arguments)
     assert first.returncode == 0
     assert json.loads(first.stdout)["status"] == "budget exhausted"
     assert "stopped after 30 queries" in first.stderr
-    second = keyhole("extract", target, *arguments, cwd=tmp_path)
+    second = here("extract", target, *arguments)
     assert second.returncode == 1
     assert json.loads(second.stdout)["remembered"] == 30
 
@@ -96,17 +101,17 @@ def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path):
     assert (tmp_path / "again.html").read_text() == page
 
 
-def test_a_clean_target_exits_with_zero(tmp_path):
+def test_a_clean_target_exits_with_zero(tmp_path, here):
     blind = oracle.Head(oracle.plant(dim=4).W, torch.zeros(4, dtype=torch.float64))
     oracle.save(blind, tmp_path / "t.safetensors")
-    assert keyhole("audit", "t.safetensors", cwd=tmp_path).returncode == 0
-    assert keyhole("extract", "t.safetensors", cwd=tmp_path).returncode == 0
+    assert here("audit", "t.safetensors").returncode == 0
+    assert here("extract", "t.safetensors").returncode == 0
 
 
-def test_invert_reads_an_input_back_and_proves_it(tmp_path):
+def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
     planted = ("--kind", "inversion", "--dim", 4, "--tokens", 3, "--scale", 0.3)
-    assert keyhole("plant", "p.safetensors", *planted, cwd=tmp_path).returncode == 0
-    done = keyhole(
+    assert here("plant", "p.safetensors", *planted).returncode == 0
+    done = here(
         "invert", "p.safetensors", "--starts", 32, "--certify", "--json", "--out", "f.json",
         cwd=tmp_path,
     )  # fmt: skip
@@ -121,18 +126,18 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path):
     assert torch.allclose(problem.output(found["X"]), problem.B, rtol=0, atol=1e-10)
 
 
-def test_invert_with_leaked_maps_is_closed_form(tmp_path):
+def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
     planted = ("--kind", "inversion", "--dim", 4, "--tokens", 4, "--scale", 0.3, "--maps")
-    keyhole("plant", "p.safetensors", *planted, cwd=tmp_path)
-    done = keyhole("invert", "p.safetensors", "--method", "closed-form", cwd=tmp_path)
+    here("plant", "p.safetensors", *planted)
+    done = here("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1
     assert "the only input with this output and these maps" in done.stderr
 
 
-def test_a_nan_in_a_problem_could_not_be_checked(tmp_path):
+def test_a_nan_in_a_problem_could_not_be_checked(tmp_path, here):
     problem, _ = invert.plant(3, 2)
     replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
-    done = keyhole("invert", "p.safetensors", "--json", cwd=tmp_path)
+    done = here("invert", "p.safetensors", "--json")
     assert done.returncode == 3
     assert json.loads(done.stdout)["reason"].startswith("expected finite numbers in B")
 
