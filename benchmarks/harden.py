@@ -9,8 +9,9 @@ they wrote with `--json` and makes the table with mean and range over seeds (see
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
 
-`sweep` stands for the four settings of attack masks in PRESETS. Transferred masks come from a plain
+`sweep` stands for the settings of attack masks in PRESETS. Transferred masks come from a plain
 model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one that is trained first.
+Without a GPU the defaults are a reduced size, for which no figure is promised.
 To look around, `--donor none --attacks stronger` leaves out everything but the attack that counts.
 Time and memory are those of the same few batches, plain and defended in turn.
 """
@@ -48,9 +49,19 @@ PRESETS = (
     "attack-masks:0.5:0.01:random:2:labels",
     "attack-masks:0.35:0.01:random:1:consistency",
     "attack-masks:2:0.05:random:1:consistency",
+    "freelb+attack-masks:0.5:0.01",
+    "freelb+attack-masks:1:0.01",
 )
 METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
            "smart", "r3f", "asa", "sweep")  # fmt: skip
+FULL: dict[str, Any] = {
+    "methods": ",".join(METHODS), "seeds": [0, 1, 2], "sentences": 67349, "epochs": 2, "batch": 128,
+    "rate": 1e-4, "dev": 100,
+}  # fmt: skip
+REDUCED: dict[str, Any] = {  # what two processor cores do in about ten minutes
+    "methods": "plain,sattend:0.2,freelb+attack-masks:1:0.01", "seeds": [0], "sentences": 256,
+    "epochs": 1, "batch": 32, "rate": 1e-4, "dev": 6,
+}  # fmt: skip
 ATTACKS = ("stronger", "as-released", "random", "wrong-label")
 SETTINGS = ("sentences", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 RUNS: list[dict[str, Any]] = []
@@ -61,13 +72,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--data", type=Path, default=texts.ROOT.parent / "shared" / "data")
     parser.add_argument("--encoder", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", type=texts.listed, default=[0, 1, 2])
-    parser.add_argument("--sentences", type=int, default=67349)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=1e-4)
-    parser.add_argument("--dev", type=int, default=200)
+    parser.add_argument("--methods")
+    parser.add_argument("--seeds", type=texts.listed)
+    parser.add_argument("--sentences", type=int)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("--dev", type=int)
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
@@ -79,6 +90,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
     options, rest = parser.parse_known_args()
+    usual = FULL if options.device.startswith("cuda") else REDUCED
+    options.reduced = usual is REDUCED and options.sentences is None
+    for name, value in usual.items():
+        setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
     if options.json:
         rest += ["--json", str(options.json)]
     return options, [*rest, "--quick"] if options.quick else rest
@@ -219,14 +234,15 @@ class Bench:
         seconds: dict[str, list[float]] = {"plain": [], "defended": []}
         memory = {"plain": 0, "defended": 0}
         model = self.fresh(seed)
-        size = self.options.batch * (2 if self.options.quick else 8)
-        for repeat in range(1 if self.options.quick else 4):
+        brief = self.options.quick or self.options.reduced
+        size = self.options.batch * (2 if brief else 8)
+        for repeat in range(1 if brief else 4):
             for name, one in (("plain", Plain()), ("defended", method)):
                 used = copy.deepcopy(model)
                 cuda = self.device.type == "cuda"
                 before = torch.cuda.memory_allocated(self.device) if cuda else 0
                 done = self.fit(used, one, seed, size, 1)
-                if repeat or self.options.quick:  # the first is a warm-up
+                if repeat or brief:  # the first is a warm-up
                     seconds[name].append(done.seconds)
                 memory[name] = max(memory[name], done.peak - before)
         time_ratio = min(seconds["defended"]) / min(seconds["plain"])
@@ -366,8 +382,9 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     rows = texts.collect(parts, strict=quick)
     tell(f"{time.perf_counter() - started:.0f} s")
     rows += seeds.table([one for one in RUNS if "evaluation" in one])
-    # Four sentences and a random model say nothing about the figures that must be met.
-    return [Row(row.what, row.measured, details=row.details) for row in rows] if quick else rows
+    # A few sentences and a model that learnt little say nothing about the figures to be met.
+    small = quick or options.reduced
+    return [Row(row.what, row.measured, details=row.details) for row in rows] if small else rows
 
 
 def finish(options: argparse.Namespace) -> None:
