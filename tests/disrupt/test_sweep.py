@@ -123,6 +123,23 @@ class Deadly(ModelSource):
         return ModelSource(name).load()
 
 
+class Telling(ModelSource):
+    """A source that writes down how many threads its process was born with."""
+
+    def load(self):
+        name, told = self.name.split("|")
+        Path(told).write_text(os.environ.get("OMP_NUM_THREADS", ""))
+        return ModelSource(name).load()
+
+
+def test_workers_are_born_with_one_thread(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = sweep(METHOD, Telling(f"{folder}|{tmp_path / 'told'}"), examples(2), workers=1)
+    assert len(found.outcomes) == 2
+    assert (tmp_path / "told").read_text() == "1"
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
 def test_a_killed_worker_loses_nothing(folder, tmp_path):
     source = Deadly(f"{folder}|{tmp_path / 'died'}")
     found = sweep(METHOD, source, examples(3), workers=1, together=2)

@@ -37,6 +37,7 @@ from keyhole.disrupt.table import grouped
 from keyhole.errors import InputError
 from keyhole.models.loading import SPEAKING, load_model
 
+_THREADS = "OMP_NUM_THREADS"
 Watch = Callable[[int, int], None]  # examples finished, examples in all
 
 
@@ -138,11 +139,19 @@ class _Pool:
         self.workers = workers or os.cpu_count() or 1
         self.own: ProcessPoolExecutor | None = None
         self.others = multiprocessing.active_children()
+        self.threads: str | None = None
 
     def __enter__(self) -> _Pool:
+        # Processes inherit it before torch loads: what torch is told later does not reach all
+        # libraries below it, whose threads then stand in the way of the other processes.
+        self.threads = os.environ.get(_THREADS)
+        if self.given is None:
+            os.environ.setdefault(_THREADS, "1")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.threads is None:
+            os.environ.pop(_THREADS, None)
         if self.own is None:
             return
         if kind is not None:  # stopped: nobody waits for what is under way
