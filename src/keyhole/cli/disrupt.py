@@ -25,6 +25,7 @@ from keyhole.cli.frame import (
     Seed,
     TextColumn,
     app,
+    expect_folder,
     model_path,
 )
 from keyhole.console import progress, say
@@ -153,6 +154,7 @@ def disrupt(
 
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
+    expect_folder(out, page, resume)
     method = _method(
         share, ranking, schedule, as_released, scope=scope.value, scale=scale.value,
         spare=spare.value, target=target, continuation=continuation, seed=seed,

@@ -127,3 +127,10 @@ def ready_surfaces(
             told = f"; {kept:,} answers are in {ledger}: the same command resumes" if ledger else ""
             say(f"keyhole: stopped{told}", style="yellow")
             raise typer.Exit(INTERRUPTED) from None
+
+
+def expect_folder(*files: Path | None) -> None:
+    """Said before hours of work, not after: what is to be written has a folder to be written in."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InputError(f"expected a file to write, got {file}: there is no such folder")

@@ -22,6 +22,7 @@ from keyhole.cli.frame import (
     Seed,
     TextColumn,
     app,
+    expect_folder,
     model_path,
 )
 from keyhole.cli.hardening import CARD, Course, Measure, stoppable
@@ -29,9 +30,9 @@ from keyhole.console import people, say
 from keyhole.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
+    from keyhole.cli.hardening import Hardened
     from keyhole.data import Example
-    from keyhole.harden import Defence, Evaluation
-    from keyhole.models import Loaded
+    from keyhole.harden import Defence
 
 
 class MethodName(StrEnum):
@@ -136,15 +137,13 @@ def harden(
     }  # fmt: skip
     say(f"{model}: {method.value}, {len(tried)} examples, {epochs} epoch{'s'[: epochs > 1]}")
     with stoppable(checkpoint):
-        result, loaded = course.run(seed, seeds, about)
-    shown = course.shown
+        done = course.run(seed, seeds, about)
     if page is not None:
-        _write_page(page, model, loaded, held, shown, seed)
+        _write_page(page, model, done, held, seed)
     if as_json:
-        typer.echo(dump(result))
-    if held:
-        after = [one for _, one in shown[-seeds:]]
-        people.print(report.hardening(shown[0][1] if len(shown) > seeds else None, after))
+        typer.echo(dump(done.card))
+    if done.after:
+        people.print(report.hardening(done.before, done.after))
     say(f"{'model' if seeds == 1 else 'models'}: {out}")
     raise typer.Exit(CLEAN)
 
@@ -181,6 +180,7 @@ def _check(flips: int, seeds: int, page: Path | None, dev: str | None) -> None:
             raise InputError(f"expected {name} of 1 or more, got {value}")
     if page is not None and dev is None:
         raise InputError("expected --dev with --page, got none: the page shows what was measured")
+    expect_folder(page)
 
 
 def _writable(out: Path, model: str) -> None:
@@ -210,13 +210,8 @@ def _read(
 
 
 def _write_page(
-    page: Path,
-    model: str,
-    loaded: Loaded,
-    held: list[Example],
-    shown: list[tuple[str, Evaluation]],
-    seed: int,
-) -> None:
+    page: Path, model: str, done: Hardened, held: list[Example], seed: int
+) -> None:  # fmt: skip
     """The audit's own page, with what was measured before and after."""
     from datetime import UTC, datetime
 
@@ -225,8 +220,9 @@ def _write_page(
     from keyhole.exposures.hardened import findings
     from keyhole.files import write_text
 
-    found = [one for name, result in shown for one in findings(result, name, loaded, held)]
-    seconds = sum(result.seconds for _, result in shown)
+    loaded, shown = done.loaded, done.named
+    found = [one for name, result in shown.items() for one in findings(result, name, loaded, held)]
+    seconds = sum(result.seconds for result in shown.values())
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_text(
         page, report.render(Audit(model, loaded.identity, tuple(found), (), seed, seconds, now))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +63,26 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Hardened:
+    """The card, the last model, and what was measured: nothing where there was nothing held."""
+
+    card: dict[str, Any]
+    loaded: Loaded
+    before: Evaluation | None
+    after: tuple[Evaluation, ...]
+
+    @property
+    def named(self) -> dict[str, Evaluation]:
+        """The evaluations by what people call the models."""
+        parts = [f" {run['folder']}" if len(self.after) > 1 else "" for run in self.card["runs"]]
+        found = {} if self.before is None else {"the model before training": self.before}
+        later = zip(parts, self.after, strict=False)
+        return found | {f"the model after training{part}": one for part, one in later}
+
+
+@dataclass(frozen=True)
 class Course:
-    """One model's training; `shown` are its evaluations by name, the one before training first."""
+    """One model's training, with as many seeds as wanted."""
 
     model: str
     examples: list[Example]
@@ -75,14 +93,14 @@ class Course:
     allow_pickle: bool
     checkpoint: Path | None
     measure: Measure
-    shown: list[tuple[str, Evaluation]] = field(default_factory=list[tuple[str, "Evaluation"]])
 
-    def run(self, seed: int, seeds: int, about: dict[str, Any]) -> tuple[dict[str, Any], Loaded]:
-        """The card, which is written as it grows, and the last model."""
+    def run(self, seed: int, seeds: int, about: dict[str, Any]) -> Hardened:
+        """Train, save and measure; the card is written as it grows."""
+        from keyhole.models.loading import save
+
         loaded, trained = self._loaded(seed)
         before = self.measure(loaded, "before") if trained else None
-        if before is not None:
-            self.shown.append(("the model before training", before))
+        after: list[Evaluation] = []
         card = {**about, "identity": loaded.identity, "before": before and before.to_dict()}
         card["runs"] = runs = list[dict[str, Any]]()
         for number in range(seed, seed + seeds):
@@ -92,20 +110,12 @@ class Course:
             done = self._trained(loaded, number, part)
             runs.append({"seed": number, "folder": part or ".", "training": asdict(done)})
             _write_card(self.out, card)  # first: whoever is stopped from here on may come again
-            self._finish(loaded, part, before, card)
-        return card, loaded
-
-    def _finish(
-        self, loaded: Loaded, part: str, before: Evaluation | None, card: dict[str, Any]
-    ) -> None:
-        from keyhole.models.loading import save
-
-        save(loaded, self.out / part)
-        after = self.measure(loaded, f"after {part}".strip(), before)
-        card["runs"][-1]["after"] = after and after.to_dict()
-        _write_card(self.out, card)
-        if after is not None:
-            self.shown.append((f"the model after training {part}".strip(), after))
+            save(loaded, self.out / part)
+            found = self.measure(loaded, f"after {part}".strip(), before)
+            runs[-1]["after"] = found and found.to_dict()
+            _write_card(self.out, card)
+            after += [] if found is None else [found]
+        return Hardened(card, loaded, before, tuple(after))
 
     def _loaded(self, seed: int) -> tuple[Loaded, bool]:
         """The model, and whether its head was trained before: one that has none gets a new one."""

@@ -47,8 +47,15 @@ ATTACKERS: tuple[Callable[[int], HackAttend], ...] = (  # by seed
 def words_of(method: HackAttend) -> str:
     """How attention is cut, in people's words."""
     what = "each head's attention" if method.scope == "head" else "all attention"
-    how = ", as in the paper" if method.schedule == "greedy" else ""
-    how = " at random" if method.ranking == "random" else how
+    match method.schedule, method.ranking:
+        case _, "random":
+            how = " at random"
+        case "greedy", "gradient":
+            how = ", as in the paper"
+        case _, "removal":
+            how = ""
+        case _:
+            how = f", ranked by {method.ranking}"
     return f"{100 * method.share:g}% of {what} cut{how}"
 
 

@@ -39,7 +39,7 @@ def _counted(words: str, one: Measured, surface: str) -> Finding:
     status = status_of(one.flips, one.examples) if one.examples else Status.NOT_APPLICABLE
     return Finding(
         exposure=words,
-        attack="masks made without the label",
+        attack="masks that it did not help to choose",
         status=status,
         reason=f"{one.flips} of {one.examples} right answers flipped",
         remedy="Where these flip more than the attack does, the model reads labels off masks.",

@@ -168,6 +168,7 @@ def _rank() -> int:
 def _callback(method: SAttend) -> Any:
     library = transformers()
 
+    # The library loads when it is needed, so its types are not known here.
     class Callback(library.TrainerCallback):  # pyright: ignore[reportUntypedBaseClass]
         """Enters at the beginning of training and leaves at its end.
 

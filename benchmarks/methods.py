@@ -1,0 +1,46 @@
+"""Defences by name, as benchmarks/harden.py takes them: see its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keyhole import harden
+from keyhole.harden import Defence, Plain
+
+PRESETS = (
+    "attack-masks:0.35:0.01:random:2:labels",
+    "attack-masks:0.5:0.01:random:2:labels",
+    "attack-masks:0.35:0.01:random:1:consistency",
+    "attack-masks:2:0.05:random:1:consistency",
+    "freelb+attack-masks:0.5:0.01",
+    "freelb+attack-masks:1:0.01",
+)
+METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2", "freelb",
+           "smart", "r3f", "asa", "sweep")  # fmt: skip
+
+
+def defence(name: str) -> Defence:
+    if "+" in name:
+        return harden.Together(tuple(defence(one) for one in name.split("+")))
+    kind, *given = name.split(":")
+    if kind == "attack-masks":
+        makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
+            ("weight", float), ("share", float), ("label", str), ("rounds", int), ("kind", str),
+        )  # fmt: skip
+        chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
+        return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
+    if kind in ("sattend", "sattend-token"):
+        mode = "token" if kind == "sattend-token" else "unit"
+        return harden.SAttend(float(given[0]) if given else 0.2, mode)
+    known = {"plain": Plain, "freelb": harden.FreeLB, "smart": harden.SMART, "r3f": harden.R3F,
+             "asa": harden.ASA}  # fmt: skip
+    if kind not in known or given:
+        raise SystemExit(f"expected methods as --help names them, got {name}")
+    return known[kind]()
+
+
+def chosen(names: str) -> list[str]:
+    """`sweep` among them stands for all presets."""
+    given = [name for name in names.split(",") if name]
+    return [one for name in given for one in (PRESETS if name == "sweep" else (name,))]
