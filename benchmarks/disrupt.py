@@ -21,7 +21,7 @@ import show
 from keyhole import disrupt
 from keyhole.data import read_examples
 from keyhole.disrupt import HackAttend
-from keyhole.models.box import FOLDER
+from keyhole.models.demo import FOLDER
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from keyhole import disrupt
 from keyhole.data import Example, encode, read_examples
 from keyhole.disrupt import HackAttend
 from keyhole.models import load_model
-from keyhole.models.box import FOLDER
+from keyhole.models.demo import FOLDER
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import show
-from keyhole.invert.balls import unknown
-from keyhole.invert.certify import Certificate, certify
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
+from keyhole.invert.proofs.balls import unknown
+from keyhole.invert.proofs.certify import Certificate, certify
 from show import Row
 
 VARIANTS: dict[str, dict[str, Any]] = {

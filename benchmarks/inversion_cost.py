@@ -20,7 +20,7 @@ import torch
 
 import show
 from keyhole.invert import LevenbergMarquardt, NewtonCG, gauss_newton_product, plant
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import show
 from keyhole import attention, invert
-from keyhole.invert.equations import Equations
-from keyhole.invert.hessian import gauss_newton_of
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.hessian import gauss_newton_of
 from show import Row, relative
 
 SLACK = 0.1

@@ -63,7 +63,7 @@ def convergence() -> show.Row:
 
 def _after(method: LevenbergMarquardt, problem, start, steps: int):
     """Where the method stands after so many steps, before any polish."""
-    from keyhole.invert.equations import Equations
+    from keyhole.invert.derivatives.equations import Equations
 
     equations = Equations.of([problem])
     state = method.begin(equations, start.unsqueeze(0))

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from keyhole import invert
-from keyhole.invert.leaks import Leak
-from keyhole.invert.text import CachedKeys, EncoderMaps, EncoderStates, PooledEmbedding, TokenSearch
-from keyhole.invert.text.attack import Attack
 from keyhole.models import Exposure, Loaded, anatomy
+from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, PooledEmbedding, TokenSearch
+from keyhole.recover.attack import Attack
+from keyhole.recover.leaks import Leak
 from show import Row
 from texts import leak_of
 

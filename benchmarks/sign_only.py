@@ -9,7 +9,8 @@ import math
 
 import show
 from keyhole import extract, oracle
-from keyhole.results import Extraction, Status
+from keyhole.extract.extraction import Extraction
+from keyhole.results import Status
 from show import Row
 
 

@@ -18,16 +18,16 @@ from torch import Tensor
 
 import show
 import texts
-from keyhole.invert.leaks import Leak
-from keyhole.invert.text import (
+from keyhole.models import Exposure, Loaded
+from keyhole.recover import (
     EncoderMaps,
     PooledEmbedding,
     SubLayerOutput,
     TokenSearch,
     recover_texts,
 )
-from keyhole.invert.text.attack import Attack
-from keyhole.models import Exposure, Loaded
+from keyhole.recover.attack import Attack
+from keyhole.recover.leaks import Leak
 from show import Row
 from texts import Change, degraded
 

@@ -20,9 +20,9 @@ from torch import Tensor
 import show
 import texts
 from keyhole import invert
-from keyhole.invert.leaks import Leak
-from keyhole.invert.text import Mark
 from keyhole.models import Exposure, Loaded, anatomy, capture
+from keyhole.recover import Mark
+from keyhole.recover.leaks import Leak
 from mismatches import Subject, false_claims
 from show import Row
 from texts import Change, degraded

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from keyhole import invert
-from keyhole.invert.leaks import Leak
 from keyhole.models import Exposure, Loaded, identity, load_model
+from keyhole.recover.leaks import Leak
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,8 +10,8 @@ from statistics import median
 
 import show
 from keyhole import extract, oracle
+from keyhole.extract.extraction import Extraction
 from keyhole.oracle import Oracle
-from keyhole.results import Extraction
 from show import Row
 
 NORM = 10.0

@@ -18,7 +18,7 @@ import torch
 from keyhole import harden
 from keyhole.data import read_examples
 from keyhole.disrupt import HackAttend
-from keyhole.models.box import load_box
+from keyhole.models.demo import load_demo
 
 
 def measured(model, tokenizer, dev, attacked: int) -> tuple[float, float, float]:
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     dev = read_examples(args.data / "dev.tsv")
     train = read_examples(args.data / "train.tsv", limit=args.sentences)
-    box = load_box("classification", device=args.device)
+    box = load_demo("classification", device=args.device)
     before = measured(box.model, box.tokenizer, dev, args.attacked)
     print(f"as shipped: clean {before[0]:.1%}, flips {before[1]:.1%}, {before[2]:.1%}", flush=True)
     method = harden.AttackMasks(share=args.share, weight=args.weight)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 _PARTS = (
     "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models", "oracle",
-    "report", "results",
+    "recover", "report", "results",
 )  # fmt: skip
 
 

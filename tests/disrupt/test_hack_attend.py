@@ -406,7 +406,7 @@ def test_what_the_search_calls_a_flip_the_judge_sees(monkeypatch):
 def test_the_judge_throws_out_what_breaks_the_rules():
     from keyhole.disrupt.budget import budget
     from keyhole.disrupt.judge import judge
-    from keyhole.disrupt.questions import ask
+    from keyhole.disrupt.tasks import ask
     from keyhole.disrupt.units import survey
 
     model, batch, labels, found = attacked(seed=1)

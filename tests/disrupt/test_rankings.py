@@ -8,9 +8,9 @@ import reference_disrupt as reference
 import torch
 
 import tiny_heads
-from keyhole.disrupt.asking import Asker
-from keyhole.disrupt.questions import ask
+from keyhole.disrupt.masked_queries import Asker
 from keyhole.disrupt.rankings import RANKINGS, removal, score, worth_of_cut
+from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from keyhole.extract import FullOutput, Status
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.full_output import key_basis
-from keyhole.extract.layers.full_heads import separate_values
-from keyhole.extract.layers.panel import Panel, open_panel, solve_scores
+from keyhole.extract.vectors.head_values import separate_values
+from keyhole.extract.vectors.probe_sequences import Panel, open_panel, solve_scores
 from keyhole.oracle import Counted, Noisy, Rounded
 from keyhole.oracle.planted import Attention, Head
 from keyhole.oracle.storage import plant

@@ -10,7 +10,7 @@ import torch
 from reference_relu import kinks as reference_kinks
 from torch import Tensor
 
-from keyhole.extract.networks.half_circle import find_pieces
+from keyhole.extract.relu.half_circle import find_pieces
 from keyhole.results import Status, Unsuccessful
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import reference
 from any_function import AnyFunction, normal
 from keyhole.extract import Extraction, MultiHead, OneLayerTransformer, Status
-from keyhole.extract.networks.steering import NotSteerable, Steered
+from keyhole.extract.relu.head_steering import NotSteerable, Steered
 from keyhole.oracle import Clipped, Counted, Ledger, OneLayer, ReluFfn, Rounded, plant
 
 ATTACK = OneLayerTransformer(attention=MultiHead())

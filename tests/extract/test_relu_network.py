@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract import Extraction, ReluNetwork, Status, judge
-from keyhole.extract.networks.folds import Folds, neurons
+from keyhole.extract.relu.absolute_terms import Folds, neurons
 from keyhole.oracle import Clipped, Counted, Failing, ReluFfn, Rounded, load, plant, save
 
 

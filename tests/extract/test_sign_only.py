@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keyhole import extract, oracle
 from keyhole.errors import InputError
-from keyhole.extract.blurred.exams import SignExam
+from keyhole.extract.inexact.judge import SignExam
 from keyhole.extract.judge import Step
 from keyhole.results import Status
 

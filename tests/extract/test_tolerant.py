@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from keyhole import extract, oracle
 from keyhole.errors import InputError
-from keyhole.extract.blurred import least_squares
-from keyhole.extract.blurred.intervals import Forms, Interval, best_logit
-from keyhole.extract.blurred.least_squares import Pairs, Singles
-from keyhole.results import Extraction, Status
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.inexact import gauss_newton
+from keyhole.extract.inexact.gauss_newton import Pairs, Singles
+from keyhole.extract.inexact.intervals import Forms, Interval, best_logit
+from keyhole.results import Status
 
 KNOWN = (Status.RECOVERED, Status.INEXACT)
 
@@ -297,7 +298,7 @@ def test_least_squares_agrees_with_a_dense_fit():
     noisy = oracle.Noisy(head, 1e-2)
     a, b = noisy(tokens[:, None]), noisy(pairs)
     start = head.v + 0.01, head.W - 0.01
-    found = least_squares.refine(*start, [Singles(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)])
+    found = gauss_newton.refine(*start, [Singles(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)])
     wanted = reference.dense_gauss_newton(
         start[0].numpy(), start[1].numpy(),
         [*tokens[:, None].numpy(), *pairs.numpy()], torch.cat([a, b]).numpy(),

@@ -9,8 +9,8 @@ import torch
 
 import tiny_classifiers as small
 from keyhole.harden import AttackMasks
-from keyhole.harden import attack_masks as module
-from keyhole.harden.attack_masks import Cuts, Tokens, removal, strongest
+from keyhole.harden.defences import attack_masks as module
+from keyhole.harden.defences.attack_masks import Cuts, Tokens, removal, strongest
 from keyhole.models.masking import rewriting
 
 

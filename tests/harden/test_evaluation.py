@@ -11,10 +11,10 @@ import torch
 import tiny_classifiers as small
 import tiny_models
 from keyhole.disrupt import HackAttend, Unit
-from keyhole.disrupt.table import Table
+from keyhole.disrupt.batches import Table
 from keyhole.errors import InputError
 from keyhole.harden import Evaluation, Plain, attack, evaluate, train
-from keyhole.harden.attack_masks import Cuts
+from keyhole.harden.defences.attack_masks import Cuts
 from keyhole.harden.evaluate import lowered, lowering, raised, transferred, wrong_labels
 from keyhole.models.masking import rewriting
 

@@ -15,7 +15,7 @@ import tiny_classifiers as small
 import tiny_models as tiny
 from keyhole.errors import InputError
 from keyhole.harden import Plain, SAttend
-from keyhole.harden.sattend import Drops
+from keyhole.harden.defences.sattend import Drops
 from keyhole.models.passes import NAME
 
 
@@ -299,7 +299,7 @@ def test_draws_depend_on_the_step_and_the_rank_alone(monkeypatch):
     assert not torch.equal(output(7), output(8))
     assert not torch.equal(output(7), output(7, passes=2))
     first = output(7)
-    monkeypatch.setattr("keyhole.harden.sattend._rank", lambda: 1)
+    monkeypatch.setattr("keyhole.harden.defences.sattend._rank", lambda: 1)
     assert not torch.equal(output(7), first)
 
 

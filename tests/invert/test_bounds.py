@@ -11,7 +11,7 @@ from layers import Kind, draw, plain_loss, planted, second
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.bounds import paper_gamma
+from keyhole.invert.derivatives.bounds import paper_gamma
 
 
 def test_the_radius_and_the_bounds_are_the_papers():

@@ -10,9 +10,9 @@ from plants import off, plant
 from torch.autograd.functional import jacobian
 
 from keyhole import invert
-from keyhole.invert.causal import first_of_each
-from keyhole.invert.equations import Equations
-from keyhole.invert.token_equations import TokenEquations
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.solvers.token_by_token import first_of_each
+from keyhole.invert.structure.token_equations import TokenEquations
 from keyhole.results import Status
 
 

@@ -10,7 +10,7 @@ import torch
 from keyhole import invert
 from keyhole.errors import InputError
 from keyhole.invert.judge import residual_of
-from keyhole.invert.named import NAMES, named
+from keyhole.invert.registry import NAMES, named
 from keyhole.results import Status
 
 CHOICES = {
@@ -49,7 +49,7 @@ def test_several_inputs_with_one_output_are_all_named():
 
 
 def test_the_curve_helps_where_starts_do_not():
-    from keyhole.invert import auto
+    from keyhole.invert.solvers import auto
 
     problem, _ = invert.plant(8, 4, seed=3)
     # Without steps no start succeeds; the curve does.
@@ -67,7 +67,7 @@ def test_a_broken_problem_is_a_status():
 
 
 def test_ctrl_c_between_two_searches(monkeypatch):
-    from keyhole.invert import auto
+    from keyhole.invert.solvers import auto
 
     def impatient(*args, **options):
         raise KeyboardInterrupt

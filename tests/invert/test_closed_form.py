@@ -11,7 +11,7 @@ from torch.autograd.functional import jacobian
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert import leaked_maps
+from keyhole.invert.structure import leaked_maps
 from keyhole.results import Status
 
 KINDS = {
@@ -198,8 +198,8 @@ def test_conjugate_gradients_that_do_not_arrive_say_so(monkeypatch):
     problem, _, maps = plant(6, 4, heads=2)
     monkeypatch.setattr(leaked_maps, "_ONE_FACTOR", 0)
     monkeypatch.setattr(leaked_maps, "_ITERATIONS", 1)
-    monkeypatch.setattr("keyhole.invert.closed_form.DENSE", 0)  # or the logarithms mend it
-    monkeypatch.setattr("keyhole.invert.closed_form.polished", lambda _, X: X)
+    monkeypatch.setattr("keyhole.invert.solvers.closed_form.DENSE", 0)  # or the logarithms mend it
+    monkeypatch.setattr("keyhole.invert.solvers.closed_form.polished", lambda _, X: X)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.UNSOLVED
     assert "did not converge" in result.reason

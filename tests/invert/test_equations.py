@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import reference
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 
 
 @st.composite

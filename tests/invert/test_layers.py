@@ -12,7 +12,7 @@ from torch.autograd.functional import jacobian
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.layers import MOVED, Composed
+from keyhole.invert.structure.layers import MOVED, Composed
 from keyhole.results import Status
 
 ONE = invert.LevenbergMarquardt(starts=16, steps=200, solutions=2)

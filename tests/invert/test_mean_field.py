@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.invert.continuation import solutions_along_the_curve
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import judge
-from keyhole.invert.mean_field import _covariance, _geometric_mean
-from keyhole.invert.reduce import reduce
+from keyhole.invert.structure.continuation import solutions_along_the_curve
+from keyhole.invert.structure.mean_field import _covariance, _geometric_mean
+from keyhole.invert.structure.reduce import reduce
 from keyhole.results import Status
 
 

@@ -13,10 +13,10 @@ from layers import Kind, draw, normal, plain_loss, planted
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.bounds import paper_gamma
-from keyhole.invert.equations import Equations
-from keyhole.invert.modified_newton import ModifiedNewton
-from keyhole.invert.regularized_newton import RegularizedNewton
+from keyhole.invert.derivatives.bounds import paper_gamma
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.solvers.modified_newton import ModifiedNewton
+from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.results import Status
 
 

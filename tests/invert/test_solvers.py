@@ -9,10 +9,10 @@ import torch
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import residual_of
-from keyhole.invert.newton_cg import least_squares_step
-from keyhole.invert.residual_stream import gmres
+from keyhole.invert.solvers.newton_cg import least_squares_step
+from keyhole.invert.solvers.residual_stream import gmres
 from keyhole.results import Status
 
 VARIANTS = {

@@ -14,9 +14,9 @@ from rich.console import Console
 from keyhole import oracle, report
 from keyhole.audit import Audit, audit
 from keyhole.oracle.target import demo
-from keyhole.readings import Piece, Reading, Readings
-from keyhole.report import words as sentences
+from keyhole.report import wording as sentences
 from keyhole.results import Finding, Skip, Status
+from keyhole.results.readings import Piece, Reading, Readings
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keyhole.cli.frame import (
+from keyhole.cli.app import (
     CLEAN,
     FAILURE,
     FINDINGS,
@@ -20,12 +20,12 @@ from keyhole.cli.frame import (
     expect_folder,
     ready_surfaces,
 )
-from keyhole.console import Show, people, progress, say
+from keyhole.cli.console import Show, people, progress, say
 from keyhole.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
+    from keyhole.audit.texts import TextTarget
     from keyhole.data import Example
-    from keyhole.exposures.texts import TextTarget
     from keyhole.models import Loaded
     from keyhole.oracle import Oracle
 
@@ -143,8 +143,8 @@ def _opened(
     target: str, data: _Data | None, layers: list[int] | None, device: str
 ) -> tuple[dict[str, Oracle], dict[str, TextTarget]]:
     """The endpoints and the models that a target consists of."""
-    from keyhole.exposures.texts import TextTarget
-    from keyhole.models import box
+    from keyhole.audit.texts import TextTarget
+    from keyhole.models import demo as box
     from keyhole.models.loading import load_model, names_model, task_of
     from keyhole.oracle.target import DEMO, open_surfaces
 
@@ -164,8 +164,8 @@ def _opened(
         loaded = load_model(target, task="base" if task == "choice" else task, device=device)
         twin = None
     else:
-        loaded = box.load_box("classification", device)
-        twin = box.load_box("classification", device, hardened=True) if box.has_twin() else None
+        loaded = box.load_demo("classification", device)
+        twin = box.load_demo("classification", device, hardened=True) if box.has_twin() else None
     texts, examples = (box.TEXTS, box.EXAMPLES) if data is None else data.read(loaded)
     # The built-in examples have the right classes for the classifier in the box alone.
     examples = () if model and data is None else examples

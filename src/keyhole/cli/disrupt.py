@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.cli.frame import (
+from keyhole.cli.app import (
     CLEAN,
     FAILURE,
     FINDINGS,
@@ -28,7 +28,7 @@ from keyhole.cli.frame import (
     expect_folder,
     model_path,
 )
-from keyhole.console import progress, say
+from keyhole.cli.console import progress, say
 from keyhole.errors import InputError, KeyholeError
 from keyhole.percent import percent
 
@@ -242,7 +242,7 @@ def _examples(
     limit: int | None,
 ) -> list[Example]:
     from keyhole.data import read_examples
-    from keyhole.models.box import EXAMPLES, FOLDER
+    from keyhole.models.demo import EXAMPLES, FOLDER
     from keyhole.models.loading import SPEAKING, class_names, load_config
 
     if limit is not None and limit < 1:
@@ -292,7 +292,7 @@ def _page(
 
     from keyhole import report
     from keyhole.audit import Audit
-    from keyhole.exposures.flips import cuts_of, finding
+    from keyhole.audit.flips import cuts_of, finding
     from keyhole.models.loading import load_config, load_tokenizer
 
     cuts = cuts_of(

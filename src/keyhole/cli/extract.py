@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from keyhole.cli.frame import (
+from keyhole.cli.app import (
     CLEAN,
     FAILURE,
     FINDINGS,
@@ -19,7 +19,7 @@ from keyhole.cli.frame import (
     app,
     ready_surfaces,
 )
-from keyhole.console import progress, say
+from keyhole.cli.console import progress, say
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.extract import Extraction
@@ -67,7 +67,7 @@ def extract(
     as_json: Json = False,
 ) -> None:
     """Read the weights back from black-box answers."""
-    from keyhole.extract.named import named
+    from keyhole.extract.registry import named
     from keyhole.oracle import Counted
     from keyhole.oracle.target import open_target
     from keyhole.results import Status, dump

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keyhole.cli.frame import (
+from keyhole.cli.app import (
     CLEAN,
     AllowPickle,
     Classes,
@@ -25,14 +25,14 @@ from keyhole.cli.frame import (
     expect_folder,
     model_path,
 )
-from keyhole.cli.hardening import CARD, Course, Measure, stoppable
-from keyhole.console import people, say
+from keyhole.cli.console import people, say
 from keyhole.errors import InputError
+from keyhole.harden.run import CARD, Course, Measure, stoppable
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.cli.hardening import Hardened
     from keyhole.data import Example
     from keyhole.harden import Defence
+    from keyhole.harden.run import Hardened
 
 
 class MethodName(StrEnum):
@@ -217,7 +217,7 @@ def _write_page(
 
     from keyhole import report
     from keyhole.audit import Audit
-    from keyhole.exposures.hardened import findings
+    from keyhole.audit.hardened import findings
     from keyhole.files import write_text
 
     loaded, shown = done.loaded, done.named

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from keyhole.cli.frame import (
+from keyhole.cli.app import (
     CLEAN,
     FAILURE,
     FINDINGS,
@@ -19,7 +19,7 @@ from keyhole.cli.frame import (
     Seed,
     app,
 )
-from keyhole.console import progress, say
+from keyhole.cli.console import progress, say
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.invert import Certificate, Inversion
@@ -92,7 +92,7 @@ def invert(
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
     from keyhole.invert import Problem, certify
-    from keyhole.invert.named import named
+    from keyhole.invert.registry import named
     from keyhole.results import Status, dump
 
     asked = Problem.load(problem)

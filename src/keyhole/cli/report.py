@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.frame import Json, app
-from keyhole.console import people, say
+from keyhole.cli.app import Json, app
+from keyhole.cli.console import people, say
 
 
 @app.command(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.asking import NEVER
+from keyhole.disrupt.masked_queries import NEVER
 from keyhole.disrupt.units import Units
 
 

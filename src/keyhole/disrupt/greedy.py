@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.asking import NEVER, Asker, Ordering
 from keyhole.disrupt.budget import Budget, choose
-from keyhole.disrupt.found import Found, first_flip
+from keyhole.disrupt.masked_queries import NEVER, Asker, Ordering
+from keyhole.disrupt.prefix_search import Found, first_flip
 from keyhole.disrupt.rankings import score
 
 

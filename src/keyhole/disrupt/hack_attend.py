@@ -17,15 +17,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.asking import Asker
 from keyhole.disrupt.budget import Budget, budget
 from keyhole.disrupt.disruption import Disruption, Outcome, joined
-from keyhole.disrupt.found import Found
 from keyhole.disrupt.greedy import greedy
 from keyhole.disrupt.judge import Verdict, control, judge
-from keyhole.disrupt.questions import Batch, Question, ask
+from keyhole.disrupt.masked_queries import Asker
+from keyhole.disrupt.prefix_search import Found
 from keyhole.disrupt.rankings import Ranking
 from keyhole.disrupt.rerank import rerank
+from keyhole.disrupt.tasks import Batch, Question, ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.errors import InputError
 

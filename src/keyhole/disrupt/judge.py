@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keyhole.disrupt.budget import Budget
 from keyhole.disrupt.disruption import Control
-from keyhole.disrupt.questions import Question
+from keyhole.disrupt.tasks import Question
 from keyhole.disrupt.units import Units
 from keyhole.models.masking import Site, Untouched, rewriting
 

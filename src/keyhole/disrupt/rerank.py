@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.asking import NEVER, Asker, Ordering, fixed
 from keyhole.disrupt.budget import Budget, choose
-from keyhole.disrupt.found import Found
+from keyhole.disrupt.masked_queries import NEVER, Asker, Ordering, fixed
+from keyhole.disrupt.prefix_search import Found
 from keyhole.disrupt.rankings import SIGNED, score, worth_of_cut
 from keyhole.disrupt.units import Units
 

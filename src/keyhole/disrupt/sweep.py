@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from keyhole.data import Example, encode
+from keyhole.disrupt.batches import grouped
 from keyhole.disrupt.disruption import Disruption
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.journal import Journal, key
 from keyhole.disrupt.labels import settled
-from keyhole.disrupt.table import grouped
 from keyhole.errors import InputError
 from keyhole.models.loading import SPEAKING, load_model
 

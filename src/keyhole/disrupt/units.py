@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.questions import Question
+from keyhole.disrupt.tasks import Question
 from keyhole.errors import InputError
 from keyhole.models.masking import Site, Untouched, rewriting
 

@@ -1,6 +1,7 @@
 """Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
 
 from keyhole.extract.auto import Auto, choose
+from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.heads.canonical import canonical, same_function
 from keyhole.extract.judge import Method, judge
@@ -13,7 +14,7 @@ from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
-from keyhole.results import Check, Extraction, Status
+from keyhole.results import Status
 
 __all__ = [
     "Auto",

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method, Step
 from keyhole.extract.low_rank import LowRank
@@ -33,7 +34,7 @@ from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
-from keyhole.results import Extraction, Status
+from keyhole.results import Status
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be told from chance

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.linear import LinAlgError
+from keyhole.extract.extraction import Check, Extraction
+from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
 from keyhole.percent import percent
-from keyhole.results import Check, Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function

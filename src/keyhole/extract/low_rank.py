@@ -24,10 +24,10 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Extraction
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.columns import Columns
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.near_field import Rays
@@ -47,7 +48,7 @@ from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import Step, settle
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 _LINEAR = 1e-9  # length-one answers must be linear to this
 _ATTEMPTS = 3  # tokens x_0

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, read_values
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
 from keyhole.extract.low_rank import unknowns
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,17 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import scalar
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method, Step, settle
 from keyhole.extract.multi_head import MultiHead
-from keyhole.extract.networks.folds import Folds, neurons
-from keyhole.extract.networks.steering import NotSteerable, Steered
+from keyhole.extract.relu.absolute_terms import Folds, neurons
+from keyhole.extract.relu.head_steering import NotSteerable, Steered
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one cell gives more digits
 _ROOM = 1.01  # how much farther than x + δ the cell's nearest wall has to be

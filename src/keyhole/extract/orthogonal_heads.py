@@ -27,11 +27,12 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
 from keyhole.extract.judge import Step, settle
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 _ORTHOGONAL = 1e-8
 _SILENT = 1e-13  # a v_h shorter than this, beside the whole of v, is rounding

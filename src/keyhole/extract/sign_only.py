@@ -33,8 +33,8 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.blurred.exams import SignExam
-from keyhole.extract.blurred.halfspace import (
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.inexact.halfspace import (
     EPSILON,
     Average,
     Direction,
@@ -44,10 +44,11 @@ from keyhole.extract.blurred.halfspace import (
     samples,
     signs,
 )
+from keyhole.extract.inexact.judge import SignExam
 from keyhole.extract.judge import Examination, Step, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 _SHARE = 0.15  # of the error allowed to a form, for what an inexact v does to it
 _SCOUTS = 8

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.results import Extraction
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Departures:
   instead of the √d times that the entries of v would give. d² + 2d queries, and a few for scale.
 - `repeats` measures everything again with other probes: intervals are intersected, and since other
   questions meet other errors this helps even if the oracle repeats its errors. Estimates are
-  averaged, or (`refine`) fitted to all answers by least squares (least_squares.py), which is for
+  averaged, or (`refine`) fitted to all answers by least squares (gauss_newton.py), which is for
   random errors; either way the result is moved into the proved intervals.
 """
 
@@ -35,14 +35,15 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
-from keyhole.extract.blurred import least_squares
-from keyhole.extract.blurred.exams import AmplifiedExam
-from keyhole.extract.blurred.intervals import Forms, Interval
-from keyhole.extract.blurred.least_squares import Pairs, Singles
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.inexact import gauss_newton
+from keyhole.extract.inexact.gauss_newton import Pairs, Singles
+from keyhole.extract.inexact.intervals import Forms, Interval
+from keyhole.extract.inexact.judge import AmplifiedExam
 from keyhole.extract.judge import Examination, Step, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Extraction, Status, Unsuccessful
+from keyhole.results import Status, Unsuccessful
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
@@ -182,7 +183,7 @@ class _State:
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
         if len(self._estimates) > 1 and self._method.refine:
-            v, W = least_squares.refine(v, W, self._answers)
+            v, W = gauss_newton.refine(v, W, self._answers)
         v, W = self.v.clamp(v), self.W.clamp(W)
         proved = bool(self.W.finite.all())
         return Step(

@@ -4,16 +4,16 @@ A defence is a frozen dataclass of hyperparameters; `train` trains with it, and 
 that differentiates its `losses`.
 """
 
-from keyhole.harden.asa import ASA
-from keyhole.harden.attack_masks import AttackMasks
-from keyhole.harden.defence import Defence
+from keyhole.harden.defences.asa import ASA
+from keyhole.harden.defences.attack_masks import AttackMasks
+from keyhole.harden.defences.combined import Together
+from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.freelb import FreeLB
+from keyhole.harden.defences.plain import Plain
+from keyhole.harden.defences.r3f import R3F
+from keyhole.harden.defences.sattend import SAttend
+from keyhole.harden.defences.smart import SMART
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
-from keyhole.harden.freelb import FreeLB
-from keyhole.harden.plain import Plain
-from keyhole.harden.r3f import R3F
-from keyhole.harden.sattend import SAttend
-from keyhole.harden.smart import SMART
-from keyhole.harden.together import Together
 from keyhole.harden.train import Progress, Training, train
 
 __all__ = [

@@ -29,14 +29,14 @@ from torch import Tensor
 
 from keyhole.data import Batch, Example
 from keyhole.disrupt import Disruption, HackAttend, Unit
+from keyhole.disrupt.batches import Table
 from keyhole.disrupt.budget import budget
 from keyhole.disrupt.judge import judge
-from keyhole.disrupt.questions import ask
-from keyhole.disrupt.table import Table
+from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.errors import InputError
-from keyhole.harden.attack_masks import AttackMasks, Cuts, tokens
-from keyhole.harden.defence import logits
+from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
+from keyhole.harden.defences.defence import logits
 from keyhole.models.masking import rewriting
 from keyhole.results import FORMAT, environment
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from keyhole.data import Example, encode
 from keyhole.errors import InputError
-from keyhole.harden.defence import Batch, Defence
+from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.results import dump, read
 
 

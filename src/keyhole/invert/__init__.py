@@ -1,40 +1,33 @@
-"""Inputs from weights and outputs: one module per idea. Each method is called on a problem."""
+"""Inputs from weights and outputs: one module per idea. Each method is called on a problem.
 
-from keyhole.invert.adam import Adam
-from keyhole.invert.auto import Auto
-from keyhole.invert.bounds import Bounds, bounds
-from keyhole.invert.causal import TokenByToken
-from keyhole.invert.certify import Certificate, certify
-from keyhole.invert.closed_form import ClosedForm
-from keyhole.invert.end_to_end import EndToEnd
-from keyhole.invert.gradient_descent import GradientDescent
-from keyhole.invert.hessian import gauss_newton_product, hessian, hessian_product
-from keyhole.invert.hessian_blocks import hessian_blocks
+What reads text from a whole model's leaks is keyhole.recover; its names are to be had here too.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from keyhole.invert.derivatives.bounds import Bounds, bounds
+from keyhole.invert.derivatives.hessian import gauss_newton_product, hessian, hessian_product
+from keyhole.invert.derivatives.hessian_blocks import hessian_blocks
+from keyhole.invert.derivatives.loss import gradient, jacobian, loss
 from keyhole.invert.inversion import Inversion
-from keyhole.invert.layers import Amplification, Layer, Layers, LayersInversion
-from keyhole.invert.lbfgs import LBFGS
-from keyhole.invert.leaking import degrade, leak_of
-from keyhole.invert.leaks import (
-    AttentionMaps,
-    AttentionOutput,
-    HiddenStates,
-    KeyValues,
-    Leak,
-    Pooled,
-    load_leak,
-    save_leak,
-)
-from keyhole.invert.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.loss import gradient, jacobian, loss
-from keyhole.invert.mean_field import mean_field
-from keyhole.invert.modified_newton import ModifiedNewton
-from keyhole.invert.newton_cg import NewtonCG
-from keyhole.invert.peel import Peel
+from keyhole.invert.planted import plant
 from keyhole.invert.problem import Problem
-from keyhole.invert.regularized_newton import RegularizedNewton
-from keyhole.invert.rehearsal import plant
-from keyhole.invert.residual_stream import ResidualStream
-from keyhole.invert.text import Mark, TextRecovery, recover_text, recover_texts, recovering
+from keyhole.invert.proofs.certify import Certificate, certify
+from keyhole.invert.solvers.adam import Adam
+from keyhole.invert.solvers.auto import Auto
+from keyhole.invert.solvers.closed_form import ClosedForm
+from keyhole.invert.solvers.end_to_end import EndToEnd
+from keyhole.invert.solvers.gradient_descent import GradientDescent
+from keyhole.invert.solvers.lbfgs import LBFGS
+from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.solvers.modified_newton import ModifiedNewton
+from keyhole.invert.solvers.newton_cg import NewtonCG
+from keyhole.invert.solvers.peel import Peel
+from keyhole.invert.solvers.regularized_newton import RegularizedNewton
+from keyhole.invert.solvers.residual_stream import ResidualStream
+from keyhole.invert.solvers.token_by_token import TokenByToken
+from keyhole.invert.structure.layers import Amplification, Layer, Layers, LayersInversion
+from keyhole.invert.structure.mean_field import mean_field
 
 __all__ = [
     "LBFGS",
@@ -85,3 +78,30 @@ __all__ = [
     "recovering",
     "save_leak",
 ]
+
+if TYPE_CHECKING:
+    from keyhole.recover import (
+        AttentionMaps,
+        AttentionOutput,
+        HiddenStates,
+        KeyValues,
+        Leak,
+        Mark,
+        Pooled,
+        TextRecovery,
+        degrade,
+        leak_of,
+        load_leak,
+        recover_text,
+        recover_texts,
+        recovering,
+        save_leak,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # on demand: an inversion of one layer needs no transformers
+        from keyhole import recover
+
+        return getattr(recover, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

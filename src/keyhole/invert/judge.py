@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.equations import Equations
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 from keyhole.results import Status
 

@@ -67,8 +67,12 @@ def plant(
 
 def save(target: Planted, path: str | Path) -> None:
     """Write a target; `load` gives back one that answers the same bit for bit."""
-    metadata = {"keyhole": "1", "kind": target.kind, **target.flags()}
-    write_tensors(path, target.tensors(), metadata)
+    write_tensors(path, target.tensors(), metadata_of(target))
+
+
+def metadata_of(target: Planted) -> dict[str, str]:
+    """What the file of a target says about itself; `from_tensors` reads it."""
+    return {"keyhole": "1", "kind": target.kind, **target.flags()}
 
 
 def load(path: str | Path) -> Planted:

@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 from keyhole.audit import Audit
 from keyhole.percent import percent
-from keyhole.report import pictures, words
+from keyhole.report import pictures, wording
 from keyhole.results import Finding
 
 _COLOURS = (
@@ -27,10 +27,10 @@ def render(audit: Audit) -> str:
     """The page; everything that came from a target is escaped."""
     return _pages.get_template("page.html").render(
         audit=audit,
-        words=words,
+        wording=wording,
         percent=percent,
         pictures=pictures,
-        matrices=words.matrices(audit),
+        matrices=wording.matrices(audit),
         plot=plot(audit.findings),
     )
 

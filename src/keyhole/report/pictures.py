@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from keyhole.cuts import Cut
+from keyhole.results.cuts import Cut
 
 _WIDEST = 880  # pixels for all heads of a layer
 _SMALLEST, _LARGEST, _GAP, _MARGIN = 1.0, 6.0, 6.0, 26.0

@@ -7,26 +7,26 @@ from rich.table import Table
 from rich.text import Text
 
 from keyhole.audit import Audit
-from keyhole.report import words
+from keyhole.report import wording
 
 
 def table(audit: Audit) -> Table:
     """Exposures in rows; recovered ones in red."""
     view = Table(
-        title=words.verdict(audit), title_justify="left", title_style="bold", box=box.SIMPLE
+        title=wording.verdict(audit), title_justify="left", title_style="bold", box=box.SIMPLE
     )
     for heading in ("exposure", "outcome"):
         view.add_column(heading)
     for heading in ("error", "queries", "floor", "seconds"):
         view.add_column(heading, justify="right", no_wrap=True)
     for finding in audit.findings:
-        style = {"bad": "red", "part": "yellow", "good": "green"}[words.colour(finding)]
+        style = {"bad": "red", "part": "yellow", "good": "green"}[wording.colour(finding)]
         view.add_row(
             Text(finding.exposure),  # Text: what came from a target is never taken for markup
-            Text(words.outcome(finding), style=style),
-            words.error(finding),
+            Text(wording.outcome(finding), style=style),
+            wording.error(finding),
             f"{finding.queries:,}",
-            words.floor(finding),
+            wording.floor(finding),
             f"{finding.seconds:.2f}",
         )
     for skip in audit.skips:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from keyhole.extract.bilinear import ask_scores
-from keyhole.linear import least_squares
+from keyhole.least_squares import least_squares
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
 

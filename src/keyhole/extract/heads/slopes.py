@@ -23,7 +23,7 @@ from keyhole.extract.heads.crossings import Lines
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.masks import Behind, mask_others
 from keyhole.extract.heads.near_field import Rays
-from keyhole.linear import least_squares
+from keyhole.least_squares import least_squares
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
 

@@ -1,0 +1,171 @@
+"""What all commands share: the application, exit codes, options, and how a command ends.
+
+JSON goes to stdout, people's words to stderr. Exit codes: 0 nothing was given away, 1 something
+was, 2 wrong usage or input, 3 could not check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from keyhole.cli.console import say
+from keyhole.errors import InputError, KeyholeError
+
+if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
+    from keyhole.registry import Registry
+
+# What `keyhole --help` lists; each command is the module of its name. The first line of its own
+# help is the same (a test compares them).
+COMMANDS = {
+    "audit": "Try every attack that applies, and report what the target gives away.",
+    "extract": "Read the weights back from black-box answers.",
+    "invert": "Read inputs back: of one attention layer, or the text of a model.",
+    "capture": "Write down what a model leaks about a text, to try an attack on.",
+    "disrupt": "Flip predictions by cutting a small share of attention, the text left alone.",
+    "harden": "Train a model against the attack on attention, and measure whether it helped.",
+    "report": "Make the page again from the findings.",
+    "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
+    "serve": "Put a planted target behind a real inference server (MLServer).",
+}
+
+
+class _OnDemand(typer.core.TyperGroup):
+    """Imports a command when it is called: torch takes seconds to load, help should not wait."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        about = COMMANDS.get(cmd_name)
+        return None if about is None else typer.core.TyperCommand(cmd_name, help=about)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            return args[0], command(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_OnDemand,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def command(name: str) -> Any:
+    """The command itself, imported."""
+    importlib.import_module(f"keyhole.cli.{name}")
+    registered: Any = typer.main.get_command(app)
+    return registered.commands[name]
+
+
+CLEAN, FINDINGS, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+
+
+def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as Typer calls it
+    """An option whose values are the names in a registry, shown in help and checked."""
+    return typer.Option(
+        parser=lambda name: registry[name].name, metavar=f"[{'|'.join(registry)}]", help=help
+    )
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A .safetensors file, http://host:port/v2/models/NAME, or demo.",
+    ),
+]
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo."),
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        help="Open pickled weights, which can run code: only where you trust their source.",
+    ),
+]
+TextColumn = Annotated[
+    list[str] | None,
+    typer.Option(help="The column that holds the text; give it twice for a pair of texts."),
+]
+Label = Annotated[str, typer.Option(help="The column that holds the right class.")]
+Classes = Annotated[
+    str | None,
+    typer.Option(help="Names of the classes, such as no,yes, where the model does not name them."),
+]
+Longest = Annotated[int, typer.Option(help="Cut texts off after this many tokens.")]
+Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda.")]
+Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+LedgerFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ledger",
+        metavar="FILE",
+        help="Remember every answer in this file; the same command resumes from it.",
+    ),
+]
+
+
+def main() -> None:
+    """Run a command; whatever goes wrong in a foreseen way is one line and an exit code."""
+    try:
+        app()
+    except InputError as error:
+        _fail(str(error), USAGE)
+    except KeyholeError as error:
+        _fail(str(error), FAILURE)
+
+
+def _fail(message: str, code: int) -> None:
+    say(f"keyhole: {message}", style="bold red")
+    raise SystemExit(code)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(importlib.metadata.version("keyhole"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What a Transformer's attention gives away, before someone else finds out."""
+
+
+@contextmanager
+def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
+    """Ctrl-C is one line, which says what is kept, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        what = kept()
+        say(f"keyhole: stopped{'; ' if what else ''}{what}", style="yellow")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def expect_folder(*files: Path | None) -> None:
+    """Said before hours of work, not after: what is to be written has a folder to be written in."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise InputError(f"expected a file to write, got {file}: there is no such folder")

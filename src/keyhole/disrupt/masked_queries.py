@@ -1,0 +1,161 @@
+"""The attacker's hands on the model: masked predictions and gradients, in batches, counted.
+
+A query is one example under one mask. Masks of one ordering are its prefixes, so a batch of queries
+is an ordering (the step at which each unit goes, and the step at which it comes back) and a list
+of steps; the booleans exist one site at a time. Examples and prefixes share a batch, which never
+holds more than `batch` examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.disrupt.tasks import Question
+from keyhole.disrupt.units import Place, Units
+from keyhole.models.masking import Site, Untouched, rewriting
+
+NEVER = torch.iinfo(torch.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class Ordering:
+    """Unit u of an example is cut at step s where `goes[u] < s <= back[u]`; (b, units), int32."""
+
+    goes: Tensor
+    back: Tensor | None = None
+
+    def at(self, steps: Tensor, which: Tensor) -> Tensor:
+        """The masks (len(which), units) of examples `which` at their steps."""
+        steps = steps.unsqueeze(-1)
+        cut = self.goes[which] < steps
+        return cut if self.back is None else cut & (self.back[which] >= steps)
+
+    def slice(self, place: Place) -> Ordering:
+        part = slice(place.start, place.stop)
+        return Ordering(self.goes[:, part], None if self.back is None else self.back[:, part])
+
+
+def fixed(cut: Tensor) -> Ordering:
+    """The ordering whose every step is this mask."""
+    return Ordering(torch.where(cut, -1, NEVER).to(torch.int32))
+
+
+class Cuts(Untouched):
+    """Cuts the units of an ordering, one step for each example in the batch."""
+
+    def __init__(self, units: Units, ordering: Ordering, which: Tensor, steps: Tensor) -> None:
+        self.units, self.ordering, self.which, self.steps = units, ordering, which, steps
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor:
+        place = self.units.places[site.index]
+        return self.ordering.slice(place).at(self.steps, self.which).view(shape)
+
+
+class Slopes(Cuts):
+    """Cuts, and asks for the gradient with respect to zeros added to the probabilities."""
+
+    def __init__(self, units: Units, ordering: Ordering, which: Tensor, steps: Tensor) -> None:
+        super().__init__(units, ordering, which, steps)
+        self.bumps: list[Tensor] = []
+        self.probabilities: list[Tensor] = []
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        del site
+        self.probabilities.append(probabilities.detach())
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor:
+        del site
+        zeros = torch.zeros_like(self.probabilities[-1]).requires_grad_()
+        self.bumps.append(zeros)
+        return zeros.view(shape)
+
+
+class Silenced(Untouched):
+    """Whole heads without output: site s, head h of each query; head −1 is the whole layer."""
+
+    def __init__(self, rows: int, sites: Tensor, heads: Tensor) -> None:
+        self.rows, self.sites, self.heads = rows, sites, heads
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor:
+        every = torch.arange(shape[1], device=self.heads.device)
+        hit = (self.heads.unsqueeze(1) == every) | (self.heads.unsqueeze(1) < 0)
+        hit &= (self.sites == site.index).unsqueeze(1)
+        each = shape[0] // len(self.sites)
+        return (~hit).float().repeat_interleave(each, 0)[:, :, None, None]
+
+
+class Asker:
+    """A model, a question, its units; `queries` counts for each example what was asked."""
+
+    def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
+        self.model, self.question, self.units = model, question, units
+        self.batch = batch
+        self.queries = torch.zeros(question.size, dtype=torch.long)
+
+    def _chunks(self, which: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:
+        for start in range(0, len(which), self.batch):
+            part = slice(start, start + self.batch)
+            chosen = which[part]
+            self.queries += torch.bincount(chosen.cpu(), minlength=len(self.queries))
+            yield part, chosen, self.question.part(chosen)
+
+    def logits(
+        self, ordering: Ordering, which: Tensor, steps: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """(len(which), m, classes) for examples `which`, each at its step of the ordering.
+
+        `rows` says which row of the ordering is whose, where it does not hold all examples.
+        """
+        rows = which if rows is None else rows
+        found: list[Tensor] = []
+        for part, _, question in self._chunks(which):
+            cuts = Cuts(self.units, ordering, rows[part], steps[part])
+            with torch.no_grad(), rewriting(self.model, cuts):
+                found.append(question.logits(self.model))
+        return torch.cat(found)
+
+    def silenced(self, which: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
+        """Logits with a whole head, or a whole layer, gone."""
+        found: list[Tensor] = []
+        for part, _, question in self._chunks(which):
+            silence = Silenced(self.question.rows, sites[part], heads[part])
+            with torch.no_grad(), rewriting(self.model, silence):
+                found.append(question.logits(self.model))
+        return torch.cat(found)
+
+    def slopes(
+        self, cut: Tensor, which: Tensor, loss: str, aim: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities and gradients (len(which), units) under masks `cut`, and the margins.
+
+        An untargeted loss leads to the most likely other class, or with `aim` to the next ones.
+        """
+        probabilities: list[Tensor] = []
+        gradients: list[Tensor] = []
+        margins: list[Tensor] = []
+        for part, chosen, question in self._chunks(which):
+            rows = torch.arange(len(chosen), device=cut.device)
+            slopes = Slopes(self.units, fixed(cut[part]), rows, torch.zeros_like(rows))
+            with torch.enable_grad(), rewriting(self.model, slopes):
+                logits = question.logits(self.model)
+                margin = question.margin(logits)
+                if loss == "cross-entropy":
+                    raised = question.surprise(logits)
+                else:
+                    raised = -question.margin(logits, aim)
+                found = torch.autograd.grad(
+                    raised.sum(), slopes.bumps, allow_unused=True, materialize_grads=True
+                )
+            probabilities.append(_joined(slopes.probabilities, len(chosen)))
+            gradients.append(_joined(list(found), len(chosen)))
+            margins.append(margin.detach())
+        return torch.cat(probabilities), torch.cat(gradients), torch.cat(margins)
+
+
+def _joined(values: list[Tensor], size: int) -> Tensor:
+    return torch.cat([value.reshape(size, -1) for value in values], 1)

@@ -1,1 +1,0 @@
-"""What an endpoint may give away, one module per secret: its weights, its inputs."""

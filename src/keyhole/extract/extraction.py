@@ -1,0 +1,98 @@
+"""What every extraction returns: a model to call like the oracle, judged, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from keyhole.oracle.storage import Planted, from_tensors, metadata_of
+from keyhole.results.finding import points
+from keyhole.results.json import environment
+from keyhole.results.result import Result
+from keyhole.results.status import Status
+
+
+@dataclass(frozen=True)
+class Check:
+    """The judge's measurement on fresh queries, relative to the largest answer of their kind."""
+
+    worst: float
+    mean: float
+    queries: int
+
+
+@dataclass(frozen=True, repr=False)
+class Extraction(Result):
+    """What an extraction brought: a model to call like the oracle, and what it cost.
+
+    `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
+    free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
+    the numbers in an answer: no attack can do with fewer. `trace` holds (queries, worst fresh-query
+    error) along the way.
+    `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
+    one under the method's assumptions; None means that nothing is promised.
+    """
+
+    status: Status
+    reason: str
+    method: str
+    model: Planted | None
+    queries: int
+    seconds: float
+    check: Check | None = None
+    remembered: int = 0
+    floor: int | None = None
+    known: float = 0.0
+    trace: tuple[tuple[int, float], ...] = ()
+    guarantee: float | None = None
+    guarantee_v: float | None = None
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "extraction"
+    beside: ClassVar[str] = "weights"
+
+    @property
+    def advice(self) -> str:
+        return self.status.advice
+
+    def summary(self) -> str:
+        floor = "" if self.floor is None else f" (unknowns: {self.floor:,})"
+        free = f", {self.remembered:,} of them remembered" if self.remembered else ""
+        return (
+            f"{self.status}: {self.reason}\n"
+            f"{self.queries:,} queries{free}{floor}, {self.seconds:.2f} s\n"
+            f"{self.advice}"
+        )
+
+    def contents(self) -> dict[str, Any]:
+        data = asdict(replace(self, model=None))
+        del data["model"]
+        return {**data, "advice": self.advice}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.model is None else self.model.tensors()
+
+    def metadata(self) -> dict[str, str] | None:
+        return None if self.model is None else metadata_of(self.model)
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        model = None
+        if tensors:
+            model = from_tensors(data["metadata"], dict(tensors), data[cls.beside])
+        return cls(
+            status=Status(data["status"]),
+            check=None if data["check"] is None else Check(**data["check"]),
+            trace=points(data["trace"]),
+            model=model,
+            **{name: data[name] for name in _PLAIN},
+        )
+
+
+_PLAIN = (
+    "reason", "method", "queries", "seconds", "remembered", "floor", "known", "guarantee",
+    "guarantee_v", "environment",
+)  # fmt: skip

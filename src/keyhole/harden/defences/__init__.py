@@ -1,0 +1,1 @@
+"""One module for each way to train against attacks on attention."""

@@ -1,0 +1,94 @@
+"""ASA: *Adversarial Self-Attention for Language Understanding*, arXiv 2206.12608.
+
+    min_θ  E [ CE(f_θ(x), y) + λ max_μ KL(f_θ(x) ‖ f_θ(x; μ)) ]
+    A' = A·(1 − μ)        0 ≤ μ ≤ ε   for every unit of every layer and head
+
+The paper trains a second network that proposes a binary mask for each layer, with a reversed
+gradient and a penalty on how much it masks. Here the mask is found for each batch by gradient
+ascent from a random start, it is soft, and ε bounds it: no second network, no penalty to tune.
+
+    μ_0 ~ U(0, σ)        μ_{t+1} = clip(μ_t + η g_t/‖g_t‖_∞, 0, ε)   for each text and head
+
+The start is random because the divergence and its gradient are zero at μ = 0. In the divergence,
+f_θ(x) is a constant: the gated answer moves to the clean one, and one graph is held at a time. All
+passes drop the same units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.errors import InputError
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    cross_entropy,
+    divergence,
+    draw,
+    local,
+    positive,
+)
+from keyhole.models.masking import Site, Untouched, rewriting
+
+
+@dataclass(frozen=True)
+class ASA:
+    """`weight` is λ, `radius` ε, `start` σ, `rate` η."""
+
+    weight: float = 1.0
+    radius: float = 0.5
+    steps: int = 1
+    rate: float = 0.5
+    start: float = 0.05
+
+    def __post_init__(self) -> None:
+        positive(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
+        if not 0 <= self.radius <= 1:
+            raise InputError(f"expected a radius from 0 to 1, got {self.radius}")
+
+    def losses(
+        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+    ) -> Iterator[Tensor]:
+        seed, gates = draw(stream), Gates()
+        own = local(stream, next(model.parameters()).device)
+        with rewriting(model, gates) as sites:
+            clean = answer(model, batch, seed)
+            # Now, while there is no gate: gradient checkpointing runs the clean layers again, and
+            # the clean graph is gone before the gated one is made.
+            yield cross_entropy(clean, labels)
+            clean = clean.detach()
+            gates.masks = [
+                torch.rand(shape, generator=own, device=own.device)
+                .mul(self.start)
+                .clamp(max=self.radius)
+                for _, shape in sites.calls
+            ]
+            for _ in range(self.steps):
+                for mask in gates.masks:
+                    mask.requires_grad_(True)
+                gated = answer(model, batch, seed)
+                gradients = torch.autograd.grad(divergence(clean, gated), gates.masks)
+                gates.masks = [
+                    self._ascend(mask.detach(), gradient)
+                    for mask, gradient in zip(gates.masks, gradients, strict=True)
+                ]
+            yield self.weight * divergence(clean, answer(model, batch, seed))
+
+    def _ascend(self, mask: Tensor, gradient: Tensor) -> Tensor:
+        size = gradient.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
+        return (mask + self.rate * gradient / size).clamp(0, self.radius)
+
+
+class Gates(Untouched):
+    """The factor 1 − μ at each site; nothing before there are masks."""
+
+    def __init__(self) -> None:
+        self.masks: list[Tensor] = []
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del shape
+        return 1 - self.masks[site.index] if self.masks else None

@@ -1,0 +1,1 @@
+"""Proofs in ball arithmetic that an input has the given output."""

@@ -1,0 +1,272 @@
+"""Certificates: a proof that an exact solution lies within a stated distance of a found X.
+
+The Krawczyk test (R. Krawczyk 1969; see S. M. Rump, *Verification methods*, Acta Numerica 2010,
+Section 13). With `r(X) = attention(X) − B`, any matrix `Y` (here the float64 inverse of J at X̂)
+and an enclosure J(box) of the derivatives over the box X̂ ± ρ, entry by entry,
+
+    |Y r(X̂)| + |I − Y J(box)|·ρ ≤ ρ      and      ‖I − Y J(box)‖∞ < 1
+
+prove that the box holds exactly one solution, and that it lies within the left side of X̂:
+`X ↦ X − Y r(X)` maps the box into itself and contracts it, and Y has an inverse.
+
+The equations are mixed first (balls.py): r, J and Y are those of `r(X) M` with M = V⁻¹ where that
+promises narrower bounds.
+
+All of it is evaluated in ball arithmetic (balls.py) and every bound is rounded upwards. Only Y, M
+and ρ come from float64, and the proof does not depend on how good they are. ρ starts at |Y r|, and
+while the left side is larger than ρ it becomes the next ρ: the smallest box is found from below.
+
+What is proved, and what is not:
+- `radius` is around the X that was given, which is not polished before: it covers the distance
+  from there to the solution, in every entry. X far from a solution gets no certificate.
+- Uniqueness is local: inputs that give the same outputs may exist outside the box.
+- The proof is about B as given, rounded as it is. `radius_within` holds for every B' within ±τ of
+  B, entry by entry: r becomes r ± τ, so |Y r| becomes |Y r| + τ|Y|1.
+- There must be as many equations as unknowns and J must be non-singular; the reason says when not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.problem import Problem
+from keyhole.invert.proofs import balls
+from keyhole.invert.proofs.balls import Balls, exact, row_sums, upward
+from keyhole.results import FORMAT
+
+if TYPE_CHECKING:
+    from flint import arb_mat
+
+BITS = 128
+_ATTEMPTS = 8
+_ROOM = 1.02  # the next box, larger than what is needed by as much as κ may grow meanwhile
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Within `radius` of X, in every entry, lies exactly one solution; or `reason` says why not.
+
+    `radius_within` is the same for every output within ±`tolerance` of B; None if not proved.
+    `condition` is that of the Jacobian, a float64 estimate and no part of the proof.
+    """
+
+    radius: float | None
+    reason: str
+    radius_within: float | None = None
+    tolerance: float = 0.0
+    condition: float | None = None
+    unknowns: int = 0
+    bits: int = BITS
+    seconds: float = 0.0
+
+    @property
+    def proved(self) -> bool:
+        return self.radius is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: the condition of a singular system is left out."""
+        data = asdict(self)
+        if self.condition is not None and not math.isfinite(self.condition):
+            data["condition"] = None
+        return {"format": FORMAT, "proved": self.proved, **data}
+
+
+def certify(
+    problem: Problem, X: Tensor, *, tolerance: float | None = None, bits: int = BITS
+) -> Certificate:
+    """Prove that a solution lies near X, or say why that cannot be done.
+
+    `tolerance` (τ) takes the place of the problem's own. `bits` is the precision of the balls.
+    """
+    started = time.perf_counter()
+    X = _checked(problem, X)
+    tolerance = problem.tolerance if tolerance is None else tolerance
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise InputError(f"expected tolerance of 0 or more, got {tolerance}")
+    if bits < 64:
+        raise InputError(f"expected bits of 64 or more, got {bits}")
+    balls.flint()
+    unknowns = int(balls.unknown(problem).sum())
+    blank = Certificate(None, _unfit(problem, X), None, tolerance, None, unknowns, bits)
+    certificate = blank if blank.reason else _attempt(problem, X, blank)
+    return replace(certificate, seconds=time.perf_counter() - started)
+
+
+def _checked(problem: Problem, X: Tensor) -> Tensor:
+    # Not everyone who calls this has a type checker.
+    if not isinstance(X, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"expected X as a torch.Tensor, got {type(X).__name__}")
+    if X.shape != (problem.length, problem.dim) or X.is_complex():
+        got = "×".join(map(str, X.shape)) or "a number"
+        raise InputError(
+            f"expected X of shape {problem.length}×{problem.dim}, real, got {got}, {X.dtype}"
+        )
+    return X.detach().cpu().to(torch.float64)
+
+
+def _unfit(problem: Problem, X: Tensor) -> str:
+    """Why the test does not apply, as far as that shows before anything is computed."""
+    if problem.fault:
+        return f"does not apply: {problem.fault}"
+    if not X.isfinite().all():
+        wrong = int((~X.isfinite()).sum())
+        return f"does not apply: expected finite numbers in X, got {wrong} NaN or infinite"
+    if problem.gamma > 0:
+        return (
+            "does not apply: with γ > 0 the input that is sought minimises a sum and does not "
+            "reproduce the output exactly; certify against the problem with γ = 0"
+        )
+    unknown = balls.unknown(problem).cpu()
+    equations, unknowns = problem.B.numel(), int(unknown.sum())
+    if equations != unknowns:
+        kind = (
+            "outputs rounded anywhere then have no exact solution at all"
+            if equations > unknowns
+            else "whole families of inputs then give the same output"
+        )
+        return (
+            f"does not apply: {equations} equations for {unknowns} unknowns, and the proof needs "
+            f"as many of one as of the other; {kind}"
+        )
+    if problem.known is not None:
+        off = float((X - problem.known.cpu())[~unknown].abs().max()) if unknowns < X.numel() else 0
+        if off > 0:
+            return f"does not apply: X contradicts the known entries, by up to {off:.1e}"
+    return ""
+
+
+def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
+    J = Equations.of([problem], "cpu").linearised(X.unsqueeze(0)).jacobian()[0]
+    J = J[:, balls.unknown(problem).cpu().flatten()]
+    if not J.isfinite().all():
+        return replace(blank, reason="does not apply: the layer overflows float64 at this X")
+    Y, mix = _preconditioners(problem, J)
+    blank = replace(blank, condition=_condition(J))
+    singular = (
+        "does not apply: at this X the equations are singular, or too close to it for float64 "
+        f"(condition {blank.condition:.0e}): some change of X leaves the output as it is, so the "
+        "output alone cannot pin X down. V without an inverse or two equal tokens would do that"
+    )
+    if not Y.isfinite().all():
+        return replace(blank, reason=singular)
+    with balls.precision(blank.bits):
+        test = _Krawczyk.at(problem, X, Y, mix)
+        if not test.contraction(0.0)[1] < 1:
+            return replace(blank, reason=singular)
+        return _settled(test, blank)
+
+
+def _preconditioners(problem: Problem, J: Tensor) -> tuple[Tensor, Tensor]:
+    """Y and M: of M = 1 and M = V⁻¹ (of all heads together) the one that promises narrower bounds.
+
+    The bounds grow with the size of Y and with that of the mixed values.
+    """
+    V = problem.V.cpu() if problem.V.ndim == 3 else problem.V.cpu().unsqueeze(0)
+    m = problem.outputs
+    together = V.sum(0)
+    choices = [torch.eye(m, dtype=torch.float64)]
+    if m == problem.dim:
+        choices.append(torch.linalg.inv_ex(together)[0])
+    best: list[tuple[float, Tensor, Tensor]] = []
+    for M in choices:
+        mixed = (M.T @ J.unflatten(0, (-1, m))).flatten(0, 1)
+        Y, _ = torch.linalg.inv_ex(mixed)
+        size = float(Y.abs().sum(1).max() * (V @ M).abs().sum((0, 1)).max())
+        best.append((size if math.isfinite(size) else math.inf, Y, M))
+    _, Y, M = min(best, key=lambda choice: choice[0])
+    return Y, M
+
+
+def _condition(J: Tensor) -> float:
+    values = torch.linalg.svdvals(J)
+    return float(values[0] / values[-1]) if values[-1] > 0 else math.inf
+
+
+def _settled(test: _Krawczyk, blank: Certificate) -> Certificate:
+    tau = blank.tolerance
+    radius, reach = test.radius(0.0)
+    if radius is None:
+        return replace(
+            blank,
+            reason=f"not proved: X is not close enough to a solution, if there is one near it. One "
+            f"Newton step moves X by {reach:.1e}, and over a box that wide the layer bends too "
+            "much for the proof. Let a solver continue from X, then certify again",
+        )
+    within, reach = (radius, 0.0) if tau == 0 else test.radius(tau)
+    reason = ""
+    if within is None:
+        reason = (
+            f"proved for B as given, not for B ± {tau:.1e}: errors of that size can move X by "
+            f"about {reach:.1e}, and over a box that wide the layer bends too much for the proof"
+        )
+    return replace(blank, radius=radius, radius_within=within, reason=reason)
+
+
+@dataclass(frozen=True, eq=False)
+class _Krawczyk:
+    """The test at one X, for boxes of any size. Columns hold one bound for each unknown."""
+
+    balls: Balls
+    X: arb_mat
+    J: arb_mat  # at X itself
+    Y: arb_mat
+    sizes: arb_mat  # |Y|
+    step: arb_mat  # |Y r(X) M|
+    defect: arb_mat  # row sums of |I − Y J(X)|
+
+    @classmethod
+    def at(cls, problem: Problem, X: Tensor, inverse: Tensor, mix: Tensor) -> _Krawczyk:
+        layer, centre, Y = Balls.of(problem, mix), exact(X), exact(inverse)
+        J = layer.jacobian(centre, 0.0)
+        identity = exact(torch.eye(len(inverse), dtype=torch.float64))
+        step = balls.magnitudes(Y * layer.residuals(centre))
+        defect = row_sums(identity - Y * J)
+        return cls(layer, centre, J, Y, balls.magnitudes(Y), step, defect)
+
+    def contraction(self, radius: float) -> tuple[arb_mat, float]:
+        """Row sums of |I − Y J(box)|, and the largest of them.
+
+        J(box) = J(X̂) + D, so that |I − Y J(X̂)| + |Y||D| bounds them: the one product of large
+        matrices serves every box.
+        """
+        sums = self.defect
+        if radius > 0:
+            D = self.balls.jacobian(self.X, radius) - self.J
+            sums = sums + self.sizes * row_sums(D)
+        return sums, _largest(sums)
+
+    def gain(self) -> arb_mat:
+        """Row sums of |Y Mᵀ|: errors of B pass through M, token by token, before they meet Y."""
+        make, size, m = balls.flint().arb_mat, self.Y.nrows(), self.balls.mix.nrows()
+        through = make(size * size // m, m, self.Y.entries()) * self.balls.mix.transpose()
+        return row_sums(make(size, size, through.entries()))
+
+    def radius(self, tolerance: float) -> tuple[float | None, float]:
+        """A proved radius for outputs within ±tolerance, or None; and how far one step reaches."""
+        reach = self.step + self.gain() * tolerance if tolerance else self.step
+        first = box = _largest(reach)
+        for _ in range(_ATTEMPTS):
+            box *= _ROOM
+            if not math.isfinite(box):
+                break
+            sums, largest = self.contraction(box)
+            if not largest < 1:  # nor would it be for any larger box
+                break
+            image = _largest(reach + sums * box)
+            if image <= box:
+                return image, first
+            # What the fixed point is near to, if κ stays as it is
+            box = max(image, first / (1 - largest))
+        return None, first
+
+
+def _largest(column: arb_mat) -> float:
+    return max(upward(entry) for entry in column.entries())

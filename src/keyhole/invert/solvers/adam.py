@@ -1,0 +1,51 @@
+"""Adam: what people would try first. Kingma and Ba 2015, batched by hand over the starts.
+
+The rate falls along half a cosine over the steps, without which Adam circles around a solution at
+a distance of about its rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.loss import gradient_of
+from keyhole.invert.solvers.multistart import State
+from keyhole.invert.solvers.solver import Solver
+
+_FIRST, _SECOND, _LEAST = 0.9, 0.999, 1e-12
+
+
+@dataclass(frozen=True)
+class Adam(Solver):
+    """First-order descent with a rate per entry, from many starts at once."""
+
+    starts: int = 64
+    steps: int = 5000
+    rate: float = 0.05
+
+    def begin(self, equations: Equations, X: Tensor) -> State:
+        loss = equations.loss(X)
+        memory = {
+            "mean": torch.zeros_like(X),
+            "square": torch.zeros_like(X),
+            "age": torch.zeros_like(loss),
+        }
+        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+
+    def step(self, equations: Equations, state: State) -> State:
+        age = state.memory["age"] + 1
+        slope = gradient_of(equations, state.X)
+        mean = _FIRST * state.memory["mean"] + (1 - _FIRST) * slope
+        square = _SECOND * state.memory["square"] + (1 - _SECOND) * slope.square()
+        wide = age[:, None, None]
+        direction = mean / (1 - _FIRST**wide)
+        size = (square / (1 - _SECOND**wide)).sqrt() + _LEAST
+        rate = 0.5 * self.rate * (1 + torch.cos(math.pi * age / self.steps))
+        X = state.X - rate[:, None, None] * direction / size
+        memory = {"mean": mean, "square": square, "age": age}
+        return State(X, equations.loss(X), torch.zeros_like(state.stalled), memory)

@@ -1,0 +1,160 @@
+"""Which method a problem calls for, found from its structure; what was chosen is said.
+
+    attention maps leaked      the equations are linear            ClosedForm
+    a causal mask              they are triangular                 TokenByToken
+    a residual connection      the output is near the input        ResidualStream
+    none of these              few starts suffice after the mean   LevenbergMarquardt, then the
+                               field; the rest look for others     curve, then more starts
+                               (NewtonCG where matrices are too large)
+
+Bare attention usually has several exact inputs with the same output, so there the search goes on
+after the first until the starts (or `solutions`, or `seconds`) are used up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.judge import distinct
+from keyhole.invert.problem import Problem
+from keyhole.invert.solvers.closed_form import ClosedForm
+from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.solvers.multistart import Watch
+from keyhole.invert.solvers.newton_cg import NewtonCG
+from keyhole.invert.solvers.residual_stream import ResidualStream
+from keyhole.invert.solvers.token_by_token import TokenByToken
+from keyhole.invert.structure.continuation import solutions_along_the_curve
+from keyhole.invert.structure.reduce import reduce
+from keyhole.results import Status, Unsuccessful
+
+_FIRST = 16  # starts before the curve is followed
+_DENSE = 2000  # unknowns, beyond which only products with the Jacobian are affordable
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Choose by the problem's structure."""
+
+    starts: int = 256
+    steps: int = 400
+    seed: int = 0
+    solutions: int = 16
+    seconds: float | None = None
+    device: str = "cpu"
+
+    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
+        began = time.perf_counter()
+        result: Inversion | None = None
+        try:
+            for chosen, found in self._attempts(problem, began, watch):
+                found = replace(found, reason=f"{found.reason} ({chosen})")
+                result = found if result is None else _joined(result, found)
+                if self._settled(result, found, began):
+                    break
+        except Unsuccessful as end:
+            result = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
+        except KeyboardInterrupt:  # searches take it themselves; this one came between them
+            result = _stopped(result)
+        if result is None:
+            raise AssertionError  # every problem has at least one attempt
+        return replace(result, method=repr(self), seconds=time.perf_counter() - began)
+
+    def _settled(self, result: Inversion, found: Inversion, began: float) -> bool:
+        over = self.seconds is not None and time.perf_counter() - began > self.seconds
+        stopped = found.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
+        return over or stopped or len(result.solutions) >= self.solutions
+
+    def _attempts(
+        self, problem: Problem, began: float, watch: Watch | None
+    ) -> Iterator[tuple[str, Inversion]]:
+        """Attempts in the order of their promise, until one settles the matter."""
+        if problem.fault:  # said once, without the name of a method that was not run
+            raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
+        if problem.maps is not None:
+            finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
+            solved = ClosedForm(method=finish)(problem)
+            yield "closed form, from the attention maps", solved
+            return
+        if problem.causal:
+            sweep = TokenByToken(seed=self.seed, seconds=self._left(began))(problem)
+            yield "token by token, because the mask is causal", sweep
+            if sweep.solutions:
+                return
+        if problem.residual:
+            found = ResidualStream(seed=self.seed, device=self.device)(problem, watch=watch)
+            yield "from the output, because of the residual connection", found
+            if found.solutions:
+                return
+        unknowns = problem.length * problem.dim
+        solver = LevenbergMarquardt if unknowns <= _DENSE else NewtonCG
+        search = solver(
+            starts=min(_FIRST, self.starts), steps=self.steps, seed=self.seed, device=self.device,
+            solutions=1, seconds=self._left(began),
+        )  # fmt: skip
+        name = "Levenberg–Marquardt" if unknowns <= _DENSE else "Newton–CG"
+        first = search(problem, watch=watch)
+        yield f"{name} from the mean field", first
+        if first.X is None:
+            return
+        if not first.solutions and unknowns <= _DENSE:
+            curve = self._along_the_curve(problem, began)
+            if curve is not None:
+                yield "along the curve from the mean field", curve
+        rest = replace(
+            search, starts=self.starts, solutions=self.solutions, seconds=self._left(began)
+        )
+        yield f"{name} from {self.starts} starts", rest(problem, watch=watch)
+
+    def _left(self, began: float) -> float | None:
+        used = time.perf_counter() - began
+        return None if self.seconds is None else max(0.0, self.seconds - used)
+
+    def _along_the_curve(self, problem: Problem, began: float) -> Inversion | None:
+        """The curve's crossings, handed to the judge as starts that need no more steps."""
+        try:
+            reduced = reduce(problem)
+        except Unsuccessful:
+            return None
+        crossings: list[Tensor] = []
+        for X in solutions_along_the_curve(reduced.problem):
+            crossings.append(reduced.restore(X))
+            left = self._left(began)
+            if len(crossings) >= self.solutions or (left is not None and left <= 0):
+                break
+        if not crossings:
+            return None
+        check = LevenbergMarquardt(steps=10, solutions=self.solutions)
+        return check(problem, start=torch.stack(crossings))
+
+
+def _stopped(result: Inversion | None) -> Inversion:
+    """What there is when a person has had enough."""
+    if result is None:
+        return Inversion(Status.INTERRUPTED, "stopped before a start", "", None, None, 0, 0.0)
+    return result if result.solutions else replace(result, status=Status.INTERRUPTED)
+
+
+def _joined(one: Inversion, other: Inversion) -> Inversion:
+    """Two searches of one problem as one."""
+    solutions = tuple(distinct([*one.solutions, *other.solutions]))
+    if one.solutions:
+        better = other if solutions[0] is not one.solutions[0] else one
+    else:
+        closer = (other.residual or torch.inf) < (one.residual or torch.inf)
+        better = other if other.solutions or closer else one
+    reason = better.reason
+    if len(solutions) > len(better.solutions) > 0:
+        reason += f"; {len(solutions)} different inputs have this output"
+    return replace(
+        better,
+        reason=reason,
+        solutions=solutions,
+        iterations=one.iterations + other.iterations,
+        starts=max(one.starts, other.starts),
+    )

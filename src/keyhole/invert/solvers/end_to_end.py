@@ -1,0 +1,71 @@
+"""A stack of layers at once: Levenberg–Marquardt on `layers(X) − B`.
+
+Starts: the output itself; for a stack with residual connections, the output carried back while
+attention grows from nothing, `X_{ℓ+1} = X_ℓ + t·attention_ℓ(X_ℓ)` for t from 0, where X = B, to 1;
+then Gaussians, of a fifth of the output's size and of its size in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.structure.layers import Composed, Layers, LayersInversion, settle
+from keyhole.invert.structure.starts import SMALL, newton
+from keyhole.results import Status
+
+
+def _default() -> LevenbergMarquardt:
+    return LevenbergMarquardt(starts=32)
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """All layers together; of `method` the starts, steps, seed and damping count."""
+
+    method: LevenbergMarquardt = field(default_factory=_default)
+
+    def __call__(self, stack: Layers) -> LayersInversion:
+        began = time.perf_counter()
+        if stack.fault:
+            seconds = time.perf_counter() - began
+            return LayersInversion(
+                Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
+            )
+        found, _ = self.method.descend(Composed.of(stack), self._starts(stack))
+        seconds = time.perf_counter() - began
+        tried = f"none of {len(found)} starts of at most {self.method.steps} steps came through"
+        return settle(stack, list(found), repr(self), seconds, tried)
+
+    def _starts(self, stack: Layers) -> Tensor:
+        n, d = len(stack.B), stack.layers[0].W.shape[-1]
+        starts: list[Tensor] = []
+        if d == stack.B.shape[1]:
+            starts.append(stack.B)
+        if all(layer.residual for layer in stack.layers):
+            starts.append(grown(stack))
+        stream = torch.Generator().manual_seed(self.method.seed)
+        size = float(stack.B.square().mean().sqrt())
+        for k in range(self.method.starts - len(starts)):
+            noise = torch.randn(n, d, generator=stream, dtype=torch.float64).to(stack.B.device)
+            starts.append(size * noise * (SMALL if k % 2 else 1.0))
+        return torch.stack(starts[: self.method.starts])
+
+
+def grown(stack: Layers) -> Tensor:
+    """B carried to t = 1 by Newton steps, as far as that goes without turning."""
+    composed = Composed.of(stack)
+    X, t, stride = stack.B.unsqueeze(0), 0.0, 0.1
+    while t < 1 and stride > 1e-3:
+        ahead = min(1.0, t + stride)
+        layers = tuple(replace(e, V=ahead * e.V, B=ahead * e.B) for e in composed.layers)
+        moved = newton(replace(composed, layers=layers), X)
+        if moved is None:
+            stride /= 2
+        else:
+            X, t, stride = moved, ahead, 1.5 * stride
+    return X.squeeze(0)

@@ -1,0 +1,98 @@
+"""L-BFGS: what people try second. Nocedal 1980 (two_loops.py), batched over the starts.
+
+The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
+without positive curvature gets weight 0, which takes it out of both loops. The stride is halved
+until the loss falls as the slope promises (Armijo), for all starts at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.loss import gradient_of
+from keyhole.invert.solvers.multistart import State
+from keyhole.invert.solvers.solver import Solver
+from keyhole.two_loop_recursion import two_loops
+
+_ARMIJO = 1e-4
+_HALVINGS = 25
+_CURVED = 1e-14
+
+
+@dataclass(frozen=True)
+class LBFGS(Solver):
+    """A quasi-Newton method with limited memory, from many starts at once."""
+
+    starts: int = 64
+    steps: int = 2000
+    memory: int = 20
+
+    def begin(self, equations: Equations, X: Tensor) -> State:
+        loss = equations.loss(X)
+        pairs = X.new_zeros(len(X), self.memory, X[0].numel())
+        memory = {
+            "slope": gradient_of(equations, X).flatten(1),
+            "s": pairs,
+            "y": pairs.clone(),
+            "weight": X.new_zeros(len(X), self.memory),
+        }
+        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+
+    def step(self, equations: Equations, state: State) -> State:
+        old = state.memory
+        slope = old["slope"]
+        pairs = list(zip(*(old[name].unbind(1) for name in ("s", "y", "weight")), strict=True))
+        p = -two_loops(slope, pairs, _scale(old["y"], old["weight"]))
+        promise = (slope * p).sum(1)
+        uphill = promise >= 0
+        p = torch.where(uphill[:, None], -slope, p)
+        promise = torch.where(uphill, -slope.square().sum(1), promise)
+        # Without pairs the slope has no scale: the first step is one of length at most 1.
+        fresh = (old["weight"] == 0).all(1)
+        stride = torch.where(fresh, 1 / p.norm(dim=1).clamp(min=1), 1.0)
+        ahead, loss, taken = _search(equations, state, p, stride, promise)
+        slope_ahead = gradient_of(equations, ahead).flatten(1)
+        s, y = (ahead - state.X).flatten(1), slope_ahead - slope
+        curvature = (s * y).sum(1)
+        useful = taken & (curvature > _CURVED * s.norm(dim=1) * y.norm(dim=1))
+        weight = torch.where(useful, 1 / curvature, torch.zeros_like(curvature))
+        memory = {
+            "slope": slope_ahead,
+            "s": torch.cat([old["s"][:, 1:], s[:, None]], 1),
+            "y": torch.cat([old["y"][:, 1:], y[:, None]], 1),
+            "weight": torch.cat([old["weight"][:, 1:], weight[:, None]], 1),
+        }
+        # One failed search empties the memory (weights shift out); a second along the slope ends.
+        memory["weight"] = torch.where(taken[:, None], memory["weight"], 0.0)
+        return State(ahead, loss, ~taken & fresh, memory)
+
+
+def _scale(y: Tensor, weight: Tensor) -> Tensor:
+    """The size of the inverse Hessian along the newest pair; 1 where that was left out."""
+    square = y[:, -1].square().sum(1)
+    return torch.where(
+        weight[:, -1] > 0, 1 / (weight[:, -1] * square).clamp(min=1e-300), torch.ones_like(square)
+    )
+
+
+def _search(
+    equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Halve strides until each loss has fallen enough; rows that never do stay where they are."""
+    X, loss = state.X, state.loss
+    taken = torch.zeros_like(state.stalled)
+    for _ in range(_HALVINGS):
+        trial = state.X + (stride[:, None] * p).reshape(state.X.shape)
+        value = equations.loss(trial)
+        good = ~taken & (value <= state.loss + _ARMIJO * stride * promise)
+        X = torch.where(good[:, None, None], trial, X)
+        loss = torch.where(good, value, loss)
+        taken = taken | good
+        if bool(taken.all()):
+            break
+        stride = torch.where(taken, stride, 0.5 * stride)
+    return X, loss, taken

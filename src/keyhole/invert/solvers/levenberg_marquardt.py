@@ -1,0 +1,80 @@
+"""Levenberg–Marquardt on the residual: the workhorse.
+
+Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper adds a constant γ that keeps the
+Hessian definite and moves the minimiser away from the input (its Section 3), the damping
+`μ = α·‖r‖²·mean diag(JᵀJ)` vanishes with the residual: the steps become Newton's, digits double,
+and the limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error bound).
+α shrinks after a step that came true and grows after one that did not.
+
+It works on `Y = BV⁻¹` and in the row space of Y (reduce.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.invert.derivatives.hessian import gauss_newton_of
+from keyhole.invert.solvers.damping import LEAST, damped_start, damped_step
+from keyhole.invert.solvers.multistart import State
+from keyhole.invert.solvers.solver import Solver
+
+_LARGE = 200  # unknowns
+_CONVERGED = 4 * torch.finfo(torch.float64).eps  # relative to B
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt(Solver):
+    """Damped Gauss–Newton from many starts at once; `solutions` different ones end the search."""
+
+    starts: int = 256
+    steps: int = 400
+    damping: float = 1e-2
+
+    def begin(self, equations: Smooth, X: Tensor) -> State:
+        return damped_start(equations, X, self.damping)
+
+    def step(self, equations: Smooth, state: State) -> State:
+        X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
+        normal, slope = _normal_equations(equations, X, r)
+        if equations.gamma:
+            slope = slope + equations.gamma * X.flatten(1).unsqueeze(-1)
+        diagonal = normal.diagonal(dim1=-2, dim2=-1)
+        relative = state.loss / equations.B.square().sum((-2, -1)).clamp(min=1e-300)
+        mu = (alpha * relative.clamp(max=1.0) + LEAST) * diagonal.mean(-1) + equations.gamma
+        diagonal += mu.unsqueeze(-1)
+        factor, info = torch.linalg.cholesky_ex(normal)
+        p = -torch.cholesky_solve(slope, factor).squeeze(-1)
+        return damped_step(equations, state, p.reshape(X.shape), info == 0)
+
+    def descend(
+        self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
+    ) -> tuple[Tensor, Tensor]:
+        """Every row of X to where its own search ends, and the losses there; nobody judges."""
+        deadline = torch.inf if self.seconds is None else time.perf_counter() + self.seconds
+        state = self.begin(equations, X)
+        rows = torch.arange(len(X), device=X.device)
+        X, loss = X.clone(), state.loss.clone()
+        target = equations.B[0].numel() * (accuracy * equations.B.abs().max()) ** 2
+        for _ in range(self.steps):
+            state = self.step(equations, state)
+            X[rows], loss[rows] = state.X, state.loss
+            over = state.stalled | (state.loss <= target) | ~state.loss.isfinite()
+            if over.any():
+                state, rows, equations = state.keep(~over), rows[~over], equations.select(~over)
+            if not len(rows) or time.perf_counter() > deadline:
+                break
+        return X, loss
+
+
+def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """JᵀJ and Jᵀr: by their structure where that pays, as plain products of a small J."""
+    if isinstance(equations, Equations) and X[0].numel() >= _LARGE:
+        slope = equations.linearised(X).backward(r).flatten(1).unsqueeze(-1)
+        return gauss_newton_of(equations, X), slope
+    J = equations.linearised(X).jacobian()
+    return J.mT @ J, J.mT @ r.flatten(1).unsqueeze(-1)

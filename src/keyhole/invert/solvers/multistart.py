@@ -1,0 +1,258 @@
+"""The batch: starts of many problems advance together, finished ones leave, fresh ones enter.
+
+A start has finished when it converged, stalled or is out of steps; a problem when it has as many
+solutions as were asked for. As rows leave, waiting starts take their place, so that no time goes
+to what has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.invert.judge import Verdict, distinct, judge
+from keyhole.invert.problem import Problem
+from keyhole.invert.structure import starts
+from keyhole.invert.structure.reduce import Reduced
+from keyhole.results import Status
+
+Watch = Callable[[int, int, float], None]  # starts finished, starts in all, best residual norm
+_EPS = torch.finfo(torch.float64).eps
+_PROMISING = 1e-5  # below this relative residual a start is worth polishing
+_DENSE = 3000
+_BATCH_BYTES = {"cpu": 2**26, "cuda": 2**33}
+
+
+@dataclass(eq=False)
+class State:
+    """Where each row of a batch stands; `memory` holds what a solver carries along, row by row."""
+
+    X: Tensor
+    loss: Tensor
+    stalled: Tensor
+    memory: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def keep(self, rows: Tensor) -> State:
+        memory = {name: tensor[rows] for name, tensor in self.memory.items()}
+        return State(self.X[rows], self.loss[rows], self.stalled[rows], memory)
+
+    def join(self, other: State) -> State:
+        memory = {n: torch.cat([t, other.memory[n]]) for n, t in self.memory.items()}
+        return State(
+            torch.cat([self.X, other.X]),
+            torch.cat([self.loss, other.loss]),
+            torch.cat([self.stalled, other.stalled]),
+            memory,
+        )
+
+
+class Method(Protocol):
+    """A frozen set of hyperparameters that improves inputs step by step."""
+
+    @property
+    def starts(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def seconds(self) -> float | None: ...
+
+    @property
+    def solutions(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def begin(self, equations: Equations, X: Tensor) -> State: ...
+
+    def step(self, equations: Equations, state: State) -> State: ...
+
+
+@dataclass(eq=False)
+class Record:
+    """What is known about one problem."""
+
+    problem: Problem
+    reduced: Reduced
+    starts: int = 0
+    iterations: int = 0
+    found: list[Tensor] = field(default_factory=list[Tensor])
+    verdict: Verdict | None = None
+    best: Tensor | None = None
+    best_loss: float = torch.inf
+    trace: tuple[tuple[int, float], ...] = ()
+
+
+class Race:
+    """The batch: which rows run, for which problem, and since when."""
+
+    def __init__(
+        self,
+        method: Method,
+        records: list[Record],
+        start: Tensor | None,
+        watch: Watch | None,
+        began: float,
+    ) -> None:
+        self.method, self.records, self.watch = method, records, watch
+        self.problems = [record.reduced.problem for record in records]
+        self.equations = Equations.of(self.problems, method.device)
+        self.scale = float(self.equations.B.abs().max().clamp(min=1e-300))
+        self.deadline = None if method.seconds is None else began + method.seconds
+        given = None if start is None else start.reshape(-1, *start.shape[-2:])
+        self.given = None if given is None else records[0].reduced.project(given)
+        self.total = method.starts if self.given is None else len(self.given)
+        # Round robin: every problem gets its best start before any gets its second.
+        self.waiting = [(p, k) for k in range(self.total) for p in range(len(records))]
+        self.waiting.reverse()
+        self.state: State | None = None
+        self.owner = torch.empty(0, dtype=torch.long)
+        self.age = torch.empty(0, dtype=torch.long)
+        self.history = torch.empty(0, method.steps + 1, dtype=torch.float64)
+        unknowns = self.equations.length * self.equations.dim
+        room = _BATCH_BYTES["cuda" if "cuda" in method.device else "cpu"]
+        self.width = max(1, min(4096, room // (32 * unknowns**2)))
+
+    def run(self) -> bool:
+        """True if a person stopped it."""
+        try:
+            while self._fill():
+                self._advance()
+                if self.deadline is not None and time.perf_counter() > self.deadline:
+                    break
+        except KeyboardInterrupt:
+            self._remember(torch.ones_like(self.owner, dtype=torch.bool))
+            return True
+        if self.state is not None and len(self.owner):
+            self._remember(torch.ones_like(self.owner, dtype=torch.bool))
+        return False
+
+    def _done(self, p: int) -> bool:
+        return len(self.records[p].found) >= self.method.solutions
+
+    def _fill(self) -> bool:
+        """Take waiting starts into the batch; False when nothing is left to do."""
+        room = self.width - len(self.owner)
+        taken: list[tuple[int, int]] = []
+        # In handfuls: a start is one small tensor, and joining the batch copies all of it.
+        if room >= max(1, self.width // 8) or not len(self.owner):
+            while self.waiting and len(taken) < room:
+                p, k = self.waiting.pop()
+                if not self._done(p):
+                    taken.append((p, k))
+        if taken:
+            self._enter(taken)
+        return len(self.owner) > 0
+
+    def _enter(self, taken: list[tuple[int, int]]) -> None:
+        if self.given is None:
+            X = starts.draw(self.problems, taken, self.method.seed)
+        else:
+            X = torch.stack([self.given[k] for _, k in taken])
+        owner = torch.tensor([p for p, _ in taken])
+        for p, _ in taken:
+            self.records[p].starts += 1
+        equations = self.equations.select(owner.to(self.equations.B.device))
+        X = equations.impose(X.to(self.equations.B.device, torch.float64))
+        state = self.method.begin(equations, X)
+        history = torch.full((len(taken), self.method.steps + 1), torch.nan, dtype=torch.float64)
+        history[:, 0] = state.loss.cpu()
+        self.state = state if self.state is None else self.state.join(state)
+        self.owner = torch.cat([self.owner, owner])
+        self.age = torch.cat([self.age, torch.zeros(len(taken), dtype=torch.long)])
+        self.history = torch.cat([self.history, history])
+
+    def _advance(self) -> None:
+        if self.state is None:
+            return
+        equations = self.equations.select(self.owner.to(self.equations.B.device))
+        self.state = self.method.step(equations, self.state)
+        self.age += 1
+        loss = self.state.loss.cpu()
+        rows = torch.arange(len(self.owner))
+        self.history[rows, self.age] = loss
+        target = equations.B[0].numel() * (2 * _EPS * self.scale) ** 2
+        over = (loss <= target) | self.state.stalled.cpu() | (self.age >= self.method.steps)
+        over |= ~loss.isfinite()
+        if over.any():
+            self._remember(over)
+            solved = torch.tensor([self._done(p) for p in self.owner.tolist()], dtype=torch.bool)
+            self._leave(over | solved)
+        if self.watch is not None:
+            best = max(record.best_loss for record in self.records)
+            running = float(self.state.loss.min()) if len(self.owner) else best
+            done = len(self.records) * self.total - len(self.waiting) - len(self.owner)
+            self.watch(done, len(self.records) * self.total, min(best, running) ** 0.5)
+
+    def _leave(self, over: Tensor) -> None:
+        if self.state is None:
+            return
+        stay = ~over
+        self.state = self.state.keep(stay.to(self.state.X.device))
+        self.owner, self.age, self.history = self.owner[stay], self.age[stay], self.history[stay]
+
+    def _remember(self, over: Tensor) -> None:
+        """Judge what has finished; keep the best of what has not come through."""
+        if self.state is None:
+            return
+        loss = self.state.loss.cpu()
+        for row in over.nonzero().flatten().tolist():
+            record = self.records[int(self.owner[row])]
+            record.iterations += int(self.age[row])
+            value = float(loss[row])
+            promising = value <= (_PROMISING * self.scale) ** 2 * self.equations.B[0].numel()
+            if not (promising or value < record.best_loss):
+                continue
+            X = self.state.X[row]
+            if promising:
+                X = polished(self.equations.select(self.owner[row : row + 1]), X)
+            X = record.reduced.restore(X).to(record.problem.B.device)
+            self._consider(record, X, value, row)
+
+    def _consider(self, record: Record, X: Tensor, loss: float, row: int) -> None:
+        verdict = judge(record.problem, X)
+        exact = verdict.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+        if exact:
+            before = len(record.found)
+            record.found = distinct([*record.found, X])
+            if len(record.found) == before:
+                return
+        better = loss < record.best_loss and not record.found
+        if (exact and record.found[0] is X) or (not exact and better):
+            record.best, record.verdict = X, verdict
+            losses = self.history[row, : int(self.age[row]) + 1].sqrt().tolist()
+            record.trace = tuple(enumerate(losses))
+        record.best_loss = min(record.best_loss, loss)
+
+
+def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
+    """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
+    if X.numel() > _DENSE or equations.gamma > 0:
+        return X
+    X = X.unsqueeze(0)
+    size = equations.residuals(X).norm()
+    for _ in range(steps):
+        J = equations.linearised(X).jacobian()[0]
+        r = equations.residuals(X).reshape(-1, 1)
+        if J.shape[0] == J.shape[1] and equations.fixed is None:
+            step, info = torch.linalg.solve_ex(J, r)
+            if int(info):
+                break
+        else:
+            step = torch.linalg.pinv(J, rtol=1e-12) @ r
+        ahead = X - step.reshape(X.shape)
+        ahead_size = equations.residuals(ahead).norm()
+        if not bool(ahead_size < size):
+            break
+        X, size = ahead, ahead_size
+    return X.squeeze(0)

@@ -1,0 +1,68 @@
+"""A stack of layers from the top: each layer's input is the output of the one below.
+
+Needs no more than a method for one layer. Up to `branches` candidates are carried down, because
+several inputs may have one output; a wrong candidate dies where the layer below cannot have
+produced it. With a residual connection a layer of moderate weights has one or two inputs, and the
+output is a good start.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.judge import distinct
+from keyhole.invert.problem import Problem
+from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.structure.layers import Layers, LayersInversion, settle
+from keyhole.results import Status
+
+
+class OneLayer(Protocol):
+    """Any method that inverts a problem."""
+
+    def __call__(self, problem: Problem) -> Inversion: ...
+
+
+def _default() -> LevenbergMarquardt:
+    return LevenbergMarquardt(starts=64, steps=200, solutions=4)
+
+
+@dataclass(frozen=True)
+class Peel:
+    """Layer by layer with `method`, at most `branches` candidates at a time."""
+
+    method: OneLayer = field(default_factory=_default)
+    branches: int = 8
+
+    def __call__(self, stack: Layers) -> LayersInversion:
+        began = time.perf_counter()
+        if stack.fault:
+            seconds = time.perf_counter() - began
+            return LayersInversion(
+                Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
+            )
+        found, reason = self._inputs(stack)
+        seconds = time.perf_counter() - began
+        return settle(stack, found, repr(self), seconds, reason)
+
+    def _inputs(self, stack: Layers) -> tuple[list[Tensor], str]:
+        """Candidates for the input of the first layer, or the reason why there are none."""
+        outputs, tolerance = [stack.B], stack.tolerance
+        for number in range(len(stack.layers), 0, -1):
+            found: list[Tensor] = []
+            ends: list[str] = []
+            for B in outputs:
+                problem = stack.layers[number - 1].problem(B, tolerance=tolerance)
+                inversion = self.method(problem)
+                found += inversion.solutions
+                ends.append(f"{inversion.status}, {inversion.reason}")
+            if not found:
+                several = f" for any of {len(ends)} candidates" if len(ends) > 1 else ""
+                return [], f"no input of layer {number} found{several}: {ends[0]}"
+            outputs, tolerance = distinct(found)[: self.branches], 0.0
+        return outputs, "peeled, but not exact when put through all layers again"

@@ -1,0 +1,115 @@
+"""Newton's method on the regularised loss: the paper's theorem, and what it is worth.
+
+*Unmasking Transformers*, Theorem 1.3 with Definition 4.6: with `L_reg = γ‖X‖²` large enough that
+`∇²L` is positive definite everywhere, Newton steps
+
+    X ← X − H̃⁻¹ ∇L(X),      (1 − ε₀) ∇²L ⪯ H̃ ⪯ (1 + ε₀) ∇²L
+
+come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. Departures: the paper's
+`γ = O(−ndR⁸)` has the wrong sign; `gamma="paper"` takes +ndR⁸ with R from the problem and the
+constant 1 (bounds.py). The theorem allows a Hessian that is only known within ε₀, which makes its
+rate linear; `slack` is ε₀ and takes the worst that it admits, `H̃ = (1 + ε₀)∇²L`, so that each
+step leaves ε₀/(1 + ε₀) of the error. `slack=0` is Newton's own method, and quadratic.
+
+The optimum that is reached is not the input: a γ that large draws X to 0. The result's reason says
+how far its output is from the one that was given. For the input itself there are
+modified_newton.py and levenberg_marquardt.py, whose damping vanishes at the solution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.invert.derivatives.bounds import paper_gamma
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.hessian import held, hessian_of
+from keyhole.invert.derivatives.loss import gradient_of
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.problem import Problem
+from keyhole.invert.solvers.multistart import State, Watch
+from keyhole.invert.solvers.solver import solve, solve_all
+
+
+@dataclass(frozen=True)
+class RegularizedNewton:
+    """Theorem 1.3: to within `accuracy` of the optimum of the loss with γ, at a linear rate."""
+
+    gamma: float | str = "paper"
+    slack: float = 0.1
+    accuracy: float = 1e-12
+    starts: int = 1
+    steps: int = 100
+    seed: int = 0
+    solutions: int = 1
+    seconds: float | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gamma, str):
+            if self.gamma != "paper":
+                raise InputError(f'expected gamma "paper" or a number, got {self.gamma!r}')
+        elif not (math.isfinite(self.gamma) and self.gamma >= 0):
+            raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
+        if not 0 <= self.slack < 1:
+            raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+
+    def __call__(
+        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
+    ) -> Inversion:
+        regularized = self.regularized(problem)
+        return self._explained(regularized, solve(self, regularized, start=start, watch=watch))
+
+    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
+        every = [self.regularized(problem) for problem in problems]
+        results = solve_all(self, every, watch=watch)
+        return [self._explained(*pair) for pair in zip(every, results, strict=True)]
+
+    def regularized(self, problem: Problem) -> Problem:
+        """The problem whose loss is minimised: with the γ asked for in place of its own."""
+        if problem.fault:
+            return problem  # the search says what is wrong with it
+        gamma = paper_gamma(problem) if isinstance(self.gamma, str) else self.gamma
+        return replace(problem, gamma=gamma)
+
+    def begin(self, equations: Equations, X: Tensor) -> State:
+        loss = equations.loss(X)
+        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
+
+    def step(self, equations: Equations, state: State) -> State:
+        p, definite = self._step(equations, state.X)
+        X = torch.where(definite[:, None, None], state.X + p, state.X)
+        return State(X, equations.loss(X), self._arrived(p) | ~definite)
+
+    def _step(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Newton's step over 1 + ε₀, and whether the Hessian is positive definite."""
+        factor, info = torch.linalg.cholesky_ex(held(equations, hessian_of(equations, X)))
+        slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
+        p = -torch.cholesky_solve(slope, factor).reshape(X.shape) / (1 + self.slack)
+        return p, info == 0
+
+    def _arrived(self, p: Tensor) -> Tensor:
+        return (1 + self.slack) * p.flatten(1).norm(dim=1) <= self.accuracy
+
+    def _explained(self, problem: Problem, result: Inversion) -> Inversion:
+        if result.X is None or result.residual is None or result.solved or not problem.gamma:
+            return result
+        equations = Equations.of([problem], result.X.device)
+        p, definite = self._step(equations, result.X.unsqueeze(0))
+        off = f"its output is off by {result.residual:.1e}, relatively"
+        if not definite:
+            reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite here; {off}"
+        elif self._arrived(p):
+            reason = f"the optimum with γ = {problem.gamma:.1e} is not the input: {off}"
+        else:
+            left = float((1 + self.slack) * p.norm())
+            reason = (
+                f"{left:.1e} away from the optimum with γ = {problem.gamma:.1e} after "
+                f"{self.steps} steps, and that is not the input either: {off}"
+            )
+        return replace(result, reason=reason)

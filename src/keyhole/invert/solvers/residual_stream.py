@@ -1,0 +1,123 @@
+"""A residual connection: from the output to the input by turning attention on slowly.
+
+`X + t·attention(X) = B` has one solution at t = 0, the output B itself, and the problem's at t = 1.
+The path between them is followed by Newton's method with strides that adapt, each linear system
+solved by GMRES on products J·p alone: `J = I + t·K` is near the identity where attention changes
+the stream little, so that a few products suffice, and nothing of size nd×nd is ever held. Where
+the path turns back (attention as strong as the stream), a second one is tried, on which the
+scores are turned on instead: at t = 0 attention is uniform and the equations are linear. Solutions
+go to the judge by way of NewtonCG, which also takes over from the furthest point of a path that
+did not get through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.invert.derivatives.equations import Equations, Linearised
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.problem import Problem
+from keyhole.invert.solvers.multistart import Watch
+from keyhole.invert.solvers.newton_cg import NewtonCG
+from keyhole.least_squares import least_squares
+
+_CONVERGED = 1e-11
+_SHORTEST = 2e-3
+_PRODUCTS = 250
+_NOTHING = 1e-14
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """Continuation from the output, matrix-free; NewtonCG from where a path ended."""
+
+    steps: int = 60
+    seed: int = 0
+    device: str = "cpu"
+
+    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
+        if not problem.residual:
+            raise InputError("expected a problem with a residual connection, got one without")
+        finish = NewtonCG(steps=self.steps, seed=self.seed, device=self.device)
+        if problem.fault:
+            return finish(problem)
+        equations = Equations.of([problem], self.device)
+        ends: list[Tensor] = []
+        for path in (self._values(equations), self._scores(equations)):
+            X, arrived = follow(*path)
+            ends.append(X)
+            if arrived:
+                break
+        return finish(problem, start=torch.cat(ends[::-1]), watch=watch)
+
+    def _values(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
+        return lambda t: replace(equations, V=t * equations.V), equations.impose(equations.B)
+
+    def _scores(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
+        def at(t: float) -> Equations:
+            bias = equations.key_bias
+            biased = None if bias is None else t * bias
+            return replace(equations, W=t * equations.W, key_bias=biased)
+
+        return at, equations.impose(equations.B)
+
+
+def follow(at: Callable[[float], Equations], X: Tensor) -> tuple[Tensor, bool]:
+    """From X towards t = 1: the last solution (1,n,d) on the path, and whether it is the end's."""
+    start = corrected(at(0.0), X)
+    X = X if start is None else start
+    t, stride = 0.0, 0.25
+    while t < 1 and stride > _SHORTEST:
+        ahead = min(1.0, t + stride)
+        moved = corrected(at(ahead), X)
+        if moved is None:
+            stride /= 2
+        else:
+            X, t, stride = moved, ahead, 1.5 * stride
+    return X, t >= 1
+
+
+def corrected(equations: Equations, X: Tensor, corrections: int = 8) -> Tensor | None:
+    """Newton by GMRES from (1,n,d); None unless every correction lowers the residual by half."""
+    scale = float(equations.B.abs().max())
+    before = torch.inf
+    for _ in range(corrections):
+        r = equations.residuals(X)
+        size = float(r.abs().max())
+        if size <= _CONVERGED * scale:
+            return X
+        if not size < 0.5 * before:
+            return None
+        before = size
+        X = X - gmres(equations.linearised(X), r, max(1e-8, min(1e-3, size / scale)))
+    return None
+
+
+def gmres(near: Linearised, r: Tensor, accuracy: float, products: int = _PRODUCTS) -> Tensor:
+    """`J p = r` to a relative accuracy, by at most so many products (Saad and Schultz 1986)."""
+    size = r.norm()
+    basis = [r.flatten() / size]
+    H = r.new_zeros(products + 1, products)
+    y = r.new_zeros(1, 1)
+    for k in range(products):
+        w = near.forward(basis[k].reshape(r.shape)).flatten()
+        Q = torch.stack(basis)
+        for _ in range(2):  # twice is enough to stay orthogonal
+            shares = Q @ w
+            w = w - shares @ Q
+            H[: k + 1, k] += shares
+        H[k + 1, k] = w.norm()
+        block = H[: k + 2, : k + 1]
+        right = r.new_zeros(k + 2, 1)
+        right[0] = size
+        y = least_squares(block.cpu(), right.cpu()).to(r.device)
+        left = (block @ y - right).norm()
+        if left <= accuracy * size or H[k + 1, k] <= _NOTHING * size:
+            break
+        basis.append(w / H[k + 1, k])
+    return (y.squeeze(1) @ torch.stack(basis[: len(y)])).reshape(r.shape)

@@ -1,0 +1,231 @@
+"""A causal mask makes the equations triangular: one token after the other.
+
+Ours; *Unmasking Transformers* has no mask. Token i sees tokens ≤ i only, so with the earlier ones
+known its own equation has d unknowns, whatever the length:
+
+    Σ_h softmax(x_iᵀ W_h [x_1 … x_i]) [x_1 … x_i]ᵀ V_h (+ x_i) = b_i
+
+and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of d×d take the place of one of
+nd×nd.
+
+A token may have several solutions, each the start of another sequence, and a wrong one betrays
+itself only when a later token has none. So up to `beam` prefixes are kept.
+Which are likely? If nothing is known about the tokens but that they are of one size, the inputs
+behind one output have densities `‖X‖^−kd / |det J|` (k tokens, X Gaussian of the likeliest
+size; det J from the change of variables, a product over the tokens): small first, like the
+paper's γ‖X‖², but also where the output is not sensitive.
+
+Starts: with weight a on the token itself and the rest spread evenly over the earlier ones, of mean
+m, `x = (y − (1 − a) m)/a`; a = 1/i is what small scores mean. Then Gaussians of the size of the
+tokens so far.
+
+The condition grows with every token, since each is a difference of averages: at n = d = 16 it may
+pass 1e12, and then the output in float64 does not hold all digits of the input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.judge import SAME, Verdict, distinct, judge
+from keyhole.invert.problem import Problem
+from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.solvers.multistart import polished
+from keyhole.invert.structure.reduce import Reduced, reduce
+from keyhole.invert.structure.token_equations import TokenEquations
+from keyhole.results import Status, Unsuccessful
+
+_ENOUGH = 1e-14  # relative residual at which a token's search ends; the whole is polished later
+_EXACT = 1e-10  # and up to which it counts as solved: the tokens before are not exact either
+_OWN_WEIGHTS = (1.0, 0.5, 0.2)  # besides 1/i
+_SPREAD = 1.5
+_SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+
+
+@dataclass(frozen=True)
+class TokenByToken:
+    """Left to right through a causal layer, with up to `beam` prefixes at a time.
+
+    Where no prefix can be continued, the true one was lost on the way: then again from the first
+    token with twice as many starts, `attempts` times in all.
+    """
+
+    beam: int = 64
+    starts: int = 24
+    steps: int = 50
+    attempts: int = 3
+    seed: int = 0
+    seconds: float | None = None
+
+    def __call__(self, problem: Problem) -> Inversion:
+        return _Sweep(self, problem).run()
+
+
+class _Sweep:
+    """The prefixes so far, how unlikely each is, and what it took to find them."""
+
+    def __init__(self, method: TokenByToken, problem: Problem) -> None:
+        self.method, self.problem = method, problem
+        self.began = time.perf_counter()
+        self.tried = self.dropped = 0
+        self.starts = method.starts  # a token, of each prefix
+        self.stream = torch.Generator().manual_seed(method.seed)
+
+    def run(self) -> Inversion:
+        last = Unsuccessful(Status.UNSOLVED, "no attempt was allowed")
+        for _ in range(self.method.attempts):
+            try:
+                return self._judged(self._solve())
+            except Unsuccessful as end:
+                last = end
+                if end.status is not Status.UNSOLVED or self._late():
+                    break
+                self.starts *= 2
+        return self._ended(last.status, last.reason)
+
+    def _judged(self, found: list[Tensor]) -> Inversion:
+        verdicts = [judge(self.problem, X) for X in found]
+        pairs = list(zip(found, verdicts, strict=True))
+        solutions = distinct([X for X, verdict in pairs if verdict.status in _SOLVED])
+        X, verdict = min(pairs, key=lambda pair: _preference(*pair))
+        return self._ended(verdict.status, self._reason(verdict, solutions), X, verdict, solutions)
+
+    def _late(self) -> bool:
+        seconds = self.method.seconds
+        return seconds is not None and time.perf_counter() - self.began > seconds
+
+    def _solve(self) -> list[Tensor]:
+        _check(self.problem)
+        self.dropped = 0
+        reduced = reduce(self.problem)
+        equations = Equations.of([reduced.problem])
+        prefixes = equations.B.new_empty(1, 0, equations.dim)
+        unlikely = equations.B.new_zeros(1)
+        for i in range(self.problem.length):
+            if self._late():
+                raise Unsuccessful(Status.UNSOLVED, f"out of time at {self._place(i)}")
+            try:
+                prefixes, unlikely = self._longer(reduced, equations, prefixes, unlikely)
+            except KeyboardInterrupt:
+                raise Unsuccessful(Status.INTERRUPTED, f"stopped at {self._place(i)}") from None
+        return [reduced.restore(polished(equations, X)) for X in prefixes]
+
+    def _longer(
+        self, reduced: Reduced, equations: Equations, prefixes: Tensor, unlikely: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Every prefix with every solution found for the next token, the likeliest few."""
+        token = TokenEquations.after(prefixes, equations)
+        x = self._starts(token)
+        count, starts = x.shape[:2]
+        self.tried += count * starts
+        rows = replace(token, before=prefixes.repeat_interleave(starts, 0))
+        method = LevenbergMarquardt(steps=self.method.steps)
+        x, loss = method.descend(rows, x.flatten(0, 1).unsqueeze(1), _ENOUGH)
+        good = loss.sqrt() <= _EXACT * token.B.norm()
+        if self.problem.tolerance:
+            good |= self._off(reduced, rows.residuals(x)) <= self.problem.tolerance
+        if not good.any():
+            raise Unsuccessful(Status.UNSOLVED, self._stuck(token, loss))
+        x, good = x.reshape(count, starts, -1), good.reshape(count, starts)
+        parent, which = first_of_each(x, good).nonzero(as_tuple=True)
+        before, x = prefixes[parent], x[parent, which].unsqueeze(1)
+        longer = torch.cat([before, x], 1)
+        unlikely = unlikely[parent] + replace(token, before=before).linearised(x).log_volume()
+        norms = longer.flatten(1).norm(dim=1)
+        order = (longer[0].numel() * norms.log() + unlikely).argsort()
+        self.dropped += max(0, len(order) - self.method.beam)
+        order = order[: self.method.beam]
+        return longer[order], unlikely[order]
+
+    def _starts(self, token: TokenEquations) -> Tensor:
+        """(P,R,d): for every prefix what its mean suggests, then Gaussians of its tokens' size."""
+        before, k = token.before, token.before.shape[1]
+        V = token.V.sum(0)
+        V = V + torch.eye(len(V), dtype=V.dtype, device=V.device) if token.residual else V
+        y = (token.B[0] @ torch.linalg.pinv(V)).unsqueeze(0)
+        if k == 0:  # linear: one start will do
+            return token.impose(y)
+        mean, size = before.mean(1, keepdim=True), before.square().mean((1, 2), keepdim=True).sqrt()
+        own = y.new_tensor([1 / (k + 1), *_OWN_WEIGHTS]).reshape(1, -1, 1)
+        guesses = ((y - (1 - own) * mean) / own)[:, : self.starts]
+        shape = (1, max(0, self.starts - guesses.shape[1]), y.shape[-1])
+        noise = torch.randn(shape, generator=self.stream, dtype=torch.float64).to(y.device)
+        return token.impose(torch.cat([guesses, _SPREAD * size * noise], 1))
+
+    def _off(self, reduced: Reduced, r: Tensor) -> Tensor:
+        """The largest entry of a token's residual, as an error in B."""
+        if reduced.problem is not self.problem:
+            r = reduced.restore(r) @ self.problem.V.reshape(self.problem.dim, -1)
+        return r.abs().amax((-2, -1))
+
+    def _place(self, i: int) -> str:
+        return f"token {i + 1} of {self.problem.length}"
+
+    def _stuck(self, token: TokenEquations, loss: Tensor) -> str:
+        best = float(loss.min().sqrt() / token.B.norm().clamp(min=1e-300))
+        reason = (
+            f"no input found for {self._place(token.before.shape[1])}: best residual {best:.1e}"
+        )
+        full = f"; {self.dropped} prefixes had no place in the beam of {self.method.beam}"
+        return reason + (full if self.dropped else "")
+
+    def _reason(self, verdict: Verdict, solutions: list[Tensor]) -> str:
+        reason = verdict.reason
+        if len(solutions) > 1:
+            reason += f"; {len(solutions)} different inputs have this output"
+        if solutions and self.dropped:
+            reason += f"; {self.dropped} prefixes had no place in the beam and may lead to more"
+        return reason
+
+    def _ended(
+        self,
+        status: Status,
+        reason: str,
+        X: Tensor | None = None,
+        verdict: Verdict | None = None,
+        solutions: Sequence[Tensor] = (),
+    ) -> Inversion:
+        return Inversion(
+            status=status,
+            reason=reason,
+            method=repr(self.method),
+            X=X,
+            residual=None if verdict is None else verdict.residual,
+            iterations=0 if X is None else self.problem.length,
+            seconds=time.perf_counter() - self.began,
+            starts=self.tried,
+            solutions=tuple(solutions),
+            condition=None if verdict is None else verdict.condition,
+        )
+
+
+def _preference(X: Tensor, verdict: Verdict) -> tuple[int, float]:
+    """A determined input before one of a family, exact before inexact; then the least norm."""
+    if verdict.status in _SOLVED:
+        return _SOLVED.index(verdict.status), float(X.norm())
+    return len(_SOLVED), verdict.residual
+
+
+def _check(problem: Problem) -> None:
+    reasons = {
+        problem.fault: problem.fault is not None,
+        "without a causal mask every token depends on all others": not problem.causal,
+        "γ > 0 ties the tokens together": problem.gamma > 0,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsuccessful(Status.NOT_APPLICABLE, str(reason))
+
+
+def first_of_each(x: Tensor, good: Tensor) -> Tensor:
+    """Which of the solutions x (P,R,d) are good and none of the earlier ones again: (P,R)."""
+    same = torch.cdist(x, x) <= SAME * x.norm(dim=-1, keepdim=True)
+    same &= good.unsqueeze(-1) & good.unsqueeze(-2)
+    return good & ~same.tril(-1).any(-1)

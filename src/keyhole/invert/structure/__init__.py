@@ -1,0 +1,1 @@
+"""What helps to find a start: reductions, the mean field, leaked maps, several layers."""

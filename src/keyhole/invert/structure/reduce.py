@@ -1,0 +1,75 @@
+"""The same problem with fewer unknowns and a better condition.
+
+Two exact steps for one head without a residual connection:
+
+    V of full row rank:  Y = B V⁺, so that  A X = Y           V leaves the problem
+    n < d:               X = A⁻¹ Y lies in the row space of Y: X = X̂ Qᵀ with Q (d×n) orthonormal,
+                         softmax(X̂ QᵀWQ X̂ᵀ) X̂ = Y Q          n² unknowns instead of nd
+
+The first takes the condition of V out of every step; the second makes the steps smaller, and every
+start a point of the space in which the answer lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.invert.problem import Problem
+from keyhole.least_squares import least_squares
+from keyhole.results import Status, Unsuccessful
+
+_OFF_RANGE = 1e-9  # relative distance of B from the outputs that V can make
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A problem to solve in place of another; `restore` leads back, `project` there."""
+
+    problem: Problem
+    basis: Tensor | None = None
+
+    def restore(self, X: Tensor) -> Tensor:
+        return X if self.basis is None else X @ self.basis.to(X.device).mT
+
+    def project(self, X: Tensor) -> Tensor:
+        return X if self.basis is None else X @ self.basis.to(X.device)
+
+
+def reduce(problem: Problem) -> Reduced:
+    """Take V out, and the directions that no token can have; the problem itself if neither goes."""
+    if problem.heads > 1 or problem.residual or problem.gamma > 0:
+        return Reduced(problem)
+    n, d = problem.length, problem.dim
+    W, V = problem.W.reshape(d, d), problem.V.reshape(d, -1)
+    if int(torch.linalg.matrix_rank(V)) < d:
+        return Reduced(problem)
+    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
+    Y = least_squares(V.mT, B.mT).mT
+    _check_range(problem, B, Y @ V)
+    u = None if problem.key_bias is None else problem.key_bias.reshape(d)
+    basis = None
+    if n < d and problem.known is None:
+        basis = torch.linalg.svd(Y, full_matrices=False).Vh.mT
+        W, Y = basis.mT @ W @ basis, Y @ basis
+        u = None if u is None else u @ basis
+    simpler = Problem(
+        W=W,
+        V=torch.eye(W.shape[0], dtype=W.dtype, device=W.device),
+        B=Y,
+        key_bias=u,
+        known=problem.known,
+        causal=problem.causal,
+    )
+    return Reduced(simpler, basis)
+
+
+def _check_range(problem: Problem, B: Tensor, reached: Tensor) -> None:
+    off = float((B - reached).abs().max())
+    if off > problem.tolerance + _OFF_RANGE * float(B.abs().max()):
+        raise Unsuccessful(
+            Status.MISMATCH,
+            f"no input has this output: B is {off:.1e} away from everything that V can produce",
+        )

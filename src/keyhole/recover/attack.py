@@ -1,0 +1,101 @@
+"""What an attack on a leak is given, and what it hands to the judge.
+
+The threat model as types: an attack sees the weights, the tokenizer's table of special tokens and
+the leak. It proposes ids and says what that cost; whether they are right is the judge's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.capture import capture
+from keyhole.recover.leaks import Leak
+
+Notice = Callable[[int, int], None]  # number of the leak, its tokens that fit so far
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The attacker's knowledge: an open checkpoint and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    parts: Anatomy
+    notice: Notice = lambda _number, _tokens: None
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, notice: Notice | None = None) -> Target:
+        target = cls(model, tokenizer, anatomy(model))
+        return target if notice is None else replace(target, notice=notice)
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.parts.table)
+
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after every text."""
+        try:
+            whole = list(self.tokenizer("a", add_special_tokens=True)["input_ids"])
+            inside = list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            kind = type(self.tokenizer).__name__
+            raise InputError(f"expected a tokenizer, got {kind}") from error
+        for start in range(len(whole) - len(inside) + 1):
+            if whole[start : start + len(inside)] == inside:
+                return whole[:start], whole[start + len(inside) :]
+        return [], []
+
+    def framed(self, length: int) -> Tensor:
+        """The ids (n,) known before anything leaked: special tokens; -1 elsewhere."""
+        before, after = self.frame()
+        before = before[:length]
+        after = after[: length - len(before)]
+        unknown = [-1] * (length - len(before) - len(after))
+        return torch.tensor([*before, *unknown, *after], device=self.parts.device)
+
+    def pads(self) -> list[int]:
+        """The ids that stand for no text: what fills a batch, the model's own first."""
+        config = getattr(self.parts.base, "config", None)
+        given = [
+            getattr(config, "pad_token_id", None),
+            getattr(self.tokenizer, "pad_token_id", None),
+        ]
+        return [int(token) for token in dict.fromkeys(given) if token is not None] or [0]
+
+    def expose(self, leak: Leak, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+        """What this model would have leaked for `ids` (b, n), without gradients."""
+        with torch.no_grad():
+            return capture(self.model, leak.exposure, ids=ids, mask=mask)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The ids an attack would bet on, and what they cost; see TextRecovery for the counts."""
+
+    ids: list[int]
+    passes: int = 0
+    forwards: int = 0
+    fitting: int = 0
+    note: str = ""
+    loss: float = float("inf")  # how far the attack itself thinks it is off; the judge decides
+    tested: int = 0
+
+
+class Attack(Protocol):
+    """An attack proposes ids for each leak, in any order, as soon as it has them.
+
+    `leaks` hold only text positions (trailing padding is gone). An attack that cannot do what it is
+    asked raises `Unsuccessful(Status…, reason)`.
+    """
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]: ...

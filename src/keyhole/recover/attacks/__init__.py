@@ -1,0 +1,1 @@
+"""One module for each kind of leak that text is read from."""

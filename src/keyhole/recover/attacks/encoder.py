@@ -1,0 +1,131 @@
+"""Text from hidden states of a bidirectional encoder, at any layer.
+
+ALGORITHMS.md, Part II: minimise ‖f_ℓ(e) − h‖² over the input embeddings e, snap to the token table,
+substitute, verify. There from a cold start, by L-BFGS. Here, cheapest first:
+
+1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
+   off by cosine (token_table.py). One forward pass says whether they are right.
+2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
+   e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
+3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
+   a snap and one step of feedback after every few steps. Deeper layers need it.
+4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
+   nearest to the estimates are tried at each position (substitution.py).
+
+Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
+again without. Texts go through in batches of similar length, and leave when they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from keyhole.errors import InputError
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.leaks import Leak
+from keyhole.recover.search.encoder_batch import Texts
+from keyhole.recover.search.inverse_map import InverseMap, inverse_map
+from keyhole.recover.search.lbfgs import BatchedLBFGS
+from keyhole.recover.search.token_table import TokenTable
+
+
+@dataclass(frozen=True)
+class EncoderStates:
+    """Text from an encoder's hidden states.
+
+    `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
+    `steps` forward–backward passes. Then `candidates` tokens are tried at each position, in at most
+    `sweeps` sweeps. `samples` random tokens fit the map (None: 48 for each number in a hidden
+    state). `batch` is how many tokens go through the model at once.
+    """
+
+    feedback: int = 8
+    rounds: int = 48
+    steps: int = 4
+    flips: int = 3
+    candidates: int = 8
+    sweeps: int = 4
+    samples: int | None = None
+    batch: int = 4096
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch) < 1 or min(self.feedback, self.rounds) < 0:
+            raise InputError(
+                "expected steps and batch of 1 or more, feedback and rounds of 0 or more, got "
+                f"{self.steps}, {self.batch}, {self.feedback}, {self.rounds}"
+            )
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        samples = self.samples or max(4000, 48 * target.parts.width)
+        back = inverse_map(target, leaks[0], samples, self.seed)
+        table = TokenTable.of(target.parts.table, without=target.pads())
+        for numbers in _batches(leaks, self.batch):
+            texts = Texts.of(target, {number: leaks[number] for number in numbers}, back, table)
+            yield from self._recover(texts, back)
+
+    def _recover(self, texts: Texts, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
+        for framed in (True, False):
+            texts.begin(framed)
+            yield from self._by_feedback(texts)
+            yield from self._by_search(texts, back)
+            if self.candidates and self.sweeps:
+                yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
+            yield from texts.leave(texts.well_framed())
+
+    def _by_feedback(self, texts: Texts) -> Iterator[tuple[int, Proposal]]:
+        """Forward passes only, while they help."""
+        texts.snap()
+        for spent in range(self.feedback):
+            if not len(texts):
+                return
+            yield from texts.leave(texts.check())
+            if spent + 1 < self.feedback and texts.improving():
+                texts.push()
+                texts.snap()
+            else:
+                break
+        texts.return_to_best()
+
+    def _by_search(self, texts: Texts, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
+        """Gradients, with a snap and a step of feedback after every few."""
+        if not len(texts):
+            return
+        start = texts.estimates
+        search = BatchedLBFGS(
+            torch.zeros_like(start).flatten(1), 0.3 * texts.unknowns**0.5, history=60
+        )
+        for _ in range(self.rounds):
+            for _ in range(self.steps):
+                search.step(texts.objective(start, back.root))
+            texts.estimates = start + (search.z.view_as(start) @ back.root)
+            texts.snap()
+            done = texts.check()
+            for flips in range(self.flips + 1):
+                stays = torch.ones(len(texts), dtype=torch.bool, device=start.device)
+                stays[done] = False
+                yield from texts.leave(done)
+                search.keep(stays)
+                start = start[stays]
+                if not len(texts):
+                    return
+                if flips == self.flips or not texts.improving(1):
+                    break
+                done = texts.flip()
+
+
+def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
+    """The numbers of the leaks in batches of similar length, about `tokens` positions each."""
+    order = sorted(range(len(leaks)), key=lambda number: leaks[number].length or 0)
+    batch: list[int] = []
+    for number in order:
+        longest = leaks[number].length or 0
+        if batch and longest * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch

@@ -1,0 +1,52 @@
+"""Text from a pooled sentence embedding: the hardest exposure. No claim beyond what is measured.
+
+ALGORITHMS.md, Part II: "hardest; report honestly how far it goes". One vector of d numbers for a
+whole text: the embeddings that give it fill a space of (n − 1)·d dimensions, so everything hangs on
+the prior. The same search as elsewhere, for each length that the text may have where that did not
+leak, within a bound; the text with the smallest loss is proposed, and the judge says what it is
+worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from keyhole.errors import InputError
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.leaks import Leak, Pooled
+from keyhole.recover.search.comparison import Comparison
+from keyhole.recover.search.relaxation import Vocabulary
+from keyhole.recover.search.token_search import TokenSearch
+
+
+@dataclass(frozen=True)
+class PooledEmbedding:
+    """Search a text of known length, or of the best among `lengths` (special tokens included)."""
+
+    search: TokenSearch = field(default_factory=TokenSearch)
+    lengths: tuple[int, ...] = (8, 12, 16, 24, 32)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise InputError(f"expected positive lengths, got {self.lengths}")
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        vocabulary = Vocabulary.of(target)
+        for number, leak in enumerate(leaks):
+            pooled = cast("Pooled", leak)
+            comparison = Comparison.of(target, pooled)
+            guesses = [n for n in self.lengths if n <= target.parts.longest]
+            lengths = guesses if pooled.tokens is None else [pooled.tokens]
+            best: Proposal | None = None
+            least, passes, forwards = float("inf"), 0, 0
+            for length in lengths:
+                found = self.search(comparison, vocabulary, target.framed(length))
+                passes, forwards = passes + found.passes, forwards + found.forwards
+                if found.loss < least:
+                    best, least = found, found.loss
+                if least <= comparison.tolerance:
+                    break
+            if best is not None:
+                yield number, replace(best, passes=passes, forwards=forwards)

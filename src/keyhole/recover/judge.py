@@ -1,0 +1,207 @@
+"""The judge of recovered texts: run the model on them and compare with the leak.
+
+ALGORITHMS.md, Part II: "a recovered text counts only if running the model on it reproduces the leak
+within the leak's precision". The residual of the right text is not zero but looks like the leak's
+own error ε (precision.py), so each position is tested: with u = (y − f)/σ over d numbers, the mean
+of u² is 1 ± √(2/d), and a wrong token's is far outside.
+
+Where noise of unknown strength was added (the residual is larger than rounding explains), σ is
+taken from the residual itself, as the median over positions, and the residual has to look like
+noise and like nothing else: as strong at every position, of no direction that positions share or
+that the model's own answer has, at most 15% of the leak's spread, and at least 2,000 numbers. Less
+than that may be right, but is not called verified. State the noise, and it is tested against that.
+A wrong token fails at its own position; another model or layer at all of them.
+
+A fit is not enough where the leak is coarse or a position did not leak: another token might fit as
+well. So rivals are put in its place, and a token is verified only if they are excluded (rivals.py).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.recover.attack import Target
+from keyhole.recover.leaks import Leak
+from keyhole.recover.precision import Precision, precision_of
+from keyhole.recover.recovery import Mark
+from keyhole.recover.rivals import exposed_rows, told_apart
+from keyhole.results import Status
+
+_DEVIATIONS = 4.5  # standard deviations that chance is granted
+_NOISE = 0.5  # of the leak's spread: noise above it is not told from a misfit
+_CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
+_FEW = 4  # positions, …
+_NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
+_FINE = 5e-3  # of the leak's spread: below it any other token shows
+_TWIN = 1e-2  # embeddings nearer than this (relative) may pass for each other
+_TWINS: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proposed text is worth; `forwards` is what the judge itself ran."""
+
+    status: Status
+    reason: str
+    verified: bool
+    residual: float | None
+    precision: float | None
+    marks: tuple[Mark, ...]
+    forwards: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """How a text's own numbers compare with the leak's, position by position.
+
+    `good` (positions,) is true where the difference may be the leak's error, or nothing leaked.
+    `proven` says that the difference was tested hard enough for a claim: against a known precision,
+    or as noise that nothing but noise looks like.
+    """
+
+    good: Tensor
+    proven: bool
+    residual: float
+    sigma: Tensor
+    level: float
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is left that a search could improve on."""
+        return bool(self.good.all())
+
+    @property
+    def whole(self) -> bool:
+        return self.settled and self.proven
+
+
+def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
+    """Test a residual against a leak's precision; rows are positions."""
+    off = given - leaked
+    seen = ~off.isnan().any(-1)
+    residual = float(off[seen].square().mean().sqrt()) / precision.scale
+    sigma = precision.sigma.to(off.device)
+    limit = _limit(off.shape[-1])
+    strength = (off / sigma).square().mean(-1)
+    typical = float(strength[seen].median())
+    if typical <= limit or precision.noise is not None:
+        good = (strength <= limit) | ~seen
+        return Fit(good, True, residual, sigma, precision.relative)
+    # Larger than rounding explains: noise of unknown strength, or a wrong text.
+    strength = off.square().mean(-1)
+    level = float(strength[seen].median().sqrt())
+    good = (strength <= limit * level**2) & (level <= _NOISE * precision.scale) | ~seen
+    proven = _only_noise(off[seen], given[seen], level, precision.scale)
+    return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
+
+
+def _limit(count: int, deviations: float = _DEVIATIONS) -> float:
+    """A bound on the mean of so many squared standard normals (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * count)
+    return (1 - spread + deviations * math.sqrt(spread)) ** 3
+
+
+def _only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
+    """Is the residual independent noise of one strength, and long enough to tell?
+
+    A leak that is not what it says leaves traces that noise does not: a part along what the model
+    gives (another text mixed in), a part that positions share (another context or model: a singular
+    value beyond √n + √d), numbers that are worse than others at every position.
+    """
+    rows, count = off.shape
+    if rows * count < _NUMBERS or rows < _FEW or not level <= _CLAIMED * scale:
+        return False
+    off = off / level
+    along = float((off * given).sum() / given.norm())
+    largest = float(torch.linalg.matrix_norm(off.cpu(), 2))
+    columns = float(off.square().mean(0).max())
+    return (
+        abs(along) <= _DEVIATIONS
+        and largest <= math.sqrt(rows) + math.sqrt(count) + _DEVIATIONS
+        and columns <= _limit(rows, _DEVIATIONS + 1)
+    )
+
+
+def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
+    """Decide what `ids` are worth as an explanation of a leak."""
+    if len(ids) != (leak.length or len(ids)) or not ids:
+        reason = f"{len(ids)} tokens proposed for {leak.length} positions"
+        return Verdict(Status.UNSOLVED, reason, False, None, None, ())
+    device = target.parts.device
+    text = torch.tensor(ids, device=device)
+    leaked = leak.rows(leak.tensors).to(device)
+    own = len(leaked) == len(ids)  # a row for each token
+    padding = torch.zeros_like(text, dtype=torch.bool)
+    if own and leak.mask is not None:
+        padding = leak.mask.to(device) == 0
+        leaked = leaked.masked_fill(padding[:, None], torch.nan)
+    given = exposed_rows(target, leak, text[None])[0]
+    fit = compare(precision_of(leak), leaked, given)
+    hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
+    apart, forwards = torch.ones_like(padding), 1
+    coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
+    if coarse or bool(_twins(target)[text].any()):
+        apart, more = told_apart(target, leak, text, _misfits(fit, leaked), hidden)
+        apart, forwards = apart | padding, forwards + more
+    good = fit.good if own else fit.good.all().expand(len(ids))
+    marks = tuple(
+        _mark(fit.whole, here, alone)
+        for here, alone in zip(good.tolist(), apart.tolist(), strict=True)
+    )
+    reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
+    status, more_words = _status(fit, marks)
+    verified = status is Status.RECOVERED
+    return Verdict(status, reason + more_words, verified, fit.residual, fit.level, marks, forwards)
+
+
+def _mark(whole: bool, good: bool, apart: bool) -> Mark:
+    if whole and apart:
+        return Mark.VERIFIED
+    return Mark.LIKELY if whole or good or apart else Mark.UNKNOWN
+
+
+def _status(fit: Fit, marks: tuple[Mark, ...]) -> tuple[Status, str]:
+    certain = sum(mark is Mark.VERIFIED for mark in marks)
+    if certain == len(marks):
+        return Status.RECOVERED, ""
+    if fit.whole:
+        words = f"; {len(marks) - certain} of {len(marks)} tokens could be others"
+        return (Status.INEXACT if certain else Status.NOT_IDENTIFIABLE), words
+    if fit.settled:
+        return Status.INEXACT, ": as noise would leave it, but noise that strong was not stated"
+    if fit.residual > 1:
+        return Status.MISMATCH, ": no better than nothing"
+    return Status.UNSOLVED, f"; {sum(not here for here in fit.good.tolist())} positions do not fit"
+
+
+def _twins(target: Target) -> Tensor:
+    """Which tokens (v,) share their embedding, nearly, with another? Found once for a model.
+
+    Twins have nearly the same product with any vector, so only neighbours in that order are met.
+    """
+    table = target.parts.table.float()
+    kept = _TWINS.get(target.parts.base)
+    if kept is not None and kept.device == table.device:
+        return kept
+    probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
+    order = (table @ probe).argsort()
+    following = table[order].diff(dim=0).norm(dim=-1)
+    near = following <= _TWIN * table[order[1:]].norm(dim=-1)
+    twins = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+    twins[order[1:][near]] = True
+    twins[order[:-1][near]] = True
+    _TWINS[target.parts.base] = twins
+    return twins
+
+
+def _misfits(fit: Fit, leaked: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked."""
+    seen = leaked.isfinite()
+    weights, known = torch.where(seen, 1 / fit.sigma, 0.0), leaked.nan_to_num()
+    return lambda given: ((given - known) * weights).square().sum(-1)

@@ -1,0 +1,180 @@
+"""`recover_text(model, tokenizer, leak)`: the right attack for the leak, then the judge."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from keyhole.errors import InputError
+from keyhole.models.loading import identity
+from keyhole.recover.attack import Attack, Proposal, Target
+from keyhole.recover.attacks.decoder import DecoderStates
+from keyhole.recover.attacks.encoder import EncoderStates
+from keyhole.recover.attacks.key_values import CachedKeys
+from keyhole.recover.attacks.maps import EncoderMaps
+from keyhole.recover.attacks.pooled import PooledEmbedding
+from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.judge import judge
+from keyhole.recover.leaks import TYPES, Leak
+from keyhole.recover.recovery import TextRecovery
+from keyhole.results import Status, Unsuccessful
+
+Watch = Callable[[int, int], None]  # tokens that fit so far, of how many
+
+# One line for each attack: (kind of leak, causal model) -> its default hyperparameters.
+ATTACKS: dict[tuple[str, bool], Callable[[], Attack]] = {
+    ("hidden", False): EncoderStates,
+    ("maps", False): EncoderMaps,
+    ("attention", False): SubLayerOutput,
+    ("pooled", False): PooledEmbedding,
+    ("hidden", True): DecoderStates,
+    ("kv", False): CachedKeys,
+    ("kv", True): CachedKeys,
+    ("attention", True): DecoderStates,
+}
+
+
+def recover_text(
+    model: Any,
+    tokenizer: Any,
+    leak: Leak,
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
+) -> TextRecovery:
+    """The text that the leak gives away, verified by running the model on it."""
+    return recover_texts(model, tokenizer, [leak], method=method, watch=watch)[0]
+
+
+def recover_texts(
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
+) -> list[TextRecovery]:
+    """Many leaks of one exposure at once, in the order in which they were given."""
+    found = dict(recovering(model, tokenizer, leaks, method=method, watch=watch))
+    return [found[number] for number in range(len(leaks))]
+
+
+def recovering(
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    watch: Watch | None = None,
+) -> Iterator[tuple[int, TextRecovery]]:
+    """The same, one by one as they are found: (number of the leak, what became of it).
+
+    `watch` is told how many tokens fit so far, and of how many.
+    """
+    started = time.perf_counter()
+    settled = [0] * len(leaks)
+
+    def notice(number: int, tokens: int) -> None:
+        settled[number] = tokens
+        if watch is not None:
+            watch(sum(settled), sum(leak.length or 0 for leak in leaks))
+
+    target = Target.of(model, tokenizer, notice)
+    texts = [_check(target, leak) for leak in leaks]
+    if len({(text.kind, text.exposure) for text in texts}) > 1:
+        raise InputError("expected leaks of one exposure, got several: recover each by itself")
+    if not texts:
+        return
+    left = set(range(len(texts)))
+    name = "" if method is None else type(method).__name__
+    try:
+        attack = method or _attack(target, texts[0])
+        name = type(attack).__name__
+        for number, proposal in attack(target, texts):
+            left.discard(number)
+            found = _judged(target, texts[number], proposal, name, started)
+            notice(number, len(found.ids))
+            yield number, found
+    except Unsuccessful as end:
+        for number in sorted(left):
+            yield number, _ended(end, name, started)
+
+
+def _attack(target: Target, leak: Leak) -> Attack:
+    key = (leak.kind, target.parts.causal)
+    if key not in ATTACKS:
+        kind = "causal model" if target.parts.causal else "encoder"
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure} of a {kind}"
+        )
+    return ATTACKS[key]()
+
+
+def _check(target: Target, leak: Leak) -> Leak:
+    """Refuse a leak that cannot be this model's; drop the padding after the text."""
+    if not isinstance(leak, tuple(TYPES.values())):
+        names = ", ".join(kind.__name__ for kind in TYPES.values())
+        raise InputError(f"expected a leak ({names}), got {type(leak).__name__}")
+    parts = target.parts
+    leak.exposure.block(parts)
+    if leak.model is not None and leak.model != identity(target.model):
+        raise InputError(
+            f"expected a leak of the model {identity(target.model)}, got one of {leak.model}"
+        )
+    _check_shapes(target, leak)
+    if leak.mask is None or leak.length is None:
+        return leak
+    text = int(leak.mask.nonzero().max()) + 1 if bool(leak.mask.any()) else 0
+    if text == 0:
+        raise InputError("expected a mask with text in it, got only padding")
+    return leak.cut(text)
+
+
+def _check_shapes(target: Target, leak: Leak) -> None:
+    parts, length = target.parts, leak.length
+    if length is not None and length > parts.longest:
+        raise InputError(f"expected at most {parts.longest} positions, got {length}")
+    expected = {
+        "hidden": (length, parts.width),
+        "attention": (length, parts.width),
+        "kv": (parts.key_heads, length, parts.head_dim),
+        "maps": (parts.heads, length, length),
+        "pooled": (parts.width,),
+    }[leak.kind]
+    for name, tensor in leak.tensors.items():
+        if tuple(tensor.shape) != expected:
+            raise InputError(
+                f"expected {name} of {leak.exposure} with shape {expected}, "
+                f"got {tuple(tensor.shape)}: is it another model's?"
+            )
+
+
+def _judged(
+    target: Target, leak: Leak, proposal: Proposal, method: str, started: float
+) -> TextRecovery:
+    verdict = judge(target, leak, proposal.ids)
+    return TextRecovery(
+        status=verdict.status,
+        reason="; ".join(part for part in (verdict.reason, proposal.note) if part),
+        method=method,
+        ids=proposal.ids,
+        text=target.decode(proposal.ids),
+        verified=verdict.verified,
+        passes=proposal.passes + verdict.forwards,
+        seconds=time.perf_counter() - started,
+        marks=verdict.marks,
+        residual=verdict.residual,
+        precision=verdict.precision,
+        forwards=proposal.forwards + verdict.forwards,
+        fitting=proposal.fitting,
+        tested=proposal.tested,
+        judging=verdict.forwards,
+    )
+
+
+def _ended(end: Unsuccessful, method: str, started: float) -> TextRecovery:
+    return TextRecovery(
+        status=end.status, reason=end.reason, method=method, ids=[], text="", verified=False,
+        passes=0, seconds=time.perf_counter() - started,
+    )  # fmt: skip

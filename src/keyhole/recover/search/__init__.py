@@ -1,0 +1,1 @@
+"""The searches that attacks on text share: relax, snap to tokens, substitute."""

@@ -1,0 +1,283 @@
+"""A batch of texts on their way back: what is known of each, and what it has cost so far.
+
+Working state of encoder.py. Texts of different lengths are padded and masked as the model expects;
+a text leaves the batch as soon as it fits its leak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.models.capture import capture
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.judge import compare
+from keyhole.recover.leaks import Leak
+from keyhole.recover.precision import Precision, precision_of
+from keyhole.recover.search.comparison import Comparison
+from keyhole.recover.search.inverse_map import InverseMap
+from keyhole.recover.search.substitution import substitute
+from keyhole.recover.search.token_table import TokenTable
+
+_WORTH = 0.9  # feedback goes on while it lowers the loss at least so far …
+_PATIENCE = 2  # … within so many passes
+_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
+_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
+
+
+@dataclass(eq=False)
+class Texts:
+    """b texts of at most n positions; all tensors have the batch first."""
+
+    target: Target
+    back: InverseMap
+    table: TokenTable
+    numbers: list[int]
+    leaks: list[Leak]
+    precisions: list[Precision]
+    leaked: Tensor  # (b, n, d), 0 where nothing leaked
+    seen: Tensor  # (b, n)
+    mask: Tensor  # (b, n), true on text
+    free: Tensor  # (b, n), true where the token is not taken for granted
+    estimates: Tensor  # (b, n, e)
+    ids: Tensor  # (b, n)
+    missing: Tensor  # (b, n, d), leak minus what the model gave for `ids`
+    good: Tensor  # (b, n), where that looks like the leak's own error
+    best: Tensor  # (b,), the least loss of any ids so far
+    best_ids: Tensor
+    best_estimates: Tensor
+    stale: Tensor  # (b,), passes since the loss fell
+    passes: Tensor  # (b,), forward–backward and forward
+    forwards: Tensor  # (b,)
+    framed: bool = False
+
+    _ROWS = (
+        "leaked", "seen", "mask", "free", "estimates", "ids", "missing", "good", "best",
+        "best_ids", "best_estimates", "stale", "passes", "forwards",
+    )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
+    ) -> Texts:
+        device = target.parts.device
+        rows = [leak.rows(leak.tensors).to(device) for leak in leaks.values()]
+        leaked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+        shape = leaked.shape[:2]
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(shape[1], device=device) < lengths[:, None]
+        for index, leak in enumerate(leaks.values()):
+            if leak.mask is not None:
+                mask[index, : len(leak.mask)] &= leak.mask.to(device).bool()
+        seen = leaked.isfinite().all(-1) & mask
+        leaked = leaked.nan_to_num().where(seen[..., None], torch.zeros_like(leaked))
+        ids = torch.full(shape, target.pads()[0], device=device)
+        estimates = table.centre.expand(*shape, -1).clone()
+        zeros = torch.zeros(shape[0], dtype=torch.long, device=device)
+        return cls(
+            target, back, table, list(leaks), list(leaks.values()),
+            [precision_of(leak) for leak in leaks.values()], leaked, seen, mask,
+            mask.clone(), estimates, ids, torch.zeros_like(leaked), ~mask,
+            torch.full((shape[0],), torch.inf, device=device), ids.clone(), estimates.clone(),
+            zeros, zeros.clone(), zeros.clone(),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def unknowns(self) -> float:
+        """How many tokens are to be found, on average."""
+        return float(self.free.sum()) / max(1, len(self))
+
+    def begin(self, framed: bool) -> None:
+        """Fix the tokenizer's frame or nothing, and estimate the rest from the leak."""
+        before, after = self.target.frame()
+        self.framed = framed and bool(before or after)
+        self.free = self.mask.clone()
+        self.ids = self.ids.clone()
+        self.best = torch.full_like(self.best, torch.inf)
+        self.stale = torch.zeros_like(self.stale)
+        self.good = ~self.mask
+        guess = self.back.estimate(self.leaked)
+        self.estimates = torch.where(self.seen[..., None], guess, self.table.centre)
+        if not self.framed:
+            return
+        for row in range(len(self)):
+            places = self.mask[row].nonzero().flatten()
+            if len(places) < len(before) + len(after):
+                continue
+            for place, token in zip(places.tolist(), before, strict=False):
+                self.ids[row, place], self.free[row, place] = token, False
+            for place, token in zip(reversed(places.tolist()), reversed(after), strict=False):
+                self.ids[row, place], self.free[row, place] = token, False
+
+    def well_framed(self) -> list[int]:
+        """The texts of which no fixed token is to blame: it fits no worse than others do."""
+        if not self.framed:
+            return list(range(len(self)))
+        fixed = self.seen & ~self.free
+        sizes = self.missing.square().sum(-1)
+        typical = sizes.where(self.seen, torch.nan).nanmedian(-1).values
+        blamed = (fixed & (sizes > typical[:, None])).any(-1)
+        return (~blamed).nonzero().flatten().tolist()
+
+    def snap(self) -> None:
+        """Read tokens off the estimates, except where the ones there already fit."""
+        open_ = self.free & ~self.good
+        ids = self.ids.clone()
+        ids[open_] = self.table.nearest(self.estimates[open_])[:, 0]
+        self.ids = ids
+
+    def check(self) -> list[int]:
+        """Run the model on the snapped tokens; which texts fit their leaks?"""
+        rows = torch.arange(len(self), device=self.ids.device)
+        ids = self.ids.clone()
+        return self._note(rows, ids, self._run(rows, ids), 1)
+
+    def _run(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """What the model gives for `ids`, which are tried for these rows."""
+        leak = self.leaks[0]
+        return leak.rows(self.target.expose(leak, ids, self.mask[rows].long()))
+
+    def _note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
+        """Take down what was found for some rows with so many passes; which fit their leaks?"""
+        self.passes[rows] += forwards
+        self.forwards[rows] += forwards
+        missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
+        loss = missing.square().sum((1, 2))
+        self.stale[rows] = torch.where(loss < _WORTH * self.best[rows], 0, self.stale[rows] + 1)
+        better = loss < self.best[rows]
+        won = rows[better]
+        self.best[won], self.best_ids[won] = loss[better], ids[better]
+        self.best_estimates[won] = self.estimates[won]
+        self.missing[rows] = missing
+        self.ids[rows] = ids
+        done: list[int] = []
+        for row, numbers in zip(rows.tolist(), given, strict=True):
+            n = len(self.precisions[row].sigma)
+            leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
+            fit = compare(self.precisions[row], leaked, numbers[:n])
+            self.good[row, :n] = fit.good & self.seen[row, :n]
+            self.target.notice(self.numbers[row], int(self.good[row, :n].sum()))
+            if fit.settled:
+                done.append(row)
+        return done
+
+    def flip(self) -> list[int]:
+        """Give another token to the positions that fit worst, in texts that have just come nearer.
+
+        Once most tokens are right, those that are not have the largest residuals, and the estimate
+        moved by that residual points at the token that is missing. How many positions to change is
+        tried: those within 80%, 40% and 20% of the largest squared residual.
+        """
+        rows = (self.stale == 0).nonzero().flatten()
+        if not len(rows):
+            return []
+        ids, missing, free = self.ids[rows], self.missing[rows], self.free[rows]
+        moved = self.estimates[rows] + missing @ self.back.M
+        size = missing.square().sum(-1).where(free, 0.0)
+        worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
+        nearest = self.table.nearest(moved[worst], 2)
+        wished = ids.clone()
+        same = nearest[:, 0] == ids[worst]
+        wished[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
+        trials = torch.stack(
+            [
+                torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), wished, ids)
+                for share in _WORST
+            ]
+        )
+        given = torch.stack([self._run(rows, trial) for trial in trials])
+        off = (given - self.leaked[rows]) * self.seen[rows, :, None]
+        winner = off.square().sum((2, 3)).argmin(0)
+        each = torch.arange(len(rows), device=rows.device)
+        return self._note(rows, trials[winner, each], given[winner, each], len(_WORST))
+
+    def substitute(self, candidates: int, sweeps: int) -> list[int]:
+        """Try the tokens nearest to the estimates at each position of texts that are nearly right.
+
+        That is a few hundred forward passes for a text, so it comes last.
+        """
+        done: list[int] = []
+        for row in self._near():
+            n = len(self.precisions[row].sigma)
+            estimates = self.best_estimates[row, :n]
+            found = substitute(
+                Comparison.of(self.target, self.leaks[row]),
+                self.best_ids[row, :n],
+                self.table.nearest(estimates, candidates).T.contiguous(),
+                torch.where(self.free[row, :n], -1, self.ids[row, :n]),
+                sweeps,
+            )
+            ids = self.best_ids[row].clone()
+            ids[:n] = found.ids
+            which = torch.tensor([row], device=ids.device)
+            given = self._run(which, ids[None])
+            done += self._note(which, ids[None], given, found.forwards + 1)
+        return done
+
+    def _near(self) -> list[int]:
+        """The texts whose residual is a small part of their leak."""
+        sizes = torch.tensor([p.scale for p in self.precisions], device=self.best.device).square()
+        numbers = self.seen.sum(-1) * self.leaked.shape[-1]
+        return (self.best < _NEAR * sizes * numbers).nonzero().flatten().tolist()
+
+    def improving(self, patience: int = _PATIENCE) -> bool:
+        """Has any text come nearer to its leak within so many passes?"""
+        return len(self) > 0 and bool((self.stale < patience).any())
+
+    def push(self) -> None:
+        """Error feedback: move the estimates by what the snapped tokens leave unexplained."""
+        self.estimates = self.estimates + self.missing @ self.back.M
+
+    def return_to_best(self) -> None:
+        """Take up the search where the loss was least."""
+        self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
+        self.good = ~self.mask
+
+    def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """The loss at embeddings start + z·root, and its gradient in z; fixed tokens stay."""
+        fixed = self.table.vectors[self.ids]
+        sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
+
+        def at(z: Tensor) -> tuple[Tensor, Tensor]:
+            self.passes = self.passes + 1
+            with torch.enable_grad():
+                z = z.detach().requires_grad_()
+                words = start + z.view_as(start) @ root
+                words = torch.where(self.free[..., None], words, fixed)
+                leak = self.leaks[0]
+                given = capture(
+                    self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()
+                )
+                off = (leak.rows(given) - self.leaked) * self.seen[..., None]
+                losses = off.square().sum((1, 2)) / sizes
+                (gradient,) = torch.autograd.grad(losses.sum(), z)
+            return losses.detach(), gradient
+
+        return at
+
+    def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
+        """Hand over what was found for these rows, and go on without them."""
+        for row in rows:
+            n = len(self.precisions[row].sigma)
+            yield (
+                self.numbers[row],
+                Proposal(
+                    ids=self.best_ids[row, :n].tolist(),
+                    passes=int(self.passes[row]),
+                    forwards=int(self.forwards[row]),
+                    fitting=self.back.passes,
+                ),
+            )
+        gone = set(rows)
+        stays = [row for row in range(len(self)) if row not in gone]
+        for name in self._ROWS:
+            setattr(self, name, getattr(self, name)[stays])
+        self.numbers = [self.numbers[row] for row in stays]
+        self.leaks = [self.leaks[row] for row in stays]
+        self.precisions = [self.precisions[row] for row in stays]

@@ -1,0 +1,225 @@
+"""Which tokens to try first at a position, from what leaked there.
+
+The attacker has the weights. He runs each token alone through the first block, which gives a table
+`z_v`, and random texts through the model, which gives rows `h` as they would leak, and fits
+
+    h = μ + A z_v + e,      e ~ N(0, C),
+
+by ridge regression towards the diagonal (the residual stream carries a token's first state upwards,
+so `A` is nearly that), its strength chosen by generalised cross-validation. Tokens are tried in the
+order of their likelihood. Predicting the row from the token needs far fewer random tokens than
+predicting the token from the row, because the table holds the whole vocabulary.
+
+- Keys and values are fitted in two steps, `z → x` and from the layer's input `x` to the row, which
+  is nearly linear: the diagonal helps in the first.
+- The first position has a fit of its own: nothing stands before it, and most decoders use it as an
+  attention sink, with states hundreds of times as large as elsewhere.
+- What leaks before any token has looked at another (embeddings, the cache of layer 0) is its own
+  table, and `A = 1`: closed form.
+- The last hidden state is what the model predicts the next token from. Where it leaks, the row
+  before a position gives that prediction, and `log p(v | h_{t−1})` is added to the likelihood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.models.capture import Exposure, capture
+from keyhole.models.rotary import unrotate
+from keyhole.recover.attack import Target
+
+_STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
+_SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
+_LEAST = 1e-3  # no number is predicted better than to this part of its spread
+_LENGTH = 32  # tokens of a random text
+_CHUNK = 4096  # tokens of the table, or of random texts, in one pass
+_ROWS = 128  # rows ranked at a time: their distances to the whole table are held at once
+# Errors are not quite Gaussian, and their covariance is an estimate: as it stands the likelihood is
+# too sure of itself. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
+_TRUST = 0.2
+_ODD = 0.1  # the share of tokens that no prediction covers
+
+
+@dataclass(frozen=True, eq=False)
+class Ordering:
+    """`μ` (f,), the predicted rows `w_v = A z_v` (v, f), `C⁻¹` (f, f) and `½ wᵀC⁻¹w` (v,).
+
+    `spread` (f,) is how much each number varies over random tokens: the unit of differences.
+    """
+
+    centre: Tensor
+    predicted: Tensor
+    precision: Tensor
+    halves: Tensor
+    spread: Tensor
+
+    def likelihood(self, rows: Tensor) -> Tensor:
+        """For rows (n, f) every token's log-likelihood (n, v), up to a constant for each row."""
+        off = (rows - self.centre).nan_to_num(0.0)  # what did not leak says nothing
+        return off @ self.precision @ self.predicted.mT - self.halves
+
+
+@dataclass(frozen=True, eq=False)
+class Orderings:
+    """The orderings of the first position and of the others; `head` (v, f) predicts from a row.
+
+    `spent` counts the tokens that were run for the fit.
+    """
+
+    opening: Ordering
+    rest: Ordering
+    head: Tensor | None
+    spent: int
+
+    def spread(self, position: int) -> Tensor:
+        return (self.rest if position else self.opening).spread
+
+    def first(self, rows: Tensor, positions: Tensor, count: int) -> Tensor:
+        """The `count` tokens (m, count) to try first at `positions` (m,) of a text's rows."""
+        count = min(count, len(self.rest.predicted))
+        return torch.cat([
+            self._scores(rows, part).topk(count).indices for part in positions.split(_ROWS)
+        ])  # fmt: skip
+
+    def _scores(self, rows: Tensor, positions: Tensor) -> Tensor:
+        scores = self.rest.likelihood(rows[positions])
+        opening = positions == 0
+        if bool(opening.any()):
+            scores[opening] = self.opening.likelihood(rows[positions[opening]])
+        if self.head is None:
+            return scores
+        predicted = (rows[positions - 1] @ self.head.mT).softmax(-1)
+        known = ~opening & predicted.isfinite().all(-1)
+        prior = (1 - _ODD) * predicted.nan_to_num(0.0) + _ODD / len(self.head)
+        return _TRUST * scores + prior.log().where(known[:, None], torch.zeros_like(prior))
+
+
+def contents(
+    target: Target, exposure: Exposure, tensors: dict[str, Tensor], positions: Tensor
+) -> Tensor:
+    """What leaked as rows (b, n, f) for tokens at `positions` (b, n), rotary positions undone."""
+    if exposure.kind != "kv":
+        return tensors["values"]
+    keys = unrotate(target.parts, tensors["keys"], positions)
+    return torch.cat([keys, tensors["values"]], -1).transpose(-3, -2).flatten(-2)
+
+
+@torch.no_grad()
+def fit(
+    target: Target, exposure: Exposure, samples: int, seed: int, error: float = 0.0
+) -> Orderings:
+    """The orderings for a leak, from about `samples` random tokens and the vocabulary.
+
+    `error` is the standard deviation of the leak's own error where it is known.
+    """
+    stream = torch.Generator().manual_seed(seed)
+    own = exposure.layer == 0  # embeddings or the first cache: no token has looked at another
+    table = _run(target, exposure if own else Exposure("hidden", 1), _vocabulary(target))[:, 0]
+    below = None if own or exposure.kind != "kv" else Exposure("hidden", exposure.layer)
+    found: list[Ordering] = []
+    spent = target.vocabulary
+    for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
+        tokens = _draw(target, shape, stream)
+        rows = _run(target, exposure, tokens)[:, first:].flatten(0, 1)
+        inputs = None
+        if below is not None:
+            inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
+        spent += tokens.numel() * (1 if below is None else 2)
+        known = table[tokens[:, first:].flatten()]
+        found.append(_regress(table, known, inputs, rows, own, error))
+    return Orderings(found[0], found[1], _head(target, exposure), spent)
+
+
+def _head(target: Target, exposure: Exposure) -> Tensor | None:
+    """What turns a row into scores of the next token: only the last hidden state is made for it."""
+    parts = target.parts
+    if exposure.kind != "hidden" or exposure.layer != parts.layers:
+        return None
+    head = getattr(target.model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        return head.weight.detach()
+    return parts.table if getattr(parts.base.config, "tie_word_embeddings", False) else None
+
+
+def _vocabulary(target: Target) -> Tensor:
+    return torch.arange(target.vocabulary, device=target.parts.device)[:, None]
+
+
+def _draw(target: Target, shape: tuple[int, int], stream: torch.Generator) -> Tensor:
+    """Random tokens, half of them log-uniform: vocabularies are built the most frequent first."""
+    rare = torch.randint(target.vocabulary, shape, generator=stream)
+    common = target.vocabulary ** torch.rand(shape, generator=stream, dtype=torch.float64) - 1
+    coin = torch.rand(shape, generator=stream) < 0.5
+    return torch.where(coin, rare, common.long()).to(target.parts.device)
+
+
+def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
+    """Rows (b, n, f) of texts ids (b, n)."""
+    places = torch.arange(ids.shape[1], device=ids.device)
+    return torch.cat([
+        contents(
+            target, exposure, capture(target.model, exposure, ids=part), places.expand(part.shape)
+        )
+        for part in ids.split(max(1, _CHUNK // ids.shape[1]))
+    ])  # fmt: skip
+
+
+def _regress(
+    table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, own: bool, error: float
+) -> Ordering:
+    """Fit `A`, `μ` and `C` to the rows (n, f) of tokens with table entries `known` (n, e)."""
+    size = rows.square().mean(-1)
+    kept = size <= 25 * size.median()  # a few random tokens become attention sinks of their own
+    x, y = known[kept].double(), rows[kept].double()
+    middle, centre = x.mean(0), y.mean(0)
+    x, y = x - middle, y - centre
+    if own:
+        matrix, freedom = torch.eye(x.shape[1], dtype=x.dtype, device=x.device), 0.0
+    elif inputs is None:
+        matrix, freedom = _ridge(x, y)
+    else:
+        between = inputs[kept].double()
+        between = between - between.mean(0)
+        matrix, freedom = _ridge(x, between)
+        matrix = matrix @ _ridge(between, y)[0]
+    errors = (y - x @ matrix) / max(1 - freedom / len(x), 0.1)
+    predicted = ((table.double() - middle) @ matrix).to(table)
+    spread = y.std(0).clamp(min=1e-9)
+    precision = _precision(errors, spread, error).to(table)
+    halves = (predicted @ precision * predicted).sum(-1) / 2
+    return Ordering(centre.to(table), predicted, precision, halves, spread.to(table))
+
+
+def _ridge(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """`A` with `y ≈ x A`, pulled towards the diagonal where there is one, and its freedom."""
+    scale = x.std(0).clamp(min=1e-12)
+    matrix = x.new_zeros(x.shape[1], y.shape[1])
+    if x.shape[1] == y.shape[1]:
+        matrix = ((x * y).sum(0) / x.square().sum(0).clamp(min=1e-12)).diag()
+    rest, x = y - x @ matrix, x / scale
+    values, vectors = torch.linalg.eigh(x.mT @ x)
+    values = values.clamp(min=0)
+    weights = vectors.mT @ (x.mT @ rest)
+    scores = x @ vectors
+    unit = rest.var(0).clamp(min=1e-24)
+    best = (float("inf"), matrix, 0.0)
+    for strength in (_STRENGTHS * len(x)).tolist():
+        part = weights / (values + strength)[:, None]
+        freedom = float((values / (values + strength)).sum())
+        loss = ((rest - scores @ part).square().mean(0) / unit).mean()
+        loss = float(loss) / max(1 - freedom / len(x), 0.05) ** 2
+        if loss < best[0]:
+            best = (loss, matrix + vectors @ part / scale[:, None], freedom)
+    return best[1], best[2]
+
+
+def _precision(errors: Tensor, unit: Tensor, error: float) -> Tensor:
+    """The inverse covariance of errors (n, f), correlations shrunk, the leak's own error added."""
+    spread = errors.std(0).clamp(min=_LEAST * unit)
+    correlation = (errors / spread).mT @ (errors / spread) / len(errors)
+    correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(errors)
+    inverse = torch.linalg.inv(correlation + (error / spread).square().diag())
+    return inverse / spread / spread[:, None]

@@ -1,0 +1,102 @@
+"""One list of methods per package: from it derive the command line's choices, the audit and the docs.
+
+Adding a method is one file that holds it and one line in its package's `registry.py`:
+
+    Entry("low-rank", LowRank, lines=(Line("full scores, low-rank head", …),)),
+
+`make` is the method's class (or a function that gives one), and its parameters are the options that
+people may set: an option that a method does not have is refused, not ignored. `lines` are what the
+audit tries it on; what a line holds is the package's affair.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from keyhole.errors import InputError
+
+Method = TypeVar("Method")
+Line = TypeVar("Line")
+
+
+@dataclass(frozen=True)
+class Entry(Generic[Method, Line]):
+    """One method under the name that people type."""
+
+    name: str
+    make: Callable[..., Method]
+    lines: tuple[Line, ...] = ()
+
+    @property
+    def about(self) -> str:
+        """The first line of the docstring of its module (or of the function that makes it)."""
+        documented = self.make
+        if inspect.isclass(self.make):
+            documented = sys.modules[self.make.__module__]
+        first = (inspect.getdoc(documented) or "").split("\n\n")[0]
+        return " ".join(first.split())
+
+    @property
+    def source(self) -> str:
+        """The module that it stands in."""
+        return self.make.__module__
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of the parameters that it takes."""
+        return frozenset(inspect.signature(self.make).parameters)
+
+
+class Registry(Mapping[str, Entry[Method, Line]]):
+    """Methods by name, in the order in which help and documents show them."""
+
+    def __init__(self, what: str, *entries: Entry[Method, Line]) -> None:
+        self.what = what
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> Entry[Method, Line]:
+        if name not in self._entries:
+            known = ", ".join(self._entries)
+            raise InputError(f"expected a {self.what} among {known}, got {name}")
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def add(self, entry: Entry[Method, Line]) -> None:
+        """One more method, from another package or a test; names are not taken twice."""
+        if entry.name in self._entries:
+            raise InputError(f"expected a new name for a {self.what}, got {entry.name}")
+        self._entries[entry.name] = entry
+
+    def remove(self, name: str) -> None:
+        del self._entries[name]
+
+    def make(self, name: str, **options: Any) -> Method:
+        """The method called `name`; options that are None are left at its defaults."""
+        entry = self[name]
+        given = {option: value for option, value in options.items() if value is not None}
+        for option in given:
+            if option not in entry.options:
+                takers = [other.name for other in self.values() if option in other.options]
+                flag = f"--{option.replace('_', '-')}"
+                raise InputError(
+                    f"expected {flag} with {' or '.join(takers) or 'no ' + self.what}, got {name}"
+                )
+        return entry.make(**given)
+
+    def lines(self) -> Iterator[tuple[Entry[Method, Line], Line]]:
+        """What the audit tries, with the method that it is tried with."""
+        for entry in self.values():
+            for line in entry.lines:
+                yield entry, line

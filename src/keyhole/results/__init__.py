@@ -1,0 +1,14 @@
+"""What attacks, trainings and audits return: statuses, findings, evidence, and their files."""
+
+from keyhole.results.audit import Audit
+from keyhole.results.cuts import Cut
+from keyhole.results.finding import Finding, Skip
+from keyhole.results.json import FORMAT, dump, environment, read
+from keyhole.results.readings import Piece, Reading, Readings
+from keyhole.results.result import Result
+from keyhole.results.status import Status, Unsuccessful
+
+__all__ = [
+    "FORMAT", "Audit", "Cut", "Finding", "Piece", "Reading", "Readings", "Result", "Skip",
+    "Status", "Unsuccessful", "dump", "environment", "read",
+]  # fmt: skip

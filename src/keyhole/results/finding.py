@@ -1,0 +1,66 @@
+"""One exposure of a target and what an attack made of it, and what could not be checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keyhole.results.cuts import Cut
+from keyhole.results.readings import Readings
+from keyhole.results.status import Status
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One exposure of a target, and what one attack made of it.
+
+    `surface` names the endpoint where a target has several, `sought` is what the attacker is after;
+    `texts`, where that is text, shows it as it was and as it came back, in each precision; `cuts`,
+    where it is a prediction, where attention was cut for it.
+    """
+
+    exposure: str
+    attack: str
+    status: Status
+    reason: str
+    remedy: str
+    error: float | None
+    queries: int
+    seconds: float
+    floor: int | None = None
+    known: float = 0.0
+    trace: tuple[tuple[int, float], ...] = ()
+    surface: str = ""
+    sought: str = "weights"
+    texts: tuple[Readings, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+
+    @property
+    def exposed(self) -> bool:
+        """Did the attacker come away with the secret, exactly or nearly?"""
+        return self.status in (Status.RECOVERED, Status.INEXACT)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Finding:
+        finding = cls(**data)
+        return replace(
+            finding,
+            status=Status(finding.status),
+            trace=points(data["trace"]),
+            texts=tuple(Readings.from_dict(one) for one in data["texts"]),
+            cuts=tuple(Cut.from_dict(one) for one in data.get("cuts", ())),
+        )
+
+
+@dataclass(frozen=True)
+class Skip:
+    """An attack that was not run, and why: silence is not a clean bill of health."""
+
+    exposure: str
+    attack: str
+    reason: str
+
+
+def points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:
+    """A trace as it is read from JSON."""
+    return tuple((int(queries), float(error)) for queries, error in trace)

@@ -1,0 +1,52 @@
+"""JSON as every result is written: one format number, no NaN, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from keyhole.errors import InputError
+
+FORMAT = 1
+
+
+def environment() -> dict[str, str]:
+    """What a stranger needs to know to make the same figures."""
+    try:
+        version = importlib.metadata.version("keyhole")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nobody installed
+        version = "not installed"
+    return {
+        "keyhole": version,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def dump(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, allow_nan=False)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A JSON object written by `dump`, or one clear line."""
+    try:
+        data = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"expected a JSON file, got {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"expected a JSON file, got {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"expected a Keyhole JSON file, got {path}")
+    data = cast("dict[str, Any]", data)
+    if data.get("format") != FORMAT:
+        raise InputError(f"expected format {FORMAT} in {path}, got {data.get('format')}")
+    return data

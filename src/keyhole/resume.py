@@ -1,0 +1,127 @@
+"""Runs that go on where they stopped: what a run is, and the file that remembers what it has done.
+
+Ledgers, journals and checkpoints share one idea of identity: a small dictionary of what determines
+the run (the model, the data, the method and its settings). A file of another run is refused with a
+line that says what differs; results of two runs are never mixed.
+
+`Journal` is a JSONL file: a first line with that identity, then one record for each finished piece
+of work, on disk before the run goes on. A line that a crash cut off is dropped. A piece is known by
+what is in it and not by its number, so a longer list continues a shorter one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+from keyhole.errors import InputError
+
+Run = Mapping[str, Any]
+
+
+def digest(*parts: Any) -> str:
+    """Sixteen hexadecimal digits of anything that JSON can write, or of bytes."""
+    sum_ = hashlib.sha256()
+    for part in parts:
+        sum_.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode())
+    return sum_.hexdigest()[:16]
+
+
+def expect_same_run(path: str | Path, mine: Run, theirs: object) -> None:
+    """Refuse a file that remembers another run, and say what differs."""
+    # What tuples become on their way through JSON must not count as a difference.
+    here = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
+    there = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
+    for name in (*here, *(name for name in there if name not in here)):
+        if here.get(name) != there.get(name):
+            wanted, got = _apart(name, here.get(name), there.get(name))
+            raise InputError(
+                f"expected {path} to remember a run with {wanted}, got one with {got}: "
+                "choose another file, or remove this one"
+            )
+
+
+def _apart(name: str, here: Any, there: Any) -> tuple[str, str]:
+    """The innermost thing that differs, as it is on both sides."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        ours, others = cast("dict[str, Any]", here), cast("dict[str, Any]", there)
+        for key in (*ours, *others):
+            if ours.get(key) != others.get(key):
+                return _apart(f"{name} {key}", ours.get(key), others.get(key))
+    return f"{name} {here}", f"{name} {there}"
+
+
+class Journal:
+    """What a run has done so far, by key; `path` None keeps it in memory alone."""
+
+    def __init__(self, path: str | Path | None, run: Run) -> None:
+        self.path = None if path is None else Path(path)
+        self.records: dict[str, dict[str, Any]] = {}
+        self._file = None if self.path is None else self._open(self.path, run)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.records
+
+    def add(self, records: Mapping[str, dict[str, Any]]) -> None:
+        """Finished pieces by key, on disk before this returns."""
+        self.records |= records
+        if self._file is None:
+            return
+        for key, record in records.items():
+            line = json.dumps({"key": key, **record}, allow_nan=False)
+            self._file.write(line + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _open(self, path: Path, run: Run) -> IO[str]:
+        try:
+            text = path.read_text("utf-8") if path.exists() else ""
+            whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
+            if whole:
+                self._recall(path, whole, run)
+            file = path.open("w" if not whole else "r+", encoding="utf-8")
+            file.write(whole or json.dumps(dict(run)) + "\n")
+            file.truncate()
+            file.flush()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"expected a file to resume from, got {path}: {error}") from error
+        return file
+
+    def _recall(self, path: Path, whole: str, run: Run) -> None:
+        lines = whole.splitlines()
+        expect_same_run(path, run, _line(path, 1, lines[0]))
+        for number, text in enumerate(lines[1:], 2):
+            record = _line(path, number, text)
+            if not isinstance(record.get("key"), str):
+                raise InputError(f"expected a key in {path}:{number}, got {text[:40]!r}")
+            self.records[str(record.pop("key"))] = record
+
+
+def _line(path: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"expected JSON in {path}:{number}, got {text[:40]!r}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"expected an object in {path}:{number}, got {text[:40]!r}")
+    return cast("dict[str, Any]", found)

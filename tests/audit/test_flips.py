@@ -1,0 +1,172 @@
+"""Flips in the audit: every attacker judged, drawn on the sentence, and escaped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_classifiers
+import tiny_models as tiny
+from keyhole import report
+from keyhole.audit import Audit, audit, flips
+from keyhole.audit.texts import TextTarget
+from keyhole.data import encode
+from keyhole.disrupt import HackAttend
+from keyhole.errors import InputError
+from keyhole.models import Loaded, identity
+from keyhole.models.demo import EXAMPLES, load_demo
+from keyhole.report import pictures
+from keyhole.results import Finding, Status
+from keyhole.results.cuts import Cut
+
+HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
+
+
+def target(**options):
+    model = tiny_classifiers.model(seed=2, labels=2).eval().requires_grad_(False)
+    loaded = Loaded(model, tiny.tokenizer(), identity(model), "tiny")
+    examples = options.pop("examples", tiny_classifiers.examples(6))
+    return TextTarget(loaded, [one.text for one in examples], examples=examples, **options)
+
+
+@pytest.fixture
+def easily(monkeypatch):
+    """A larger share: eight words leave 1% of a head no unit at all."""
+    stronger = tuple(
+        lambda seed, make=make: replace(make(seed), share=0.2) for make in flips.ATTACKERS
+    )
+    monkeypatch.setattr(flips, "ATTACKERS", stronger)
+
+
+def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
+    asked = target()
+    found = flips.check("", asked, 0, None)
+    assert [one.exposure for one in found.findings] == [
+        "20% of each head's attention cut",
+        "20% of all attention cut",
+        "20% of each head's attention cut, as in the paper",
+        "20% of each head's attention cut at random",
+    ]
+    batch, labels = encode(asked.loaded.tokenizer, asked.examples)
+    batch.pop("special_tokens_mask")
+    right = int((asked.loaded.model(**batch).logits.argmax(-1) == labels).sum())
+    for finding in found.findings:
+        assert finding.sought == "prediction"
+        flipped = round(finding.known * right)
+        assert finding.reason.startswith(f"{flipped} of {right} right answers flipped")
+        assert finding.exposed == (flipped > 0)
+        assert len(finding.cuts) == min(flipped, flips.SHOWN)
+        assert (finding.status is Status.RECOVERED) == (flipped == right)
+    assert any(one.cuts for one in found.findings)
+    for finding in found.findings:
+        for cut in finding.cuts:
+            assert cut.before != cut.after
+            assert cut.tokens[0] == "[CLS]"
+            for layer, head, query, key in cut.units:
+                assert layer < cut.layers == 2
+                assert head < cut.heads == 4
+                assert 0 < query < len(cut.tokens) - 1  # special tokens are spared
+                assert 0 < key < len(cut.tokens) - 1
+
+
+def test_an_ablation_is_not_called_the_papers_attack():
+    released = HackAttend.as_released
+    assert flips.words_of(released(0.005)) == "0.5% of each head's attention cut, as in the paper"
+    assert flips.words_of(released(ranking="magnitude")).endswith("cut, ranked by magnitude")
+    assert flips.words_of(HackAttend(schedule="greedy")).endswith("attention cut")
+    assert flips.words_of(HackAttend(ranking="random", scope="model")).endswith("cut at random")
+
+
+def test_without_labels_the_models_own_answers_count():
+    asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(3)])
+    for finding in flips.check("", asked, 0, None).findings:
+        assert " of 3 right answers flipped" in finding.reason
+    bare = replace(asked, examples=())
+    assert " of 3 right" in flips.check("", bare, 0, None).findings[0].reason
+
+
+def test_the_twin_stands_beside_it():
+    asked = target()
+    twin = replace(asked.loaded, name="the hardened twin")
+    found = flips.check("", replace(asked, twin=twin), 0, None).findings[0]
+    first, second = found.reason.split("; of the hardened twin: ")
+    assert first.split(" right")[0] == second.split(" (")[0]  # the same model, so the same figures
+
+
+def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
+    bare = tiny.model("bert")
+    loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
+    skipped = flips.check("", TextTarget(loaded, ["w1 w2"]), 0, None)
+    assert skipped.findings == ()
+    assert "expected a head for classes or text, got BertModel" in skipped.skips[0].reason
+    with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
+        flips.check("", target(examples=[tiny_classifiers.Example("a", 4, "w1")]), 0, None)
+
+
+def test_none_right_is_not_a_clean_bill():
+    asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(2)])
+    labelled = flips._labelled(asked.loaded, asked.examples)
+    wrong = [replace(one, label=1 - one.label) for one in labelled]
+    found = flips.check("", replace(asked, examples=wrong), 0, None).findings[0]
+    assert found.status is Status.NOT_APPLICABLE
+    assert report.words.outcome(found) == "nothing to flip"
+
+
+def test_json_page_and_verdict(easily):
+    found = flips.check("", target(), 0, None)
+    made = Audit("t", "t", found.findings, (), 0, 0.0, "now")
+    assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+    page = report.render(made)
+    exposed = sum(one.exposed for one in found.findings)
+    assert f"The prediction can be flipped through {exposed} of 4 exposures checked." in page
+    cuts = [cut for one in found.findings for cut in one.cuts]
+    assert page.count('class="unit"') == sum(len(cut.units) for cut in cuts)
+    assert page.count('class="head"') == sum(cut.layers * cut.heads for cut in cuts)
+    assert "<script" not in page
+
+
+def test_hostile_tokens_are_escaped():
+    cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
+    finding = Finding("x", "HackAttend", Status.INEXACT, "", "", None, 1, 0.0, cuts=(cut,))
+    page = report.render(Audit("t", "t", (finding,), (), 0, 0.0, "now"))
+    assert "<script>window" not in page
+    assert "<img src=x" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_picture_places_each_unit_in_its_head():
+    units = ((0, 0, 0, 0), (1, 2, 3, 1))
+    drawn = pictures.picture(Cut(tuple("abcd"), "n", "p", 0.9, 0.1, 0.01, 2, 3, units))
+    assert len(drawn.heads) == 6
+    for square, (layer, head, query, key) in zip(drawn.units, units, strict=True):
+        frame = drawn.heads[layer * 3 + head]
+        assert square.x == pytest.approx(frame.x + key * frame.size / 4)
+        assert square.y == pytest.approx(frame.y + query * frame.size / 4)
+        assert frame.x + frame.size <= drawn.width
+    assert drawn.units[1].title == "layer 2, head 3: d → b"
+
+
+def test_a_model_that_hides_its_attention_is_skipped(monkeypatch):
+    def refuse(*_, **__):
+        raise InputError("expected attention that can be reached, got none")
+
+    monkeypatch.setattr(flips.HackAttend, "__call__", refuse)
+    found = flips.check("", target(), 0, None)
+    assert found.findings == ()
+    assert "can be reached" in found.skips[0].reason
+
+
+def test_the_box_gets_its_examples_right_and_some_flip():
+    box = load_demo("classification")
+    batch, labels = encode(box.tokenizer, EXAMPLES)
+    batch.pop("special_tokens_mask")
+    with torch.no_grad():
+        assert (box.model(**batch).logits.argmax(-1) == labels).all()
+    found = audit(models=TextTarget(box, ["a"], [1], ("float32",), EXAMPLES[3:6]))
+    rates = [one.known for one in found.findings if one.sought == "prediction"]
+    assert rates[0] > 0
+    assert rates[1] > 0
+    assert rates[3] == 0

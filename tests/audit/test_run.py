@@ -1,0 +1,124 @@
+"""The audit: every attack that applies, skips with reasons, and nothing global."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from keyhole import oracle
+from keyhole.audit import Audit, audit
+from keyhole.audit.inputs import LEAKS
+from keyhole.audit.weights import ATTACKS
+from keyhole.errors import InputError
+from keyhole.extract.auto import Kind
+from keyhole.oracle.target import describe, open_surfaces, open_target
+from keyhole.results import Status
+
+
+def test_the_demo_gives_its_weights_away():
+    surfaces = open_surfaces("demo")
+    found = audit(surfaces, target=describe("demo", surfaces))
+    by_exposure = {finding.exposure: finding for finding in found.findings}
+    full, low = by_exposure["full scores"], by_exposure["full scores, low-rank head"]
+    assert full.queries == 64 * 64 + 64
+    assert low.queries < full.queries / 3
+    limited = by_exposure["scores under a budget"]
+    assert limited.status is Status.BUDGET
+    assert limited.queries == full.queries // 2
+    assert limited.error > 0.01  # judged all the same: half the queries are worth nothing
+    clipped = by_exposure["the same, inputs of norm 10 at most"]
+    assert clipped.status is Status.INEXACT
+    others = [one for one in found.findings if one not in (limited, clipped)]
+    others = [one for one in others if one.sought == "weights"]
+    assert len(others) == 9
+    assert all(finding.status is Status.RECOVERED for finding in others)
+    assert all(finding.error < 1e-8 for finding in others if finding.exposure != "signs")
+    assert {finding.surface for finding in found.findings} == set(surfaces)
+    assert not found.skips
+    given_away(found)
+
+
+def given_away(found):
+    """Through each layer's output the input itself came back, with and without maps, proved."""
+    inputs = [one for one in found.findings if one.sought == "input"]
+    assert len(inputs) == 2 * len(LEAKS)
+    for finding in inputs:
+        if "decimals" in finding.exposure:
+            continue
+        assert finding.status is Status.RECOVERED, finding.reason
+        assert finding.error < 1e-8
+        assert "is the one put in" in finding.reason
+        assert "proved" in finding.reason
+    rounded = [one for one in inputs if "decimals" in one.exposure]
+    assert all(one.status is not Status.RECOVERED for one in rounded)
+
+
+KINDS = {
+    "head": (oracle.plant(dim=5, seed=1), 6),
+    "heads": (oracle.plant("multi-head", dim=6, heads=2, seed=1), 1),
+    "layer": (oracle.plant("one-layer", dim=5, width=4, seed=1), 1),
+    "rounded": (oracle.Rounded(oracle.plant(dim=5, seed=1), 4), 1),
+    "signs": (oracle.SignOnly(oracle.plant(dim=4, seed=1)), 1),
+    "last": (oracle.plant("attention", dim=4), 1),
+    "every": (oracle.plant("attention", dim=4, every_token=True), 1),
+}
+
+
+@pytest.mark.parametrize(("target", "count"), KINDS.values(), ids=KINDS)
+def test_what_applies_is_run_and_the_rest_skipped_with_a_reason(target, count):
+    found = audit(target)
+    weights = [finding for finding in found.findings if finding.sought == "weights"]
+    assert len(weights) == count
+    assert sum(finding.exposed for finding in weights) == (5 if count == 6 else 1)
+    inputs = len(found.findings) - count
+    assert inputs == (len(LEAKS) if getattr(target, "every_token", False) else 0)
+    assert len(found.skips) == len(ATTACKS) - count + len(LEAKS) - inputs
+    reasons = {skip.reason for skip in found.skips if skip.attack != "Auto"}
+    assert all("; this target gives " in reason for reason in reasons)
+
+
+def test_a_silent_target_is_not_a_clean_one():
+    class Silent:
+        dim = 3
+        calls = 0
+
+        def __call__(self, sequences: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            answers = sequences[:, 0, 0] ** 3
+            return answers if self.calls <= 2 else answers * torch.nan
+
+    found = audit(Silent())
+    assert found.failed
+    assert all(finding.status is Status.ORACLE_FAILED for finding in found.findings)
+    both = audit({"silent": Silent(), "talkative": oracle.plant(dim=3)})
+    assert not both.failed
+    assert both.exposed
+
+
+def test_an_audit_reads_back_equal():
+    found = audit(oracle.plant(dim=5, seed=1), target="t")
+    assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("data", [{}, {"kind": "audit"}, {"kind": "other"}])
+def test_what_is_no_audit_is_refused(data):
+    with pytest.raises(InputError, match="expected an audit"):
+        Audit.from_dict(data)
+
+
+def test_watch_hears_every_attack():
+    heard: dict[str, int] = {}
+    audit(oracle.plant(dim=5), watch=lambda attack, count, _: heard.update({attack: count}))
+    assert set(heard) == {attack.exposure for attack in ATTACKS if attack.reads is Kind.HEAD}
+
+
+def test_targets_as_people_write_them(tmp_path):
+    oracle.save(oracle.plant(dim=3), tmp_path / "t.safetensors")
+    surfaces = open_surfaces(str(tmp_path / "t.safetensors"))
+    assert describe("t.safetensors", surfaces) == "planted head, d = 3 (t.safetensors)"
+    with pytest.raises(InputError, match="expected http://host:port/v2/models/NAME"):
+        open_target("http://127.0.0.1:1/other")
+    with pytest.raises(InputError, match="there is no such file"):
+        open_target("nothing.safetensors")

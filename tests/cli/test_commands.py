@@ -1,0 +1,195 @@
+"""The command line as a person meets it: real processes, exit codes, one line when it is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command_line import inside, keyhole
+from keyhole import invert, oracle
+from keyhole.extract.extraction import Extraction
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    path = tmp_path / "target.safetensors"
+    oracle.save(oracle.plant(dim=8, rank=2, seed=1), path)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    """The command in this process, where it is about what it does and not about processes."""
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
+    arguments = ("--method", "single-head", "--json", "--out", "r.json")
+    done = keyhole("extract", target, *arguments, cwd=tmp_path)
+    assert done.returncode == 1  # something was given away
+    assert json.loads(done.stdout)["queries"] == 72
+    assert "recovered: worst error" in done.stderr
+    result = Extraction.load(tmp_path / "r.json")
+    assert torch.allclose(result.model.W, oracle.load(target).W, rtol=0, atol=1e-12)
+
+
+def test_extract_with_each_method(target, tmp_path, here):
+    low = here("extract", target, "--method", "low-rank", "--json")
+    assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
+    given = here("extract", target, "--method", "low-rank", "--rank", 2, "--json")
+    assert json.loads(given.stdout)["queries"] == 36
+    convex = here("extract", target, "--method", "nuclear-norm", "--rank", 2, "--json")
+    assert json.loads(convex.stdout)["queries"] == 8 + 5 * 2 * 8
+
+
+METHODS = {
+    "tolerant": ("head", {"dim": 4}, ["--answer-error", "1e-3"]),
+    "sign-only": ("head", {"dim": 3}, []),
+    "one-layer": ("one-layer", {"dim": 4, "width": 3}, []),
+    "multi-head": ("multi-head", {"dim": 6, "heads": 2}, []),
+    "full-output": ("attention", {"dim": 4}, []),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_and_auto_recover_their_kind(name, tmp_path, here):
+    kind, sizes, options = METHODS[name]
+    oracle.save(oracle.plant(kind, seed=2, **sizes), tmp_path / "t.safetensors")
+    view = ("extract", "t.safetensors", "--json", "--method")
+    done = here(*view, name, *options)
+    if name == "sign-only":  # a score is not a sign
+        assert json.loads(done.stdout)["status"] == "not applicable"
+        return
+    assert json.loads(done.stdout)["status"] == "recovered", done.stderr
+    found = json.loads(here(*view, "auto").stdout)
+    assert found["status"] == "recovered"
+    assert ", since " in found["reason"]
+
+
+def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
+    arguments = ("--method", "single-head", "--ledger", "run.db", "--json")
+    first = here("extract", target, "--budget", 30, *arguments)
+    assert first.returncode == 0
+    assert json.loads(first.stdout)["status"] == "budget exhausted"
+    assert "stopped after 30 queries" in first.stderr
+    second = here("extract", target, *arguments)
+    assert second.returncode == 1
+    assert json.loads(second.stdout)["remembered"] == 30
+
+
+def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path):
+    done = keyhole("audit", target, "--json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == json.loads((tmp_path / "keyhole-report.json").read_text())
+    page = (tmp_path / "keyhole-report.html").read_text()
+    again = keyhole("report", "keyhole-report.json", "--page", "again.html", cwd=tmp_path)
+    assert again.returncode == 0
+    assert (tmp_path / "again.html").read_text() == page
+
+
+def test_a_clean_target_exits_with_zero(tmp_path, here):
+    blind = oracle.Head(oracle.plant(dim=4).W, torch.zeros(4, dtype=torch.float64))
+    oracle.save(blind, tmp_path / "t.safetensors")
+    assert here("audit", "t.safetensors").returncode == 0
+    assert here("extract", "t.safetensors").returncode == 0
+
+
+def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
+    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 3, "--scale", 0.3)
+    assert here("plant", "p.safetensors", *planted).returncode == 0
+    done = here(
+        "invert", "p.safetensors", "--starts", 32, "--certify", "--json", "--out", "f.json",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert data["status"] == "recovered"
+    assert data["certificate"]["radius"] < 1e-9
+    assert "proved: exactly one input with this output lies within" in done.stderr
+    problem, secret = invert.plant(3, 4, scale=0.3)
+    found = load_file(tmp_path / "f.safetensors")
+    assert min(float((one - secret).abs().max()) for one in found["solutions"]) < 1e-8
+    assert torch.allclose(problem.output(found["X"]), problem.B, rtol=0, atol=1e-10)
+
+
+def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
+    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 4, "--scale", 0.3, "--maps")
+    here("plant", "p.safetensors", *planted)
+    done = here("invert", "p.safetensors", "--method", "closed-form")
+    assert done.returncode == 1
+    assert "the only input with this output and these maps" in done.stderr
+
+
+def test_a_nan_in_a_problem_could_not_be_checked(tmp_path, here):
+    problem, _ = invert.plant(3, 2)
+    replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
+    done = here("invert", "p.safetensors", "--json")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["reason"].startswith("expected finite numbers in B")
+
+
+def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
+    problem, _ = invert.plant(12, 12, scale=2.0, seed=1)
+    problem.save(tmp_path / "p.safetensors")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "keyhole", "invert", "p.safetensors", "--starts", "100000",
+         "--json", "--method", "levenberg-marquardt", "--out", "best.json"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert "144 unknowns" in process.stderr.readline()
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    out, words = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert json.loads(out)["status"] == "interrupted"
+    assert load_file(tmp_path / "best.safetensors")["X"].shape == (12, 12)
+    assert "stopped; best residual" in words
+
+
+def test_a_server_that_is_not_there_is_a_failure(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = keyhole("extract", f"http://127.0.0.1:{port}/v2/models/m", cwd=tmp_path)
+    assert done.returncode == 3
+    assert re.fullmatch(r"keyhole: expected an answer from .*, got ConnectError.*\n", done.stderr)
+
+
+def test_version(tmp_path):
+    assert keyhole("--version", cwd=tmp_path).stdout.strip() == importlib.metadata.version(
+        "keyhole"
+    )
+
+
+def test_ctrl_c_leaves_a_ledger_that_resumes(tmp_path):
+    oracle.save(oracle.plant(dim=192, seed=1), tmp_path / "big.safetensors")
+    command = [sys.executable, "-m", "keyhole", "extract", "big.safetensors", "--ledger", "run.db"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    ledger = tmp_path / "run.db-wal"
+    while time.monotonic() < deadline and not (ledger.exists() and ledger.stat().st_size > 1 << 18):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(r"stopped; [\d,]+ answers are in run.db: the same command resumes", words)
+    assert "Traceback" not in words
+    again = keyhole(*command[3:], "--json", cwd=tmp_path)
+    assert json.loads(again.stdout)["status"] == "recovered"
+    assert json.loads(again.stdout)["remembered"] > 0

@@ -1,0 +1,96 @@
+"""Batches of examples: every one once, of like length, and the outcomes where they belong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_classifiers as small
+import tiny_models
+from keyhole.data import encode
+from keyhole.disrupt import HackAttend
+from keyhole.disrupt.batches import Table, grouped
+from keyhole.errors import InputError
+
+LIGHT = HackAttend(share=0.1, rounds=2, prefixes=2, refine=1, batch=32)
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tiny_models.tokenizer()
+
+
+def classifier(kind="classes"):
+    return small.model(kind, seed=1, labels=2, dropout=0.0).eval().requires_grad_(False)
+
+
+def mixed(count=10, choices=False):
+    """Texts of three lengths, one after the other."""
+    return [
+        replace(one, text=" ".join([one.text] * (1 + number % 3)))
+        for number, one in enumerate(small.examples(count, choices=choices))
+    ]
+
+
+def test_groups_end_where_they_are_full_or_the_choices_differ():
+    two = small.examples(5, choices=True)
+    none = small.examples(2)
+    groups = grouped([*two, *none], 3)
+    assert groups == [two[:3], two[3:], none]
+    assert grouped([], 3) == []
+
+
+def test_like_lengths_stand_together_unless_the_order_must_stay(words):
+    examples = mixed()
+    made = [part for part, _, _ in Table(classifier(), words, examples, 4).batches()]
+    assert sorted(one.id for part in made for one in part) == sorted(one.id for one in examples)
+    sizes = [len(one.text) for part in made for one in part]
+    assert sizes == sorted(sizes)
+    kept = [part for part, _, _ in Table(classifier(), words, examples, 4, alike=False).batches()]
+    assert kept == [examples[:4], examples[4:8], examples[8:]]
+
+
+@pytest.mark.parametrize("kind", ["classes", "choices"])
+def test_accuracy_is_that_of_one_at_a_time(words, kind):
+    model, examples = classifier(kind), mixed(choices=kind == "choices")
+    right = 0
+    for one in examples:
+        batch, labels = encode(words, [one])
+        batch.pop("special_tokens_mask")
+        with torch.no_grad():
+            right += int(model(**batch).logits.argmax()) == int(labels)
+    assert Table(model, words, examples, 4).accuracy() == right / len(examples)
+
+
+def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
+    model = classifier()
+    examples = [replace(one, id="same") for one in mixed()]
+    found = Table(model, words, examples, 4).attack(LIGHT)
+    for one, outcome in zip(examples, found.outcomes, strict=True):
+        alone = LIGHT(model, *encode(words, [one])).outcomes[0]
+        assert (outcome.right, outcome.before) == (alone.right, alone.before)
+        assert outcome.units == alone.units
+
+
+def test_examples_with_two_and_three_choices_are_attacked_beside_each_other(words):
+    two = mixed(4, choices=True)
+    three = [replace(one, choices=(*one.choices, "w3 w4")) for one in two]
+    found = Table(classifier("choices"), words, [*three, *two]).attack(LIGHT)
+    assert len(found.outcomes) == 8
+    assert min(one.units for one in found.attacked) > 0
+
+
+def test_the_watch_is_told_after_each_batch_and_of_the_last(words):
+    told = []
+    table = Table(classifier(), words, mixed(), 4, watch=lambda *count: told.append(count))
+    table.accuracy()
+    assert told == [(4, 10), (8, 10), (10, 10)]
+    table.first(3).attack(LIGHT)
+    assert told[3:] == [(3, 3)]
+
+
+def test_nothing_to_attack(words):
+    with pytest.raises(InputError, match="expected one example or more"):
+        Table(classifier(), words, []).attack(LIGHT)

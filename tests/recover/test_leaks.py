@@ -1,0 +1,122 @@
+"""Leaks: what is refused, and files that come back bit for bit or not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole import invert
+from keyhole.errors import InputError
+from keyhole.recover.leaks import TYPES
+
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=RANDOM)
+
+
+def leaks():
+    about = {"model": "abc", "precision": "int8", "noise": 0.1}
+    mask = torch.tensor([1, 1, 1, 0])
+    missing = normal(4, 6)
+    missing[1] = torch.nan
+    return [
+        invert.HiddenStates(missing, 3, mask=mask, **about),
+        invert.KeyValues(normal(2, 4, 3), normal(2, 4, 3), 0, mask=mask, **about),
+        invert.AttentionMaps(normal(2, 4, 4), 1, mask=mask, **about),
+        invert.AttentionOutput(normal(4, 6), 1),
+        invert.Pooled(normal(6), pooling="cls", normalised=False, tokens=4),
+    ]
+
+
+def test_every_type_is_there():
+    assert {leak.kind for leak in leaks()} == set(TYPES)
+
+
+@pytest.mark.parametrize("leak", leaks(), ids=lambda leak: leak.kind)
+def test_files_come_back_bit_for_bit(leak, tmp_path):
+    path = tmp_path / "a.safetensors"
+    leak.save(path)
+    back = invert.load_leak(path)
+    assert type(back) is type(leak)
+    for name, tensor in leak.tensors.items():
+        assert torch.equal(back.tensors[name].nan_to_num(7), tensor.nan_to_num(7))
+    for name in ("model", "precision", "noise", "exposure", "length"):
+        assert getattr(back, name) == getattr(leak, name)
+    assert (back.mask is None) == (leak.mask is None)
+    assert leak.mask is None or torch.equal(back.mask, leak.mask)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("leak", leaks()[:3], ids=lambda leak: leak.kind)
+def test_cut_and_rows(leak):
+    short = leak.cut(3)
+    assert short.length == 3
+    assert torch.equal(short.mask, torch.ones(3, dtype=torch.long))
+    assert len(leak.rows(leak.tensors)) == 4
+
+
+def test_rows_stand_side_by_side():
+    keys = invert.KeyValues(normal(2, 4, 3), normal(2, 4, 3), 0)
+    rows = keys.rows(keys.tensors)
+    assert rows.shape == (4, 12)
+    assert torch.equal(rows[1, :3], keys.keys[0, 1])
+    assert torch.equal(rows[1, 3:6], keys.values[0, 1])
+    assert torch.equal(rows[1, 6:9], keys.keys[1, 1])
+
+
+def test_a_batch_of_one_and_other_dtypes():
+    leak = invert.HiddenStates(normal(1, 4, 6).bfloat16(), 3)
+    assert leak.values.shape == (4, 6)
+    assert leak.values.dtype == torch.float32
+    assert leak.precision == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (normal(2, 4, 6), "of one text with 2 axes"),
+        (normal(4), "of one text with 2 axes"),
+        (normal(0, 6), "of one text with 2 axes"),
+        (torch.ones(4, 6, dtype=torch.long), "floating-point"),
+        ("text", "floating-point"),
+        (torch.full((4, 6), torch.nan), "only NaN"),
+        (torch.full((4, 6), torch.inf), "infinity"),
+    ],
+)
+def test_what_is_no_leak(values, message):
+    with pytest.raises(InputError, match=message):
+        invert.HiddenStates(values, 1)
+
+
+def test_a_mask_or_precision_that_does_not_belong():
+    with pytest.raises(InputError, match="a mask of 4 positions, got 3"):
+        invert.HiddenStates(normal(4, 6), 1, mask=torch.ones(3))
+    with pytest.raises(InputError, match="a precision among float32"):
+        invert.HiddenStates(normal(4, 6), 1, precision="int3")
+
+
+def test_files_that_are_none(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(InputError, match="there is no such file"):
+        invert.load_leak(path)
+    leaks()[0].save(path)
+    whole = path.read_bytes()
+    for broken in (whole[: len(whole) // 2], whole[:5], b"", b"PK\x03\x04" + whole):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match="expected a leak file") as caught:
+            invert.load_leak(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_foreign_file(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "a.safetensors"
+    save_file({"values": normal(3, 4)}, path)
+    with pytest.raises(InputError, match="written by Keyhole"):
+        invert.load_leak(path)
+    save_file({"x": normal(3, 4)}, path, {"keyhole": "1", "leak": "hidden", "about": "{}"})
+    with pytest.raises(InputError, match="written by Keyhole"):
+        invert.load_leak(path)

@@ -1,0 +1,64 @@
+"""Long texts: memory grows with the length, not with its square."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tiny_models as tiny
+from keyhole.invert import HiddenStates, recover_text
+from keyhole.models import Exposure, capture
+from keyhole.recover import DecoderStates, EncoderStates
+
+SMALL = {"num_hidden_layers": 2, "initializer_range": 0.05}
+
+
+class Largest(TorchDispatchMode):
+    """How many bytes the largest tensor has that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        for one in tree_leaves(given):
+            # A view is no memory: an expanded mask has its storage's size.
+            if isinstance(one, torch.Tensor):
+                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+        return given
+
+
+def long_model(family, positions):
+    model = tiny.model(family, max_position_embeddings=positions, **SMALL)
+    model.config._attn_implementation = "sdpa"  # as load_model chooses it
+    return model
+
+
+def recovered(model, ids, method, words):
+    """The recovery of a text from layer 2, and the largest tensor on the way."""
+    leak = HiddenStates(capture(model, Exposure("hidden", 2), ids=ids)["values"], 2)
+    with Largest() as largest:
+        found = recover_text(model, words, leak, method=method)
+    return found, largest.bytes
+
+
+def test_a_thousand_tokens_of_a_decoder():
+    model = long_model("llama", 1024)
+    ids = tiny.ids(texts=1, length=1000, causal=True)
+    method, words = DecoderStates(samples=600, draft=64), tiny.tokenizer(causal=True)
+    found, most = recovered(model, ids, method, words)
+    assert found.ids == ids[0].tolist()
+    assert found.verified
+    assert most < 4 * 1000 * 1000  # one map of attention in float32
+
+
+def test_512_tokens_of_an_encoder():
+    model = long_model("bert", 512)
+    ids = tiny.ids(texts=1, length=512)
+    method, words = EncoderStates(samples=2000), tiny.tokenizer()
+    found, most = recovered(model, ids, method, words)
+    assert found.ids == ids[0].tolist()
+    assert found.verified
+    assert most < 4 * 512 * 512

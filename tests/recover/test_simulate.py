@@ -1,0 +1,86 @@
+"""Leaks made on purpose: the model's own numbers, rounded as it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models import identity
+from keyhole.recover.leaks import HiddenStates
+from keyhole.recover.simulate import degrade, leak_of
+
+TEXT = "w1 w20 w3 w4 w100"
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return tiny.model("bert"), tiny.tokenizer()
+
+
+def test_a_leak_is_what_the_model_returns(bert):
+    model, words = bert
+    ids = torch.tensor([words(TEXT)["input_ids"]])
+    own = model(ids, output_hidden_states=True, output_attentions=True)
+    leak = leak_of(model, words, TEXT, "hidden:2")
+    assert torch.equal(leak.values, own.hidden_states[2][0])
+    assert leak.model == identity(model)
+    assert torch.equal(leak_of(model, words, TEXT, "maps:1").values, own.attentions[0][0])
+    pooled = leak_of(model, words, TEXT, "pooled")
+    mean = torch.nn.functional.normalize(own.last_hidden_state[0].mean(0), dim=0)
+    assert torch.allclose(pooled.values, mean, atol=1e-6)
+    assert pooled.tokens == ids.shape[1]
+
+
+def test_ids_will_do_for_a_text(bert):
+    model, words = bert
+    by_text = leak_of(model, words, TEXT, "hidden:2")
+    by_ids = leak_of(model, None, words(TEXT)["input_ids"], "hidden:2")
+    assert torch.equal(by_ids.values, by_text.values)
+    assert by_ids.model == by_text.model
+
+
+@pytest.mark.parametrize("text", ["", " \n", []])
+def test_nothing_leaks_of_nothing(bert, text):
+    with pytest.raises(InputError, match="token"):
+        leak_of(*bert, text, "hidden:2")
+
+
+def test_unknown_words_are_a_text_all_the_same(bert):
+    assert leak_of(*bert, "nobody knows", "hidden:2").length == 4
+
+
+def test_rounding_is_as_coarse_as_it_says():
+    stream = torch.Generator().manual_seed(0)
+    leak = HiddenStates(torch.randn(5, 40, generator=stream), 1)
+    for precision, most in (("int8", 127), ("int4", 7)):
+        rounded = degrade(leak, precision)
+        steps = rounded.values / (leak.values.abs().amax(-1, keepdim=True) / most)
+        assert torch.allclose(steps, steps.round(), atol=1e-4)
+        assert int(steps.abs().max().round()) == most
+        assert rounded.precision == precision
+    half = degrade(leak, "bfloat16").values
+    assert torch.equal(half, leak.values.bfloat16().float())
+    assert torch.equal(degrade(leak).values, leak.values)
+
+
+def test_noise_has_the_strength_asked_for_and_is_repeatable():
+    leak = HiddenStates(torch.randn(200, 200, generator=torch.Generator().manual_seed(1)) * 3, 1)
+    noisy = degrade(leak, noise=0.1, seed=4)
+    strength = float((noisy.values - leak.values).std() / leak.values.std())
+    assert strength == pytest.approx(0.1, rel=0.02)
+    assert torch.equal(noisy.values, degrade(leak, noise=0.1, seed=4).values)
+    assert not torch.equal(noisy.values, degrade(leak, noise=0.1, seed=5).values)
+    stream = torch.Generator().manual_seed(4)
+    assert torch.equal(noisy.values, degrade(leak, noise=0.1, seed=stream).values)
+    assert not torch.equal(noisy.values, degrade(leak, noise=0.1, seed=stream).values)
+
+
+@pytest.mark.parametrize(
+    ("precision", "noise", "words"),
+    [("int3", 0.0, "a precision among"), ("int8", -1.0, "noise of 0 or more")],
+)
+def test_wrong_wishes(precision, noise, words):
+    with pytest.raises(InputError, match=words):
+        degrade(HiddenStates(torch.ones(2, 2), 1), precision, noise)

@@ -1,0 +1,80 @@
+"""Results survive a trip through JSON, weights beside it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+from keyhole.extract.extraction import Extraction
+from keyhole.files import write_text
+from keyhole.results import Finding, Status, dump, read
+
+
+@pytest.mark.parametrize("budget", [None, 3, 20])
+def test_an_extraction_reads_back_equal(tmp_path, budget):
+    result = extract.SingleHead()(oracle.Counted(oracle.plant(dim=4, seed=1), budget=budget))
+    result.save(tmp_path / "r.json")
+    again = Extraction.load(tmp_path / "r.json")
+    assert again.to_dict() == result.to_dict()
+    assert (again.model is None) == (result.model is None)
+    if result.model is not None:
+        assert torch.equal(again.model.W, result.model.W)
+        assert again.model.identity == result.model.identity
+
+
+def test_the_stamp_says_what_made_it():
+    stamp = extract.SingleHead()(oracle.plant(dim=2)).environment
+    assert set(stamp) == {"keyhole", "python", "torch", "platform", "cpus", "threads"}
+
+
+def test_every_status_has_advice():
+    for status in Status:
+        assert status.advice.endswith(".")
+
+
+def test_findings_read_back_equal():
+    finding = Finding(
+        "scores", "SingleHead", Status.INEXACT, "why", "stop it", 1e-3, 7, 0.1, 6, 0.5, ((1, 0.5),)
+    )
+    data = json.loads(json.dumps({**finding.__dict__}))
+    assert Finding.from_dict(data) == finding
+    assert finding.exposed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected a JSON file"),
+        ("[]", "expected a Keyhole JSON file"),
+        ('{"format": 99}', "expected format 1 in .*, got 99"),
+        ('{"format": 1}', "expected an extraction"),
+        ('{"format": 1, "status": "splendid"}', "expected an extraction"),
+    ],
+)
+def test_files_that_are_no_result(tmp_path, text, message):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        Extraction.load(tmp_path / "r.json")
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(InputError, match=r"expected a JSON file, got .*: No such file"):
+        read(tmp_path / "no.json")
+    with pytest.raises(InputError, match="expected a file to write"):
+        write_text(tmp_path / "no" / "r.json", "")
+
+
+def test_missing_weights(tmp_path):
+    extract.SingleHead()(oracle.plant(dim=2)).save(tmp_path / "r.json")
+    (tmp_path / "r.safetensors").unlink()
+    with pytest.raises(InputError, match="expected the weights beside the JSON"):
+        Extraction.load(tmp_path / "r.json")
+
+
+def test_json_never_holds_nan():
+    with pytest.raises(ValueError, match="JSON"):
+        dump({"error": float("nan")})
