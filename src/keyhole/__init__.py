@@ -1,16 +1,52 @@
-"""Keyhole tells you what a Transformer's attention gives away, before someone else finds out."""
+"""Keyhole tells you what a Transformer's attention gives away, before someone else finds out.
+
+    keyhole.audit("demo")                       every attack that applies, as an Audit
+    keyhole.audit("./model", data="texts.tsv")
+    keyhole.extract.run("target.safetensors")   weights from black-box answers
+    keyhole.invert.run("problem.safetensors")   the input of one attention layer
+    keyhole.recover.run("./model", ["leak.safetensors"])   text from what a model leaks
+    keyhole.disrupt.run("./model", "dev.tsv")   predictions flipped by cutting attention
+    keyhole.harden.run("./model", "train.tsv", "hardened")   training against that
+    keyhole.report.render(audit)                the page of an audit
+
+Each package holds the methods too: `keyhole.extract.SingleHead()(oracle)`, and so on. Results show
+themselves in a few lines, and are saved and loaded with `.save(path)` and `.load(path)`.
+"""
 
 import importlib
-from types import ModuleType
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
 
-_PARTS = (
-    "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models", "oracle",
-    "recover", "report", "results",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from keyhole import (
+        attention,
+        data,
+        disrupt,
+        extract,
+        harden,
+        invert,
+        models,
+        oracle,
+        recover,
+        report,
+        results,
+    )
+    from keyhole.audit.run import audit
+
+__all__ = [
+    "__version__", "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models",
+    "oracle", "recover", "report", "results",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
-    # Subpackages load torch; `keyhole --help` should not wait for it.
-    if name in _PARTS:
+def __getattr__(name: str) -> Any:
+    # Packages load torch; `keyhole --help` should not wait for it.
+    if name == "__version__":
+        return importlib.metadata.version("keyhole")
+    if name in __all__:
         return importlib.import_module(f"keyhole.{name}")
     raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

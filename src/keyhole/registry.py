@@ -30,20 +30,18 @@ class Entry(Generic[Method, Line]):
     name: str
     make: Callable[..., Method]
     lines: tuple[Line, ...] = ()
+    method: type[Method] | None = None  # where `make` is a function: the class that it gives
 
     @property
     def about(self) -> str:
-        """The first line of the docstring of its module (or of the function that makes it)."""
-        documented = self.make
-        if inspect.isclass(self.make):
-            documented = sys.modules[self.make.__module__]
-        first = (inspect.getdoc(documented) or "").split("\n\n")[0]
+        """What it is, in one line: the first of its module's docstring."""
+        first = (inspect.getdoc(sys.modules[self.source]) or "").split("\n\n")[0]
         return " ".join(first.split())
 
     @property
     def source(self) -> str:
         """The module that it stands in."""
-        return self.make.__module__
+        return (self.method or self.make).__module__
 
     @property
     def options(self) -> frozenset[str]:
@@ -93,6 +91,9 @@ class Registry(Mapping[str, Entry[Method, Line]]):
                 raise InputError(
                     f"expected {flag} with {' or '.join(takers) or 'no ' + self.what}, got {name}"
                 )
+        for option, parameter in inspect.signature(entry.make).parameters.items():
+            if parameter.default is parameter.empty and option not in given:
+                raise InputError(f"expected --{option.replace('_', '-')} for {name}, got none")
         return entry.make(**given)
 
     def lines(self) -> Iterator[tuple[Entry[Method, Line], Line]]:

@@ -1,6 +1,30 @@
-"""`keyhole.audit(TARGET)`: every attack that applies to a target, judged, collected as findings."""
+"""Every attack that applies to a target, judged, collected as findings.
+
+`keyhole.audit("demo")` runs one: the package itself can be called, and is `audit` of run.py then.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from keyhole.audit.run import audit
+from keyhole.audit.targets import Data, Target, open_target
+from keyhole.audit.texts import TextTarget
 from keyhole.results import Audit
 
-__all__ = ["Audit", "audit"]
+__all__ = ["Audit", "Data", "Target", "TextTarget", "audit", "open_target"]
+
+
+class _Audit(ModuleType):
+    """A module that can be called (the language reference, "Customizing module attribute access"):
+    `keyhole.audit` is the name of the package and of what it does.
+    """
+
+    __call__ = staticmethod(audit)
+
+
+module: Any = sys.modules[__name__]
+module.__class__ = _Audit
+del module

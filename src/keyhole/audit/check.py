@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from keyhole.results import Finding, Skip
-
-Watch = Callable[[str, int, int | None], None]  # exposure, done so far, expected
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,79 @@
-"""`keyhole audit`: every attack that applies to a target, judged, and collected as findings."""
+"""`keyhole audit` as a function: every attack that applies to a target, judged, as findings.
+
+Findings in, page out, nothing global. A family of exposures is a function that takes an endpoint or
+a model and gives findings and skips; to add an attack, see the registry of its package.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
-from keyhole.audit import flips, inputs, texts, weights
-from keyhole.audit.check import Watch
+from keyhole.audit import flips as flip_checks
+from keyhole.audit import inputs, weights
+from keyhole.audit import texts as text_checks
+from keyhole.audit.check import Checked
+from keyhole.audit.targets import Data, Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
-from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle import Oracle
+from keyhole.oracle.session import session
+from keyhole.progress import Track, untracked
 from keyhole.results import Audit, Finding, Skip
 
 ENDPOINTS = (weights.check, inputs.check)
-MODELS = (texts.check, flips.check)
+MODELS = (text_checks.check, flip_checks.check)
 
 
 def audit(
-    surfaces: Oracle | Mapping[str, Oracle] | None = None,
+    target: str | Oracle | Mapping[str, Oracle] | TextTarget | Target,
     *,
-    models: TextTarget | Mapping[str, TextTarget] | None = None,
-    target: str = "",
+    data: str | Path | None = None,
+    texts: int = 3,
+    flips: int = 12,
+    column: str | None = None,
+    label: str = "label",
+    layers: Sequence[int] | None = None,
+    device: str = "cpu",
+    ledger: str | Path | None = None,
     seed: int = 0,
-    watch: Watch | None = None,
+    track: Track = untracked,
 ) -> Audit:
-    """Run every attack of the registry that applies.
+    """Try every attack that applies to a target, and report what it gives away.
 
-    A target may have several surfaces (endpoints) and several models, each given by name; one alone
-    needs no name.
+    `target` is what the command line takes (`demo`, a file, an address, a model's folder or name),
+    or an oracle, several by name, or a model with its texts. `data` is a file of texts for a model:
+    the first `texts` of its `column` are read back, and the first `flips` flipped, whose right
+    classes are in the column `label`. `layers` overrides which layers are looked at. `ledger`
+    remembers what endpoints answered.
     """
     started = time.perf_counter()
-    oracles = surfaces if isinstance(surfaces, Mapping) else {"": surfaces} if surfaces else {}
-    subjects = models if isinstance(models, Mapping) else {"": models} if models else {}
-    checks = [
-        *(partial(check, name, oracle) for name, oracle in oracles.items() for check in ENDPOINTS),
-        *(partial(check, name, model) for name, model in subjects.items() for check in MODELS),
-    ]
-    findings: list[Finding] = []
-    skips: list[Skip] = []
-    for check in checks:
-        checked = check(seed, watch)
-        findings.extend(checked.findings)
-        if len(oracles) + len(subjects) == 1:  # of several, the others' attacks are not missed
-            skips.extend(checked.skips)
-    named = [identity_of(oracle) for oracle in oracles.values()]
-    named += [f"{one.loaded.name} {one.loaded.identity}" for one in subjects.values()]
-    identity = "; ".join(named)
+    if isinstance(target, str):
+        given = None if data is None else Data(data, texts, flips, column, label)
+        opened = open_target(target, data=given, layers=layers, device=device)
+    else:
+        opened = target_of(target)
+    with session(opened.surfaces, ledger=ledger) as surfaces:
+        checked = [check(seed, track) for check in _checks(surfaces, opened.models)]
+    findings: list[Finding] = [one for part in checked for one in part.findings]
+    skips: list[Skip] = [one for part in checked for one in part.skips]
+    if len(opened.surfaces) + len(opened.models) > 1:
+        skips = []  # what one part of the target does not give, another does
     return Audit(
-        target=target or identity,
-        identity=identity,
+        target=opened.name or opened.identity,
+        identity=opened.identity,
         findings=tuple(findings),
         skips=tuple(skips),
         seed=seed,
         seconds=time.perf_counter() - started,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _checks(
+    surfaces: Mapping[str, Oracle], models: Mapping[str, TextTarget]
+) -> list[Callable[[int, Track], Checked]]:
+    return [
+        *(partial(check, name, oracle) for name, oracle in surfaces.items() for check in ENDPOINTS),
+        *(partial(check, name, model) for name, model in models.items() for check in MODELS),
+    ]

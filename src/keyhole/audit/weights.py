@@ -1,76 +1,23 @@
 """The weights from answers: every kind of answer an endpoint gives, and the attack it invites.
 
-To add one, write the attack in its own module and add one line to ATTACKS.
+Which exposures are tried with which method stands in extract/registry.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from keyhole.audit.check import Checked, Watch
-from keyhole.extract import (
-    FullOutput,
-    LowRank,
-    Method,
-    MultiHead,
-    OneLayerTransformer,
-    SignOnly,
-    SingleHead,
-    Tolerant,
-    judge,
-)
-from keyhole.extract.auto import Auto, Kind, choose
+from keyhole.audit.check import Checked
+from keyhole.extract.auto import choose
 from keyhole.extract.extraction import Extraction
-from keyhole.oracle import Clipped, Counted, Oracle, OracleError, Rounded
-from keyhole.oracle import SignOnly as Thresholded
+from keyhole.extract.judge import Method, judge
+from keyhole.extract.registry import METHODS, Line
+from keyhole.oracle import Counted, Oracle, OracleError
+from keyhole.progress import Track
 from keyhole.results import Finding, Skip, Status
 
 
-@dataclass(frozen=True)
-class Attack:
-    """One exposure and the attack that it invites.
-
-    `reads` is the kind of answers it needs. `view` degrades them as a server might, to find out
-    whether that would help; `budget` is the share of the unknowns that the attacker may ask for.
-    """
-
-    exposure: str
-    reads: Kind
-    method: Callable[[int], Method]  # by seed
-    remedy: str
-    view: Callable[[Oracle], Oracle] | None = None
-    budget: float | None = None
-
-
-_COARSER = "Return a label instead of the score; bound the norms of input embeddings."
-_FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
-_BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
-_FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
-_LABEL = "Count queries per client: a label is one bit, and the attack needs them all."
-_VECTOR = "Return a score or a label; a vector tells as many numbers as it has."
-
-ATTACKS = (
-    Attack("full scores", Kind.HEAD, lambda s: SingleHead(seed=s), _COARSER),
-    Attack("full scores, low-rank head", Kind.HEAD, lambda s: LowRank(seed=s), _COARSER),
-    Attack("scores under a budget", Kind.HEAD, lambda s: SingleHead(seed=s), _FEWER, budget=0.5),
-    Attack("scores rounded to 3 decimals", Kind.HEAD, lambda s: Tolerant(5e-4, seed=s), _BOUND,
-           view=lambda o: Rounded(o, 3)),
-    Attack("the same, inputs of norm 10 at most", Kind.HEAD,
-           lambda s: Tolerant(5e-4, max_norm=10.0, seed=s), _FURTHER,
-           view=lambda o: Rounded(Clipped(o, 10.0), 3)),
-    Attack("signs", Kind.HEAD, lambda s: SignOnly(accuracy=1e-4, seed=s), _LABEL, view=Thresholded),
-    Attack("scores of several heads", Kind.HEADS, lambda s: MultiHead(seed=s), _COARSER),
-    Attack("scores of a small Transformer", Kind.LAYER,
-           lambda s: OneLayerTransformer(seed=s), _COARSER),
-    Attack("rounded scores", Kind.ROUNDED, lambda s: Auto(seed=s), _BOUND),
-    Attack("labels", Kind.SIGNS, lambda s: SignOnly(accuracy=1e-4, seed=s), _LABEL),
-    Attack("the last token's vector", Kind.LAST_VECTOR, lambda s: FullOutput(seed=s), _VECTOR),
-    Attack("every token's vector", Kind.EVERY_VECTOR, lambda s: FullOutput(seed=s), _VECTOR),
-)  # fmt: skip
-
-
-def check(surface: str, oracle: Oracle, seed: int, watch: Watch | None) -> Checked:
+def check(surface: str, oracle: Oracle, seed: int, track: Track) -> Checked:
     """Every attack that reads what this endpoint gives; the others are skipped."""
     try:
         kind = choose(oracle, seed).kind
@@ -78,13 +25,13 @@ def check(surface: str, oracle: Oracle, seed: int, watch: Watch | None) -> Check
         return Checked((_unanswered(surface, str(error)),))
     findings: list[Finding] = []
     skips: list[Skip] = []
-    for attack in ATTACKS:
-        if attack.reads is kind:
-            findings.append(_run(attack, surface, oracle, seed, watch))
+    for entry, line in METHODS.lines():
+        method = METHODS.make(entry.name, seed=seed, **line.settings)
+        if line.reads is kind:
+            findings.append(_run(line, method, surface, oracle, track))
         else:
-            reason = f"it reads {attack.reads}; this target gives {kind}"
-            name = type(attack.method(seed)).__name__
-            skips.append(Skip(attack.exposure, name, reason))
+            reason = f"it reads {line.reads}; this target gives {kind}"
+            skips.append(Skip(line.exposure, type(method).__name__, reason))
     return Checked(tuple(findings), tuple(skips))
 
 
@@ -103,34 +50,28 @@ def _unanswered(surface: str, reason: str) -> Finding:
     )
 
 
-def _run(attack: Attack, surface: str, oracle: Oracle, seed: int, watch: Watch | None) -> Finding:
-    method = attack.method(seed)
-    seen = oracle if attack.view is None else attack.view(oracle)
+def _run(line: Line, method: Method, surface: str, oracle: Oracle, track: Track) -> Finding:
+    seen = oracle if line.view is None else line.view(oracle)
     floor = oracle.dim**2 + oracle.dim
-    budget = None if attack.budget is None else int(attack.budget * floor)
+    budget = None if line.budget is None else int(line.budget * floor)
     expected = budget if budget is not None else method.expected(oracle.dim)
-
-    def notify(count: int) -> None:
-        if watch is not None:
-            watch(attack.exposure, count, expected)
-
-    extraction = method(Counted(seen, budget, notify))
+    extraction = method(Counted(seen, budget, track(line.exposure, expected)))
     if budget is not None and extraction.model is not None:
         # The budget binds the attacker, not the auditor: how good is what the attacker has?
-        check = judge(oracle, extraction.model, seed)
+        check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
-    return _finding(attack, surface, type(method).__name__, extraction)
+    return _finding(line, surface, type(method).__name__, extraction)
 
 
-def _finding(attack: Attack, surface: str, name: str, extraction: Extraction) -> Finding:
+def _finding(line: Line, surface: str, name: str, extraction: Extraction) -> Finding:
     return Finding(
         surface=surface,
-        exposure=attack.exposure,
+        exposure=line.exposure,
         attack=name,
         status=extraction.status,
         reason=extraction.reason,
-        remedy=attack.remedy,
+        remedy=line.remedy,
         error=None if extraction.check is None else extraction.check.worst,
         queries=extraction.queries,
         seconds=extraction.seconds,

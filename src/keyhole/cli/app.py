@@ -73,8 +73,6 @@ def command(name: str) -> Any:
 CLEAN, FINDINGS, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-
-
 def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as Typer calls it
     """An option whose values are the names in a registry, shown in help and checked."""
     return typer.Option(

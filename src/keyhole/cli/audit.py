@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from keyhole import report
+from keyhole.audit.run import audit as run
 from keyhole.cli.app import (
     CLEAN,
     FAILURE,
@@ -18,16 +19,13 @@ from keyhole.cli.app import (
     Seed,
     app,
     expect_folder,
-    ready_surfaces,
+    interruptible,
 )
-from keyhole.cli.console import Show, people, progress, say
+from keyhole.cli.console import bars, people, say
+from keyhole.cli.extract import kept_in
 from keyhole.errors import InputError
-
-if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.audit.texts import TextTarget
-    from keyhole.data import Example
-    from keyhole.models import Loaded
-    from keyhole.oracle import Oracle
+from keyhole.files import write_text
+from keyhole.results import dump
 
 
 @app.command(
@@ -51,58 +49,49 @@ def audit(
             "column sentence or text.",
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(help="How many of them to read back.")] = 3,
-    flips: Annotated[int, typer.Option(help="How many of a classifier's answers to flip.")] = 12,
-    column: Annotated[str | None, typer.Option(help="The column that holds them.")] = None,
+    texts: Annotated[int, typer.Option(help="How many of the texts to read back.")] = 3,
+    flips: Annotated[
+        int, typer.Option(help="How many of a classifier's answers to try to flip.")
+    ] = 12,
+    column: Annotated[str | None, typer.Option(help="The column that holds the texts.")] = None,
     label: Annotated[
         str,
-        typer.Option(help="The column of the right classes; without it, the model's own answers."),
+        typer.Option(
+            help="The column that holds the right class; without it, the model's own answer is "
+            "taken to be right."
+        ),
     ] = "label",
     layers: Annotated[
-        str | None, typer.Option(help="Layers to look at, such as 1,6,12; by default a few.")
+        str | None,
+        typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
     ] = None,
     device: Device = "cpu",
-    page: Annotated[Path, typer.Option(metavar="FILE", help="The page for people.")] = Path(
-        "keyhole-report.html"
-    ),
+    page: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
+    ] = Path("keyhole-report.html"),
     json_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="The findings for a pipeline.")
+        Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Try every attack that applies, and report what the target gives away."""
-    from keyhole import report
-    from keyhole.audit import audit as run
-    from keyhole.files import write_text
-    from keyhole.oracle.target import describe
-    from keyhole.results import dump
-
     expect_folder(json_file, page)
-    bars: dict[str, Show] = {}
-    asked = None if data is None else _Data(data, texts, flips, column, label)
-    surfaces, models = _opened(target, asked, _numbers(layers), device)
-    with ready_surfaces(surfaces, None, ledger) as ready, progress("done") as track:
-
-        def watch(attack: str, count: int, expected: int | None) -> None:
-            if attack not in bars:
-                bars[attack] = track(attack, expected)
-            bars[attack](count)
-
-        found = run(
-            ready, models=models, target=describe(target, surfaces), seed=seed, watch=watch
+    with interruptible(lambda: kept_in(ledger)), bars("done") as track:
+        result = run(
+            target, data=data, texts=texts, flips=flips, column=column, label=label,
+            layers=_numbers(layers), device=device, ledger=ledger, seed=seed, track=track,
         )  # fmt: skip
-    text = dump(found.to_dict())
-    write_text(json_file, text)
-    write_text(page, report.render(found))
+    result.save(json_file)
+    write_text(page, report.render(result))
     if as_json:
-        typer.echo(text)
-    people.print(report.table(found))
+        typer.echo(dump(result.to_dict()))
+    people.print(report.table(result))
     say(f"page: {page}   findings: {json_file}")
-    if found.failed:
+    if result.failed:
         raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if found.exposed else CLEAN)
+    raise typer.Exit(FINDINGS if result.exposed else CLEAN)
 
 
 def _numbers(layers: str | None) -> list[int] | None:
@@ -112,63 +101,3 @@ def _numbers(layers: str | None) -> list[int] | None:
         return [int(part) for part in layers.split(",")]
     except ValueError:
         raise InputError(f"expected layers such as 1,6,12, got {layers}") from None
-
-
-@dataclass(frozen=True)
-class _Data:
-    """Which part of a file is tried, and with which columns."""
-
-    file: Path
-    texts: int
-    flips: int
-    column: str | None
-    label: str
-
-    def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
-        """Texts to read back, and examples to flip where the model is a classifier."""
-        from keyhole.data import read_examples, read_texts
-        from keyhole.models.loading import class_names, head_of
-
-        texts = read_texts(self.file, self.column, self.texts)
-        if head_of(loaded.model) != "classification":
-            return texts, []
-        names = class_names(loaded.model.config)
-        return texts, read_examples(
-            self.file, text=self.column or (), label=self.label, names=names, limit=self.flips,
-            labelled=False,
-        )  # fmt: skip
-
-
-def _opened(
-    target: str, data: _Data | None, layers: list[int] | None, device: str
-) -> tuple[dict[str, Oracle], dict[str, TextTarget]]:
-    """The endpoints and the models that a target consists of."""
-    from keyhole.audit.texts import TextTarget
-    from keyhole.models import demo as box
-    from keyhole.models.loading import load_model, names_model, task_of
-    from keyhole.oracle.target import DEMO, open_surfaces
-
-    model = names_model(target)
-    if data is not None and not model and target != DEMO:
-        raise InputError(f"expected --data with a model, got the endpoint {target}")
-    if not (model or target == DEMO or "://" in target or Path(target).exists()):
-        raise InputError(
-            "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
-            f"http://host:port/v2/models/NAME or demo, got {target}: no such file or folder"
-        )
-    surfaces = {} if model else open_surfaces(target)
-    if not model and target != DEMO:
-        return surfaces, {}
-    if model:
-        task = task_of(target)
-        loaded = load_model(target, task="base" if task == "choice" else task, device=device)
-        twin = None
-    else:
-        loaded = box.load_demo("classification", device)
-        twin = box.load_demo("classification", device, hardened=True) if box.has_twin() else None
-    texts, examples = (box.TEXTS, box.EXAMPLES) if data is None else data.read(loaded)
-    # The built-in examples have the right classes for the classifier in the box alone.
-    examples = () if model and data is None else examples
-    about = "" if model or data is not None else box.ABOUT
-    subject = TextTarget(loaded, texts, layers, examples=examples, twin=twin, about=about)
-    return surfaces, {loaded.name: subject}

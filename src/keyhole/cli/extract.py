@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,25 +16,15 @@ from keyhole.cli.app import (
     Seed,
     Target,
     app,
-    ready_surfaces,
+    expect_folder,
+    interruptible,
+    name_in,
 )
-from keyhole.cli.console import progress, say
-
-if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.extract import Extraction
-
-
-class MethodName(StrEnum):
-    AUTO = "auto"
-    SINGLE_HEAD = "single-head"
-    LOW_RANK = "low-rank"
-    NUCLEAR_NORM = "nuclear-norm"
-    TOLERANT = "tolerant"
-    SIGN_ONLY = "sign-only"
-    ONE_LAYER = "one-layer"
-    MULTI_HEAD = "multi-head"
-    ORTHOGONAL_HEADS = "orthogonal-heads"
-    FULL_OUTPUT = "full-output"
+from keyhole.cli.console import bars, say
+from keyhole.extract.registry import METHODS
+from keyhole.extract.run import run
+from keyhole.oracle.ledger import answers_in
+from keyhole.results import Status, dump
 
 
 @app.command(
@@ -46,8 +35,8 @@ class MethodName(StrEnum):
 def extract(
     target: Target,
     method: Annotated[
-        MethodName, typer.Option(help="The attack; auto finds out from the answers.")
-    ] = MethodName.AUTO,
+        str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
+    ] = "auto",
     rank: Annotated[
         int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
     ] = None,
@@ -55,7 +44,7 @@ def extract(
         float | None, typer.Option(help="How far an answer may be off (tolerant).")
     ] = None,
     max_norm: Annotated[
-        float | None, typer.Option(help="Longest token the target takes (tolerant).")
+        float | None, typer.Option(help="Norm of the longest token the target takes (tolerant).")
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
@@ -67,32 +56,25 @@ def extract(
     as_json: Json = False,
 ) -> None:
     """Read the weights back from black-box answers."""
-    from keyhole.extract.registry import named
-    from keyhole.oracle import Counted
-    from keyhole.oracle.target import open_target
-    from keyhole.results import Status, dump
-
-    attack = named(method, rank=rank, answer_error=answer_error, max_norm=max_norm, seed=seed)
-    surfaces = {"": open_target(target)}
-    with ready_surfaces(surfaces, budget, ledger) as ready, progress() as track:
-        show = track(method.value, attack.expected(ready[""].dim))
-        result = attack(Counted(ready[""], watch=show))
+    expect_folder(out)
+    with interruptible(lambda: kept_in(ledger)), bars() as track:
+        result = run(
+            target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
+            budget=budget, ledger=ledger, seed=seed, track=track,
+        )  # fmt: skip
     if out is not None:
         result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(_summary(result))
+    say(result.summary())
     if result.status is Status.ORACLE_FAILED:
         raise typer.Exit(FAILURE)
     found = result.status in (Status.RECOVERED, Status.INEXACT)
     raise typer.Exit(FINDINGS if found else CLEAN)
 
 
-def _summary(result: Extraction) -> str:
-    floor = "" if result.floor is None else f" (unknowns: {result.floor:,})"
-    free = f", {result.remembered:,} of them remembered" if result.remembered else ""
-    return (
-        f"{result.status}: {result.reason}\n"
-        f"{result.queries:,} queries{free}{floor}, {result.seconds:.2f} s\n"
-        f"{result.status.advice}"
-    )
+def kept_in(ledger: Path | None) -> str:
+    """What a stopped run has paid for already."""
+    if ledger is None:
+        return ""
+    return f"{answers_in(ledger):,} answers are in {ledger}: the same command resumes"

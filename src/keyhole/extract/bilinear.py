@@ -228,7 +228,11 @@ class BilinearForms:
             if not len(which):
                 return
             part = questions.part(which)
-            alpha = torch.sigmoid(record.forms[which] * self._square)
+            # A form that does not stand out of rounding may be zero: its digits say nothing
+            # about the gate at another scale.
+            forms, errors = record.forms[which], record.errors[which]
+            seen = torch.where(_clear(forms, errors), forms, 0.0)
+            alpha = torch.sigmoid(seen * self._square)
             which = which[part.errors(alpha, self._square) < record.errors[which] / 2]
             if not 0 < len(which) <= 16 + _SPARE * self._asked - self._again:
                 return
@@ -238,7 +242,7 @@ class BilinearForms:
     def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
         """Choose s² so that the largest form comes out near 1; leave it if it is near enough."""
         sound = errors * square <= _SOUND
-        clear = forms[sound & (forms.abs() > 8 * errors)]
+        clear = forms[sound & _clear(forms, errors)]
         if len(clear):
             self.largest = max(self.largest, float(clear.abs().max()))
         # The first answers are a poor guess at the largest: leave room above them.
@@ -252,6 +256,11 @@ class BilinearForms:
             wanted = min(square * 2.0**20, fitting)
         low, high = _SCALES
         self._square = 4.0 ** round(math.log(min(max(wanted, low), high), 4))
+
+
+def _clear(forms: Tensor, errors: Tensor) -> Tensor:
+    """Which forms stand out of rounding."""
+    return forms.abs() > 8 * errors
 
 
 def _logit(alpha: Tensor) -> Tensor:

@@ -1,9 +1,16 @@
-"""Methods by the names they have on the command line."""
+"""Every extraction method under the name that people type, and what the audit tries it on.
+
+To add one, write the attack in its own module and add one line to METHODS.
+"""
 
 from __future__ import annotations
 
-from keyhole.errors import InputError
-from keyhole.extract.auto import Auto
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import LowRank
@@ -11,40 +18,77 @@ from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
+from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
-
-_PLAIN = {
-    "auto": Auto,
-    "single-head": SingleHead,
-    "sign-only": SignOnly,
-    "one-layer": OneLayerTransformer,
-    "multi-head": MultiHead,
-    "orthogonal-heads": OrthogonalHeads,
-    "full-output": FullOutput,
-}
+from keyhole.oracle import Clipped, Oracle, Rounded
+from keyhole.oracle import SignOnly as Thresholded
+from keyhole.registry import Entry, Registry
 
 
-def named(
-    name: str,
-    *,
-    rank: int | None = None,
-    answer_error: float | None = None,
-    max_norm: float | None = None,
-    seed: int = 0,
-) -> Method:
-    """The method called `name`; options that it does not have are left aside."""
-    match name:
-        case "low-rank":
-            return LowRank(rank=rank, seed=seed)
-        case "nuclear-norm":
-            if rank is None:
-                raise InputError("expected --rank for nuclear-norm, got none")
-            return NuclearNorm(rank=rank, seed=seed)
-        case "tolerant":
-            if answer_error is None:
-                raise InputError("expected --answer-error for tolerant, got none")
-            return Tolerant(answer_error, max_norm=max_norm, seed=seed)
-        case _:
-            return _PLAIN[name](seed=seed)
+@dataclass(frozen=True)
+class Line:
+    """One exposure that the audit tries a method on.
+
+    `reads` is the kind of answers the method needs, `settings` its hyperparameters there. `view`
+    degrades the answers as a server might, to find out whether that would help; `budget` is the
+    share of the unknowns that the attacker may ask for.
+    """
+
+    exposure: str
+    reads: Kind
+    remedy: str
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    view: Callable[[Oracle], Oracle] | None = None
+    budget: float | None = None
+
+
+_COARSER = "Return a label instead of the score; bound the norms of input embeddings."
+_FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
+_BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
+_FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
+_LABEL = "Count queries per client: a label is one bit, and the attack needs them all."
+_VECTOR = "Return a score or a label; a vector tells as many numbers as it has."
+
+
+def tolerant(answer_error: float, max_norm: float | None = None, seed: int = 0) -> Tolerant:
+    """`answer_error` is how far an answer may be off, `max_norm` the longest token allowed."""
+    return Tolerant(answer_error, max_norm=max_norm, seed=seed)
+
+
+_full = partial(Line, reads=Kind.HEAD, remedy=_COARSER)
+_rounded = partial(Line, reads=Kind.HEAD, view=lambda oracle: Rounded(oracle, 3))
+_clipped = partial(Line, reads=Kind.HEAD, view=lambda oracle: Rounded(Clipped(oracle, 10.0), 3))
+
+METHODS: Registry[Method, Line] = Registry(
+    "method",
+    Entry("auto", Auto, (Line("rounded scores", Kind.ROUNDED, _BOUND),)),
+    Entry("single-head", SingleHead, (
+        _full("full scores"),
+        Line("scores under a budget", Kind.HEAD, _FEWER, budget=0.5),
+    )),
+    Entry("low-rank", LowRank, (_full("full scores, low-rank head"),)),
+    Entry("nuclear-norm", NuclearNorm),
+    Entry("tolerant", tolerant, (
+        _rounded("scores rounded to 3 decimals", remedy=_BOUND, settings={"answer_error": 5e-4}),
+        _clipped(
+            "scores rounded to 3 decimals, inputs of norm 10 at most", remedy=_FURTHER,
+            settings={"answer_error": 5e-4, "max_norm": 10.0},
+        ),
+    ), Tolerant),
+    Entry("sign-only", SignOnly, (
+        Line("signs", Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
+        Line("labels", Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
+    )),
+    Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
+    Entry("orthogonal-heads", OrthogonalHeads),
+    Entry("one-layer", OneLayerTransformer, (
+        Line("scores of a small Transformer", Kind.LAYER, _COARSER),
+    )),
+    Entry("relu-network", ReluNetwork),
+    Entry("full-output", FullOutput, (
+        Line("the last token's vector", Kind.LAST_VECTOR, _VECTOR),
+        Line("every token's vector", Kind.EVERY_VECTOR, _VECTOR),
+    )),
+)  # fmt: skip

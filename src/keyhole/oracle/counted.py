@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask, identity_of
+from keyhole.progress import Progress, silent
 
 
 class Counted:
@@ -16,7 +15,7 @@ class Counted:
     A batch that overruns the budget is asked up to its end, and the answers travel with the
     exception: what was paid for is not thrown away.
 
-    `watch` is called with the count after every batch, for whoever shows progress.
+    `progress` is told the count after every batch.
 
     `Ledger(Counted(o))` counts what was paid, since remembered answers never reach the counter;
     `Counted(Ledger(o))` counts what was asked.
@@ -26,14 +25,14 @@ class Counted:
         self,
         inner: Oracle,
         budget: int | None = None,
-        watch: Callable[[int], None] | None = None,
+        progress: Progress = silent,
     ) -> None:
         if budget is not None and budget < 0:
             raise InputError(f"expected a budget of 0 queries or more, got {budget}")
         self.inner = inner
         self.budget = budget
         self.queries = 0
-        self._watch = watch
+        self._progress = progress
 
     @property
     def dim(self) -> int:
@@ -57,5 +56,4 @@ class Counted:
             self.queries -= len(sequences) - (0 if end.answers is None else len(end.answers))
             raise
         finally:
-            if self._watch is not None:
-                self._watch(self.queries)
+            self._progress(self.queries)

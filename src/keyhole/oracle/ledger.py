@@ -12,7 +12,7 @@ import itertools
 import sqlite3
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,7 @@ from keyhole.oracle.protocol import (
     check_sequences,
     identity_of,
 )
+from keyhole.resume import expect_same_run
 
 VERSION = "1"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from any other SQLite file
@@ -173,12 +174,7 @@ class Ledger:
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
         except sqlite3.DatabaseError as error:
             raise InputError(f"expected a Keyhole ledger, got {self.path}: {error}") from error
-        for name, value in mine.items():
-            if theirs.get(name) != value:
-                raise InputError(
-                    f"expected a ledger of {name} {value}, got {name} {theirs.get(name)} in "
-                    f"{self.path}: give this target a ledger of its own"
-                )
+        expect_same_run(self.path, mine, theirs)
 
     @contextmanager
     def _transaction(self) -> Generator[None]:
@@ -190,6 +186,17 @@ class Ledger:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def answers_in(path: Path) -> int:
+    """How many answers a ledger holds; 0 where there is none."""
+    if not path.is_file():
+        return 0
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            return int(db.execute("SELECT count(*) FROM answers").fetchone()[0])
+    except sqlite3.DatabaseError:
+        return 0
 
 
 def _open(path: Path) -> sqlite3.Connection:

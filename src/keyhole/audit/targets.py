@@ -1,0 +1,110 @@
+"""What TARGET means: a file, an address, a model or `demo`, opened as endpoints and models.
+
+An endpoint is an oracle whose weights and inputs are sought, a model one whose texts are read back
+and whose predictions are flipped. `open_target` is the one place where a name becomes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keyhole.audit.texts import TextTarget
+from keyhole.data import Example, read_examples, read_texts
+from keyhole.errors import InputError
+from keyhole.models import Loaded, demo
+from keyhole.models.loading import class_names, head_of, load_model, names_model, task_of
+from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle.target import DEMO, describe, open_surfaces
+
+
+@dataclass(frozen=True)
+class Target:
+    """The endpoints and the models that a target consists of, by name; one alone needs none."""
+
+    name: str
+    surfaces: Mapping[str, Oracle] = field(default_factory=dict[str, Oracle])
+    models: Mapping[str, TextTarget] = field(default_factory=dict[str, TextTarget])
+
+    @property
+    def identity(self) -> str:
+        """A name that two targets share only if they are the same."""
+        named = [identity_of(oracle) for oracle in self.surfaces.values()]
+        named += [f"{one.loaded.name} {one.loaded.identity}" for one in self.models.values()]
+        return "; ".join(named)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which part of a file a model is tried with, and which columns hold what."""
+
+    file: str | Path
+    texts: int = 3
+    flips: int = 12
+    column: str | None = None
+    label: str = "label"
+
+    def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
+        """Texts to read back, and examples to flip where the model is a classifier."""
+        texts = read_texts(self.file, self.column, self.texts)
+        if head_of(loaded.model) != "classification":
+            return texts, []
+        return texts, read_examples(
+            self.file, text=self.column or (), label=self.label,
+            names=class_names(loaded.model.config), limit=self.flips, labelled=False,
+        )  # fmt: skip
+
+
+def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | Target) -> Target:
+    """An oracle, several by name, or a model with its texts, as a target without a file."""
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, TextTarget):
+        return Target(target.loaded.name, models={"": target})
+    surfaces = target if isinstance(target, Mapping) else {"": target}
+    return Target("", surfaces=surfaces)
+
+
+def open_target(
+    name: str,
+    *,
+    data: Data | None = None,
+    layers: Sequence[int] | None = None,
+    device: str = "cpu",
+) -> Target:
+    """What `name` stands for; `data` and `layers` say what a model is tried with."""
+    if names_model(name):
+        return _model(name, data, layers, device)
+    if name == DEMO:
+        return _demo(data, layers, device)
+    if data is not None:
+        raise InputError(f"expected --data with a model, got the endpoint {name}")
+    if "://" not in name and not Path(name).exists():
+        raise InputError(
+            "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
+            f"http://host:port/v2/models/NAME or demo, got {name}: no such file or folder"
+        )
+    surfaces = open_surfaces(name)
+    return Target(describe(name, surfaces), surfaces)
+
+
+def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: str) -> Target:
+    task = task_of(name)
+    loaded = load_model(name, task="base" if task == "choice" else task, device=device)
+    # Without data: the texts that ship. Their classes are the shipped classifier's alone.
+    texts, examples = (list(demo.TEXTS), []) if data is None else data.read(loaded)
+    subject = TextTarget(loaded, texts, layers, examples=examples)
+    return Target(name, models={loaded.name: subject})
+
+
+def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:
+    """The planted endpoints, and the classifier that ships beside its hardened twin."""
+    loaded = demo.load_demo("classification", device)
+    twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
+    texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
+    if data is not None:
+        (texts, examples), about = data.read(loaded), ""
+    subject = TextTarget(loaded, texts, layers, examples=examples, twin=twin, about=about)
+    surfaces = open_surfaces(DEMO)
+    return Target(describe(DEMO, surfaces), surfaces, {loaded.name: subject})
