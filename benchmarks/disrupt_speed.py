@@ -40,7 +40,7 @@ def run(quick: bool) -> list[Row]:
             tiny(Path(folder))
             model, examples = folder, INLINE
         else:
-            model = CHOSEN.model or str(FOLDER)  # the classifier in the box
+            model = CHOSEN.model or str(FOLDER)  # the classifier that ships with Keyhole
             examples = read_examples(CHOSEN.data / "sst2" / "dev.tsv")
         rows: list[Row] = []
         if "singly" in CHOSEN.parts:

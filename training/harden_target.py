@@ -1,4 +1,4 @@
-"""Train the hardened twin of the classifier in the box: the same model, trained on against cuts.
+"""Train the hardened twin of the classifier that ships: the same model, trained on against cuts.
 
     python training/harden_target.py --data SST2_FOLDER --out src/keyhole/models/hardened
 
@@ -66,7 +66,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     model.half().cpu().save_pretrained(args.out)
     box.tokenizer.save_pretrained(args.out)
-    card = f"""# The hardened twin of the classifier in the box
+    card = f"""# The hardened twin of the classifier that ships with Keyhole
 
 The classifier of `../classifier`, trained on with `{method}` by
 `training/harden_target.py` ({args.epochs} epochs, rate {args.rate:g}, batch {args.batch}, seed

@@ -1,4 +1,4 @@
-"""Train the target in the box: a small sentiment classifier with its own WordPiece tokenizer.
+"""Train the classifier that ships with Keyhole: small, for sentiment, with its own tokenizer.
 
     python training/train_target.py --data SST2_FOLDER --out src/keyhole/models/classifier
 
@@ -132,7 +132,7 @@ def write(args, model, tokenizer, dev: float, seconds: float) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()
                 if k not in ("data", "out")}  # fmt: skip
-    card = f"""# The target in the box
+    card = f"""# The classifier that ships with Keyhole
 
 A small sentiment classifier to audit: BERT architecture, {args.layers} layers of width
 {args.width}, {args.heads} heads, {parameters:,} parameters in half precision, a vocabulary of

@@ -66,12 +66,12 @@ def read_examples(
     columns = _Columns(given, label, tuple(names), labelled)
     path = Path(source)
     if path.is_file():
-        found = _from_file(path, columns)
+        rows = _from_file(path, columns)
     elif path.exists() or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
         raise InputError(f"expected a file with texts, got {source}: there is no such file")
     else:
-        found = _from_hub(str(source), split, columns)
-    examples = list(islice((one for one in found if one.text.strip()), limit))
+        rows = _from_hub(str(source), split, columns)
+    examples = list(islice((row for row in rows if row.text.strip()), limit))
     if not examples:
         raise InputError(f"expected texts in {source}, got none")
     return examples
@@ -79,8 +79,8 @@ def read_examples(
 
 def read_texts(path: str | Path, column: str | None = None, limit: int | None = None) -> list[str]:
     """The first `limit` texts of a file, whatever labels they may have."""
-    found = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
-    return [one.text.strip() for one in found]
+    examples = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
+    return [example.text.strip() for example in examples]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The two ways a run can be refused. Everything else is a Status (see results.py)."""
+"""The two ways a run can be refused. Everything else is a Status (see results/status.py)."""
 
 from __future__ import annotations
 

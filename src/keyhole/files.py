@@ -27,8 +27,8 @@ def write_tensors(
 ) -> None:
     """Write a whole .safetensors file or leave the old one."""
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    told = None if metadata is None else dict(metadata)
-    _whole(path, lambda partial: save_file(plain, partial, metadata=told))
+    about = None if metadata is None else dict(metadata)
+    _whole(path, lambda partial: save_file(plain, partial, metadata=about))
 
 
 def read_tensors(

@@ -1,4 +1,4 @@
-"""One list of methods per package: from it derive the command line's choices, the audit and the docs.
+"""One list of methods per package, from which the commands, the audit and the documents derive.
 
 Adding a method is one file that holds it and one line in its package's `registry.py`:
 

@@ -119,9 +119,9 @@ class Journal:
 
 def _line(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except ValueError as error:
         raise InputError(f"expected JSON in {path}:{number}, got {text[:40]!r}") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise InputError(f"expected an object in {path}:{number}, got {text[:40]!r}")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", record)

@@ -1,4 +1,4 @@
-"""`keyhole plant` and `keyhole serve`: targets of known weights, to rehearse on."""
+"""`keyhole plant`: targets of known weights, and outputs of known inputs, to try attacks on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.app import Json, Seed, app
+from keyhole import invert, oracle
+from keyhole.cli.app import Seed, app
 from keyhole.cli.console import say
-from keyhole.errors import InputError
 
 
 @app.command(
@@ -20,31 +20,31 @@ from keyhole.errors import InputError
 def plant(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
     kind: Annotated[
-        str, typer.Option(help="head, multi-head, one-layer, attention or inversion.")
+        str, typer.Option(help=f"What to plant: {', '.join(oracle.KINDS)} or inversion.")
     ] = "head",
-    dim: Annotated[int, typer.Option(help="Dimension of a token.")] = 64,
-    rank: Annotated[int | None, typer.Option(help="Rank of every W; full if not given.")] = None,
-    heads: Annotated[int, typer.Option(help="Number of heads (not for a head).")] = 1,
-    width: Annotated[int, typer.Option(help="Hidden units (one-layer).")] = 32,
-    scale: Annotated[float, typer.Option(help="Scale of W; 1 gives a norm of about 2.")] = 1.0,
+    dim: Annotated[int, typer.Option(help="The dimension of a token.")] = 64,
+    rank: Annotated[
+        int | None, typer.Option(help="The rank of every W; full rank if not given.")
+    ] = None,
+    heads: Annotated[int, typer.Option(help="The number of heads (all kinds but head).")] = 1,
+    width: Annotated[int, typer.Option(help="The hidden units (one-layer, relu).")] = 32,
+    scale: Annotated[float, typer.Option(help="The scale of W; 1 gives a norm of about 2.")] = 1.0,
     every_token: Annotated[
         bool, typer.Option("--every-token", help="Answer for every token (attention).")
     ] = False,
     causal: Annotated[
-        bool, typer.Option("--causal", help="Causal mask (attention, inversion).")
+        bool, typer.Option("--causal", help="Mask the future (attention, inversion).")
     ] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of the secret input (inversion).")] = 8,
     residual: Annotated[
-        bool, typer.Option("--residual", help="Residual connection (inversion).")
+        bool, typer.Option("--residual", help="Add a residual connection (inversion).")
     ] = False,
     maps: Annotated[
         bool, typer.Option("--maps", help="Leak the attention maps as well (inversion).")
     ] = False,
     seed: Seed = 0,
 ) -> None:
-    """Plant a target of known weights, or an output of unknown input, to rehearse an attack on."""
-    from keyhole import invert, oracle
-
+    """Plant a target of known weights, or a layer's output, to try an attack on."""
     if kind == "inversion":
         problem, secret = invert.plant(
             tokens, dim, scale=scale, heads=heads, residual=residual, causal=causal, seed=seed
@@ -60,32 +60,3 @@ def plant(
     )  # fmt: skip
     oracle.save(target, path)
     say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
-
-
-@app.command(
-    epilog="\b\nExample:\n"
-    "  keyhole plant target.safetensors\n"
-    "  keyhole serve target.safetensors --port 8080 --name head\n"
-    "  keyhole extract http://127.0.0.1:8080/v2/models/head",
-)
-def serve(
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="A planted target.")],
-    name: Annotated[str, typer.Option(help="The model's name on the server.")] = "target",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    as_json: Json = False,
-) -> None:
-    """Put a planted target behind a real inference server (MLServer), to rehearse on."""
-    try:
-        from keyhole.oracle.server import serve as run
-    except ModuleNotFoundError as missing:
-        raise InputError(
-            "expected MLServer for serve, got none: pip install 'keyhole[serve]'"
-        ) from missing
-    url = f"http://{host}:{port}/v2/models/{name}"
-    if as_json:
-        from keyhole.results import dump
-
-        typer.echo(dump({"url": url}))
-    say(f"serving {target} at {url} (Ctrl-C ends it)")
-    run(target, name=name, host=host, port=port)

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from keyhole import report as reports
 from keyhole.cli.app import Json, app
 from keyhole.cli.console import people, say
+from keyhole.files import write_text
+from keyhole.results import Audit, dump
 
 
 @app.command(
@@ -19,22 +22,17 @@ from keyhole.cli.console import people, say
 )
 def report(
     findings: Annotated[
-        Path, typer.Argument(metavar="AUDIT.json", help="Written by keyhole audit.")
+        Path, typer.Argument(metavar="AUDIT.json", help="A file written by keyhole audit.")
     ],
-    page: Annotated[Path, typer.Option(metavar="FILE", help="The page for people.")] = Path(
-        "keyhole-report.html"
-    ),
+    page: Annotated[
+        Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
+    ] = Path("keyhole-report.html"),
     as_json: Json = False,
 ) -> None:
     """Make the page again from the findings."""
-    from keyhole import report as reports
-    from keyhole.audit import Audit
-    from keyhole.files import write_text
-    from keyhole.results import dump, read
-
-    found = Audit.from_dict(read(findings))
-    write_text(page, reports.render(found))
+    audit = Audit.load(findings)
+    write_text(page, reports.render(audit))
     if as_json:
-        typer.echo(dump(found.to_dict()))
-    people.print(reports.table(found))
+        typer.echo(dump(audit.to_dict()))
+    people.print(reports.table(audit))
     say(f"page: {page}")

@@ -115,8 +115,8 @@ class _Questions:
     i: Tensor
     j: Tensor
 
-    def part(self, which: Tensor) -> _Questions:
-        return replace(self, i=self.i[which], j=self.j[which])
+    def part(self, rows: Tensor) -> _Questions:
+        return replace(self, i=self.i[rows], j=self.j[rows])
 
     def tokens(self, s: float) -> Tensor:
         """`[s(x+δ) ; sx]` for each pair."""
@@ -187,29 +187,29 @@ class BilinearForms:
     def _scout(self, questions: _Questions, record: _Record) -> int:
         """Settle the scale with one question, then four more; returns how many are answered."""
         count = len(questions.i)
-        for which in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
+        for rows in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
             for _ in range(_TRIES):
-                if not len(which):
+                if not len(rows):
                     break
                 square = self._square
-                self._ask(questions, which, record)
-                which = which[record.errors[which] * square > _SOUND]
+                self._ask(questions, rows, record)
+                rows = rows[record.errors[rows] * square > _SOUND]
             else:
                 raise Unsuccessful(
                     Status.SATURATED, "attention stays at 0 or 1 however small the inputs are"
                 )
         return min(5, count)
 
-    def _ask(self, questions: _Questions, which: Tensor, record: _Record) -> None:
+    def _ask(self, questions: _Questions, rows: Tensor, record: _Record) -> None:
         """One batch at the present scale; then the scale is adapted to what came back."""
         square, s = self._square, math.sqrt(self._square)
-        part = questions.part(which)
+        part = questions.part(rows)
         try:
             answers = scalar(ask(self._oracle, part.tokens(s)))
         except BudgetExhausted as end:
             if end.answers is not None:
                 alpha = part.gates(end.answers, s)
-                record.forms[which[: len(alpha)]] = _logit(alpha) / square
+                record.forms[rows[: len(alpha)]] = _logit(alpha) / square
             raise
         self._asked += len(answers)
         alpha = part.gates(answers, s)
@@ -217,27 +217,27 @@ class BilinearForms:
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that a single head allows"
             )
-        record.forms[which] = _logit(alpha) / square
-        record.errors[which] = part.errors(alpha, square)
-        self._rescale(record.forms[which], record.errors[which], square)
+        record.forms[rows] = _logit(alpha) / square
+        record.errors[rows] = part.errors(alpha, square)
+        self._rescale(record.forms[rows], record.errors[rows], square)
 
-    def _ask_again(self, questions: _Questions, which: Tensor, record: _Record) -> None:
+    def _ask_again(self, questions: _Questions, rows: Tensor, record: _Record) -> None:
         """Repeat what was measured at a scale that has turned out to be a bad one."""
         for _ in range(_TRIES):
-            which = which[record.errors[which] > _PRECISION * self.largest]
-            if not len(which):
+            rows = rows[record.errors[rows] > _PRECISION * self.largest]
+            if not len(rows):
                 return
-            part = questions.part(which)
+            part = questions.part(rows)
             # A form that does not stand out of rounding may be zero: its digits say nothing
             # about the gate at another scale.
-            forms, errors = record.forms[which], record.errors[which]
+            forms, errors = record.forms[rows], record.errors[rows]
             seen = torch.where(_clear(forms, errors), forms, 0.0)
             alpha = torch.sigmoid(seen * self._square)
-            which = which[part.errors(alpha, self._square) < record.errors[which] / 2]
-            if not 0 < len(which) <= 16 + _SPARE * self._asked - self._again:
+            rows = rows[part.errors(alpha, self._square) < record.errors[rows] / 2]
+            if not 0 < len(rows) <= 16 + _SPARE * self._asked - self._again:
                 return
-            self._again += len(which)
-            self._ask(questions, which, record)
+            self._again += len(rows)
+            self._ask(questions, rows, record)
 
     def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
         """Choose s² so that the largest form comes out near 1; leave it if it is near enough."""

@@ -7,17 +7,17 @@ Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads 
 V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A
 are bilinear forms of W, as many per answer as V has rank r. In queries:
 
-    every token, causal      1 + ⌈d/r⌉        V from one sequence (panel.py)
+    every token, causal      1 + ⌈d/r⌉        V from one sequence (probe_sequences.py)
     every token              d + ⌈d/r⌉        one row of V per query, then all of W at once
     last token               d + d·⌈d/r⌉ + 2  two of them ask whether there is one head
 
 For the last token d + d²/r is also the number of unknowns over the numbers per answer. Which of
 these an oracle is, and whether it is causal, shows in the answers themselves. Several heads are
-told apart in the far field (full_heads.py), for d queries more if every token answers and
+told apart in the far field (head_values.py), for d queries more if every token answers and
 (H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
 
 The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
-(panel.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
+(probe_sequences.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
 computation.
 """
 

@@ -3,8 +3,8 @@
 `settle` runs an attack step by step, turns every way of failing into a Status, and measures the
 result (and each step on the way, for the plot of error against queries) on the same fresh
 questions. Their answers are asked for once. The truth is never looked at: only tests and
-benchmarks, which planted it, may compare parameters. `Exam` is for exact scores; exams.py holds
-those for answers that are blurred or thresholded.
+benchmarks, which planted it, may compare parameters. `Exam` is for exact scores; inexact/judge.py
+holds those for answers that are inexact or thresholded.
 """
 
 from __future__ import annotations

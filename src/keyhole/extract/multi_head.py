@@ -105,11 +105,11 @@ class MultiHead:
             yield best
             self._count(len(best.model.tensors()["v"]))
 
-    def _count(self, found: int) -> None:
-        if self.heads is not None and found != self.heads:
+    def _count(self, heads: int) -> None:
+        if self.heads is not None and heads != self.heads:
             raise Unsuccessful(
                 Status.MISMATCH,
-                f"{found} heads answer, not {self.heads}: equal heads act as one, and heads with "
+                f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads with "
                 "v = 0 are invisible",
             )
 

@@ -21,7 +21,7 @@ Departures and choices:
 - What remains between answers and model is again such a function: it is searched once more.
 - The function is what can be known. Parallel neurons merge; antiparallel ones share a hyperplane
   and leave a linear part; w_k = 0 or a_k = 0 leave nothing. Orientations follow from
-  `Σ_k ±½ w_k a_k = ℓ` where that has an answer (folds.py); where none is found, two more
+  `Σ_k ±½ w_k a_k = ℓ` where that has an answer (absolute_terms.py); where none is found, two more
   neurons carry the linear remainder.
 """
 
@@ -123,8 +123,8 @@ class ReluNetwork:
 
         yield known()
         try:
-            for which in torch.arange(m).split(max(1, m // _LOOKS)):
-                cells.measure(which)
+            for rows in torch.arange(m).split(max(1, m // _LOOKS)):
+                cells.measure(rows)
                 yield known()
         except BudgetExhausted:
             yield known()
@@ -139,10 +139,10 @@ class ReluNetwork:
             return target.remainder(torch.stack([t.cos(), t.sin()], 1) @ plane)
 
         pieces = find_pieces(values, target.tolerance, limit)
-        found = len(pieces.kinks)
-        if found > limit:
+        kinks = len(pieces.kinks)
+        if kinks > limit:
             raise Unsuccessful(
-                Status.MISMATCH, f"{found:,} hyperplanes found, {limit:,} neurons expected"
+                Status.MISMATCH, f"{kinks:,} hyperplanes found, {limit:,} neurons expected"
             )
         return pieces
 
@@ -228,38 +228,38 @@ class _Cells:
         self._gradients = pieces.planar @ self._plane
         self._measured = torch.full(pieces.kinks.shape, len(frame) == 2)
 
-    def measure(self, which: Tensor) -> None:
+    def measure(self, indices: Tensor) -> None:
         """Complete the gradients of some pieces; d − 1 queries each, more where a step fails."""
         if not len(self._across):
             return
         test = -self._across.sum(0, keepdim=True) / math.sqrt(len(self._across))
         directions = torch.cat([self._across, test])
         for _ in range(_TRIES):
-            steps = self._steps[which, None, None] * directions
-            points = self._centres[which].unsqueeze(1) + steps
+            steps = self._steps[indices, None, None] * directions
+            points = self._centres[indices].unsqueeze(1) + steps
             try:
                 values = self._target.remainder(points)
             except BudgetExhausted as end:
                 full = 0 if end.answers is None else len(end.answers) // len(directions)
                 if end.answers is not None and full:
                     rows = end.answers[: full * len(directions)].reshape(full, -1)
-                    self._record(which[:full], rows)
+                    self._record(indices[:full], rows)
                 raise
-            which = self._record(which, values)
-            if not len(which):
+            indices = self._record(indices, values)
+            if not len(indices):
                 return
-            self._steps[which] *= _SHORTER
+            self._steps[indices] *= _SHORTER
 
-    def _record(self, which: Tensor, values: Tensor) -> Tensor:
+    def _record(self, rows: Tensor, values: Tensor) -> Tensor:
         """Gradients from answers at steps across the circle; returns the pieces that were left."""
-        steps, levels = self._steps[which].unsqueeze(1), self._levels[which].unsqueeze(1)
+        steps, levels = self._steps[rows].unsqueeze(1), self._levels[rows].unsqueeze(1)
         rises = values - levels
         slopes = rises[:, :-1] / steps
-        planar = (self._gradients[which] @ self._plane.mT) @ self._plane
-        self._gradients[which] = planar + slopes @ self._across
-        self._measured[which] = True
+        planar = (self._gradients[rows] @ self._plane.mT) @ self._plane
+        self._gradients[rows] = planar + slopes @ self._across
+        self._measured[rows] = True
         expected = -rises[:, :-1].sum(1) / math.sqrt(len(self._across))
-        return which[(rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)]
+        return rows[(rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)]
 
     def folds(self) -> tuple[Folds, int]:
         """`n_k = ±(G_k − G_{k−1})`, and how many of them are known in all directions."""

@@ -163,11 +163,11 @@ class _Forms:
 
     def scout(self, smallest: float) -> None:
         """Find the size of the forms from a few: they stay below it, but not below a quarter."""
-        which = torch.randperm(len(self._low), generator=self._stream)[:_SCOUTS]
+        rows = torch.randperm(len(self._low), generator=self._stream)[:_SCOUTS]
         zero = torch.zeros_like(self._low)
-        positive = self._compare(which, zero)
-        sides = zero.index_put((which,), positive.double() * 2 - 1)
-        beyond = which
+        positive = self._compare(rows, zero)
+        sides = zero.index_put((rows,), positive.double() * 2 - 1)
+        beyond = rows
         for _ in range(_SCALES):
             beyond = beyond[self._compare(beyond, sides * self.largest) == (sides[beyond] > 0)]
             if not len(beyond):
@@ -179,7 +179,7 @@ class _Forms:
             )
         while self.largest <= 1 and self.largest > smallest:
             self.largest /= 4
-            if bool((self._compare(which, sides * self.largest) == (sides[which] > 0)).any()):
+            if bool((self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any()):
                 self.largest *= 4
                 return
 
@@ -220,21 +220,21 @@ class _Forms:
         bound = self._P.abs().mT @ error.view(d, d) @ self._X.abs()
         return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max())
 
-    def _compare(self, which: Tensor, thresholds: Tensor) -> Tensor:
+    def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """`_above`, kept in the brackets with room for what a better v may say."""
-        above = self._above(which, thresholds)
+        above = self._above(rows, thresholds)
         room = self.shift(thresholds)
         low, high = thresholds - room, thresholds + room
-        self._low[which] = torch.where(above, low.maximum(self._low)[which], self._low[which])
-        self._high[which] = torch.where(above, self._high[which], high.minimum(self._high)[which])
+        self._low[rows] = torch.where(above, low.maximum(self._low)[rows], self._low[rows])
+        self._high[rows] = torch.where(above, self._high[rows], high.minimum(self._high)[rows])
         return above
 
-    def _above(self, which: Tensor, thresholds: Tensor) -> Tensor:
+    def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Which of the forms lie above their thresholds: one query each."""
         v, d = self._direction.v, len(self._P)
-        p, x = self._P[which // d], self._X[which % d]
+        p, x = self._P[rows // d], self._X[rows % d]
         c = 1 / self.largest
-        gate = torch.sigmoid(thresholds[which] * c).clamp(min=torch.finfo(torch.float64).tiny)
+        gate = torch.sigmoid(thresholds[rows] * c).clamp(min=torch.finfo(torch.float64).tiny)
         scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
         last = scale * x
         return signs(self._oracle, torch.stack([last + c / scale * p, last], dim=1))

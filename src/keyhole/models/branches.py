@@ -73,8 +73,8 @@ class Branches:
         """
         given = next(iter(chunk.values()))
         size, device = given.shape[1], given.device
-        one = torch.ones(size, size, dtype=torch.bool, device=device)
-        inside = torch.where(chain[:, None, None], one.tril(), one.tril().triu())
+        square = torch.ones(size, size, dtype=torch.bool, device=device)
+        inside = torch.where(chain[:, None, None], square.tril(), square.tril().triu())
         columns = torch.arange(self._prefix, device=device)
         prefix = (columns < self.lengths[:, None])[:, None].expand(-1, size, -1)
         sees = torch.cat([prefix, inside], -1)
@@ -85,12 +85,12 @@ class Branches:
         # What pads a short chain may lie behind the last position there is; nobody looks at it.
         last = anatomy(self.model).longest - 1
         self.positions = ((self.starts + self.lengths)[:, None] + depth).clamp(max=last)
-        found = capture(
+        exposed = capture(
             self.model, exposure, **chunk, mask=mask, position_ids=self.positions,
             past_key_values=self,
         )  # fmt: skip
         # A cache holds the prefix as well; only the chunk is asked about.
-        return {name: tensor[..., -size:, :] for name, tensor in found.items()}
+        return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
 
     def accept(self, first: Tensor, counts: Tensor, rows: Tensor) -> None:
         """Keep, for the texts `rows` (r,) that go on, `counts` (r,) tokens from node `first` (r,).

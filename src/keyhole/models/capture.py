@@ -119,17 +119,17 @@ def capture(
     `past_key_values`, `token_type_ids`.
     """
     parts = anatomy(model)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     implementation = "eager" if exposure.kind == "maps" else _implementation(parts)
-    wanted = _hooks(parts, exposure, found)
+    wanted = _hooks(parts, exposure, tensors)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
         inputs["use_cache"] = True
     with hooks(*wanted), attention_as(parts, implementation), suppress(_Stop):
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled":
-        found["values"] = _pool(parts, exposure, found.pop("states"), mask)
-    return found
+        tensors["values"] = _pool(parts, exposure, tensors.pop("states"), mask)
+    return tensors
 
 
 def _implementation(parts: Anatomy) -> str:
@@ -139,13 +139,13 @@ def _implementation(parts: Anatomy) -> str:
 Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]
 
 
-def _hooks(parts: Anatomy, exposure: Exposure, found: dict[str, Tensor]) -> list[Wanted]:
-    """What to register so that `found` fills up and the forward pass ends there."""
+def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
+    """What to register so that `tensors` fills up and the forward pass ends there."""
     number = exposure.block(parts)
     if exposure.kind == "hidden":
-        return _hidden(parts, number, found, "values")
+        return _hidden(parts, number, tensors, "values")
     if exposure.kind == "pooled":
-        return _hidden(parts, parts.layers, found, "states")
+        return _hidden(parts, parts.layers, tensors, "states")
     attention = parts.attentions[number - 1]
     # One block may serve several layers: its number is how often blocks have been entered.
     entered = [0]
@@ -160,7 +160,7 @@ def _hooks(parts: Anatomy, exposure: Exposure, found: dict[str, Tensor]) -> list
 
         def take_output(_m: nn.Module, _i: Any, output: Tensor) -> None:
             if entered[0] == number:
-                found["values"] = output
+                tensors["values"] = output
                 raise _Stop
 
         return [*counting, (attention.output.register_forward_hook, take_output)]
@@ -169,26 +169,26 @@ def _hooks(parts: Anatomy, exposure: Exposure, found: dict[str, Tensor]) -> list
 
         def take_maps(_m: nn.Module, _i: Any, output: tuple[Tensor, Tensor]) -> None:
             if entered[0] == number:
-                found["values"] = output[1]
+                tensors["values"] = output[1]
                 raise _Stop
 
         return [*counting, (attention.module.register_forward_hook, take_maps)]
-    return [*counting, *_key_values(parts, number, found, entered)]
+    return [*counting, *_key_values(parts, number, tensors, entered)]
 
 
-def _hidden(parts: Anatomy, number: int, found: dict[str, Tensor], name: str) -> list[Wanted]:
+def _hidden(parts: Anatomy, number: int, tensors: dict[str, Tensor], name: str) -> list[Wanted]:
     """Hidden states: the input of block ℓ+1, or what the base model returns after the last."""
     if number == parts.layers:
 
         def take_last(_m: nn.Module, _i: Any, output: Any) -> None:
-            found[name] = output.last_hidden_state
+            tensors[name] = output.last_hidden_state
 
         return [(parts.base.register_forward_hook, take_last)]
     entered = [0]
 
     def take(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if entered[0] == number:
-            found[name] = args[0] if args else kwargs["hidden_states"]
+            tensors[name] = args[0] if args else kwargs["hidden_states"]
             raise _Stop
         entered[0] += 1
 
@@ -199,7 +199,7 @@ def _hidden(parts: Anatomy, number: int, found: dict[str, Tensor], name: str) ->
 
 
 def _key_values(
-    parts: Anatomy, number: int, found: dict[str, Tensor], entered: list[int]
+    parts: Anatomy, number: int, tensors: dict[str, Tensor], entered: list[int]
 ) -> list[Wanted]:
     """Keys and values: from the cache of a causal model, from the projections of an encoder."""
     attention = parts.attentions[number - 1]
@@ -212,7 +212,7 @@ def _key_values(
         def take_cache(_m: nn.Module, _a: Any, kwargs: dict[str, Any], _o: Any) -> None:
             if entered[0] == number:
                 layer = kwargs["past_key_values"].layers[number - 1]
-                found["keys"], found["values"] = layer.keys, layer.values
+                tensors["keys"], tensors["values"] = layer.keys, layer.values
                 raise _Stop
 
         return [(partial(attention.module.register_forward_hook, with_kwargs=True), take_cache)]
@@ -220,8 +220,8 @@ def _key_values(
     def take(name: str) -> Callable[..., None]:
         def hook(_m: nn.Module, _i: Any, output: Tensor) -> None:
             if entered[0] == number:
-                found[name] = split(output)
-                if len(found) == 2:
+                tensors[name] = split(output)
+                if len(tensors) == 2:
                     raise _Stop
 
         return hook

@@ -109,9 +109,9 @@ def load_model(
             output_loading_info=True,
         )  # fmt: skip
 
-    model, told = _quietly(load_weights, f"a model in {name}")
+    model, report = _quietly(load_weights, f"a model in {name}")
     inside = f"{model.base_model_prefix}."
-    absent = [key for key in sorted(told["missing_keys"]) if not str(key).startswith(inside)]
+    absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
     if task in ("classification", "choice") and new_head is None and absent:
         raise InputError(f"expected a trained head for {task} in {name}, got no {absent[0]}")
     model = _placed(model.eval().requires_grad_(False), device)
@@ -231,9 +231,9 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
     """Load without progress bars and warnings; any failure of the library becomes one line."""
     logging = transformers().utils.logging
     loggers = [logging, importlib.import_module("huggingface_hub").utils.logging]
-    levels, bars = [one.get_verbosity() for one in loggers], logging.is_progress_bar_enabled()
-    for one in loggers:
-        one.set_verbosity_error()
+    levels, bars = [logger.get_verbosity() for logger in loggers], logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         return load()
@@ -242,8 +242,8 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"expected {what}, got: {first}") from error
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.set_verbosity(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

@@ -142,7 +142,7 @@ class _Setting:
 
 def _configurations(model: nn.Module) -> list[Any]:
     """All of them once, each before those inside it."""
-    found: dict[int, Any] = {}
+    configurations: dict[int, Any] = {}
 
     def visit(config: Any) -> Iterator[Any]:
         yield config
@@ -155,6 +155,6 @@ def _configurations(model: nn.Module) -> list[Any]:
         if hasattr(config, "_attn_implementation"):
             for inner in visit(config):
                 # Again at the end: inside one and outside another, it must be restored last.
-                found.pop(id(inner), None)
-                found[id(inner)] = inner
-    return list(found.values())
+                configurations.pop(id(inner), None)
+                configurations[id(inner)] = inner
+    return list(configurations.values())

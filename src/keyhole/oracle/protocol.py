@@ -125,8 +125,8 @@ def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
         state[f"closure {number}"] = cell.cell_contents
     for name in sorted(state):
         value = state[name]
-        found = cast("list[Any]", value if isinstance(value, list | tuple) else [value])
-        for item in found:
+        items = cast("list[Any]", value if isinstance(value, list | tuple) else [value])
+        for item in items:
             if isinstance(item, Tensor):
                 yield name, item
             elif type(item).__module__ == "numpy" and hasattr(item, "dtype"):

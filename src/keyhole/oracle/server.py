@@ -1,6 +1,6 @@
 """A planted target behind a real inference server: MLServer, Open Inference Protocol v2, FP64.
 
-For rehearsing an audit over the network. Needs the extra `keyhole[serve]`.
+To try an audit over the network. Needs the extra `keyhole[serve]`.
 """
 
 from __future__ import annotations

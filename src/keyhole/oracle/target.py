@@ -13,7 +13,7 @@ DEMO = "demo"
 
 
 def demo() -> dict[str, Oracle]:
-    """The target in the box: one planted endpoint for every kind of answer."""
+    """The target that ships with Keyhole: one planted endpoint for every kind of answer."""
     seed = 2601
     return {
         "the scoring head": plant("head", dim=64, rank=8, seed=seed),

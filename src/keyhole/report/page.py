@@ -7,10 +7,9 @@ import plotly.graph_objects as go
 import plotly.io
 from markupsafe import Markup, escape
 
-from keyhole.audit import Audit
 from keyhole.percent import percent
 from keyhole.report import pictures, wording
-from keyhole.results import Finding
+from keyhole.results import Audit, Finding
 
 _COLOURS = (
     "#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207",

@@ -6,8 +6,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.audit import Audit
 from keyhole.report import wording
+from keyhole.results import Audit
 
 
 def table(audit: Audit) -> Table:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from keyhole.audit import Audit
 from keyhole.percent import percent
-from keyhole.results import Finding, Status
-from keyhole.results.readings import Readings
+from keyhole.results import Audit, Finding, Readings, Status
 
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
@@ -22,27 +20,19 @@ def verdict(audit: Audit) -> str:
         return "Nothing was checked: no attack applies to this target."
     if audit.failed:
         return "Could not check: the target did not answer as it must."
-    told = [
+    exposed = [
         f"the {sought} can be {_DONE.get(sought, 'read back')} through "
-        f"{sum(one.exposed for one in group)} of {len(group)}"
-        for sought, group in by_sought(audit).items()
-        if any(one.exposed for one in group)
+        f"{sum(finding.exposed for finding in group)} of {len(group)}"
+        for sought, group in audit.by_sought().items()
+        if any(finding.exposed for finding in group)
     ]
-    if told:
-        sentence = ", ".join(told)
+    if exposed:
+        sentence = ", ".join(exposed)
         return f"{sentence[0].upper()}{sentence[1:]} exposures checked."
     return f"None of the {total} exposures checked gave anything away."
 
 
 _DONE = {"prediction": "flipped"}  # what an attacker does with it, if not read it back
-
-
-def by_sought(audit: Audit) -> dict[str, list[Finding]]:
-    """Findings grouped by what the attacker is after."""
-    groups: dict[str, list[Finding]] = {}
-    for finding in audit.findings:
-        groups.setdefault(finding.sought, []).append(finding)
-    return groups
 
 
 def outcome(finding: Finding) -> str:
@@ -93,18 +83,18 @@ class Matrix:
 
 def matrices(audit: Audit) -> dict[str, Matrix]:
     """One matrix for each model from which text was sought."""
-    found: dict[str, Matrix] = {}
+    tables: dict[str, Matrix] = {}
     for finding in audit.findings:
         if not finding.texts:
             continue
         layer = finding.texts[0].layer
-        matrix = found.setdefault(finding.surface, Matrix([], {}))
+        matrix = tables.setdefault(finding.surface, Matrix([], {}))
         if layer not in matrix.layers:
             matrix.layers.append(layer)
             matrix.layers.sort()
         kind = finding.exposure.removesuffix(f" of layer {layer}")
         matrix.rows.setdefault(kind, {})[layer] = finding.texts
-    return found
+    return tables
 
 
 def originals(finding: Finding) -> list[str]:

@@ -47,8 +47,8 @@ class Finding:
             finding,
             status=Status(finding.status),
             trace=points(data["trace"]),
-            texts=tuple(Readings.from_dict(one) for one in data["texts"]),
-            cuts=tuple(Cut.from_dict(one) for one in data.get("cuts", ())),
+            texts=tuple(Readings.from_dict(part) for part in data["texts"]),
+            cuts=tuple(Cut.from_dict(part) for part in data.get("cuts", ())),
         )
 
 

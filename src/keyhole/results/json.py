@@ -1,4 +1,4 @@
-"""JSON as every result is written: one format number, no NaN, and one line for what cannot be read."""
+"""JSON as every result is written, and one line for what cannot be read."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Reading:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Reading:
-        pieces = tuple(Piece(**one) for one in data["pieces"])
+        pieces = tuple(Piece(**part) for part in data["pieces"])
         return cls(data["original"], pieces, data["exact"], data["verified"])
 
 
@@ -57,5 +57,5 @@ class Readings:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Readings:
-        readings = tuple(Reading.from_dict(one) for one in data["readings"])
+        readings = tuple(Reading.from_dict(part) for part in data["readings"])
         return cls(data["kind"], data["layer"], data["precision"], readings)

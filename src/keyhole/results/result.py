@@ -1,4 +1,4 @@
-"""What every result is: a kind, a few lines for people, a dictionary, and a file that comes back."""
+"""What every result is: a kind, a few lines for people, and a file that comes back."""
 
 from __future__ import annotations
 

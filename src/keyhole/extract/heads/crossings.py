@@ -100,8 +100,8 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
 def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
     """The angle where the ratio is ½ at radius ρ, and dz/dθ there."""
 
-    def ratio(theta: Tensor, which: Tensor) -> Tensor:
-        return circle.ratio(which, theta, probe(circle.points(theta), rho[which]))
+    def ratio(theta: Tensor, rows: Tensor) -> Tensor:
+        return circle.ratio(rows, theta, probe(circle.points(theta), rho[rows]))
 
     def inside(r: Tensor) -> Tensor:
         return (r > _MIDDLE) & (r < 1 - _MIDDLE)
@@ -110,22 +110,22 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
     lo, hi = circle.left.clone(), circle.right.clone()
     r_lo, r_hi = ratio(torch.cat([lo, hi]), every.repeat(2)).chunk(2)
     for _ in range(8):  # ½ must lie between the ends
-        which = ((r_lo > 0.5) == (r_hi > 0.5)).nonzero().squeeze(1)
-        if not len(which):
+        rows = ((r_lo > 0.5) == (r_hi > 0.5)).nonzero().squeeze(1)
+        if not len(rows):
             break
-        width = 2 * (hi - lo)[which]
-        lo[which], hi[which] = lo[which] - width, hi[which] + width
-        ends = ratio(torch.cat([lo[which], hi[which]]), which.repeat(2))
-        r_lo[which], r_hi[which] = ends.chunk(2)
+        width = 2 * (hi - lo)[rows]
+        lo[rows], hi[rows] = lo[rows] - width, hi[rows] + width
+        ends = ratio(torch.cat([lo[rows], hi[rows]]), rows.repeat(2))
+        r_lo[rows], r_hi[rows] = ends.chunk(2)
     for _ in range(60):
-        which = (~(inside(r_lo) & inside(r_hi)) & (hi - lo > 1e-15)).nonzero().squeeze(1)
-        if not len(which):
+        rows = (~(inside(r_lo) & inside(r_hi)) & (hi - lo > 1e-15)).nonzero().squeeze(1)
+        if not len(rows):
             break
-        mid = (lo + hi)[which] / 2
-        r = ratio(mid, which)
-        high = (r > 0.5) == (r_hi[which] > 0.5)
-        hi[which[high]], r_hi[which[high]] = mid[high], r[high]
-        lo[which[~high]], r_lo[which[~high]] = mid[~high], r[~high]
+        mid = (lo + hi)[rows] / 2
+        r = ratio(mid, rows)
+        high = (r > 0.5) == (r_hi[rows] > 0.5)
+        hi[rows[high]], r_hi[rows[high]] = mid[high], r[high]
+        lo[rows[~high]], r_lo[rows[~high]] = mid[~high], r[~high]
     slope = (_logit(r_hi) - _logit(r_lo)) / (hi - lo)
     if not bool((inside(r_lo) & inside(r_hi) & (slope != 0)).all()):
         raise Unlucky(Status.MISMATCH, "a jump of the far field has no smooth transition")
@@ -138,10 +138,10 @@ def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Te
     A gate that is not one logistic shows at z = ±4, ±9; its slowest part is where it settles.
     """
 
-    def ratio(which: Tensor, z: Tensor) -> Tensor:
-        t = theta[which, None] + z / slope[which, None].abs()
-        flat, radii = t.reshape(-1), rho[which].repeat_interleave(len(z))
-        index = which.repeat_interleave(len(z))
+    def ratio(rows: Tensor, z: Tensor) -> Tensor:
+        t = theta[rows, None] + z / slope[rows, None].abs()
+        flat, radii = t.reshape(-1), rho[rows].repeat_interleave(len(z))
+        index = rows.repeat_interleave(len(z))
         return circle.ratio(index, flat, probe(circle.points(flat), radii)).view_as(t)
 
     z = torch.tensor([-9.0, -4.0, 4.0, 9.0], dtype=torch.float64)
@@ -149,14 +149,14 @@ def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Te
     wanted = z * slope.sign().unsqueeze(1)
     single = ((r > 0) & (r < 1) & ((_logit(r) - wanted).abs() < 0.05 * z.abs())).all(1)
     slow = torch.ones_like(theta)
-    which = (~single).nonzero().squeeze(1)
-    if len(which):
+    rows = (~single).nonzero().squeeze(1)
+    if len(rows):
         far = 2.0 ** torch.arange(11, dtype=torch.float64)
         far = torch.cat([-far.flip(0), far])
-        r = ratio(which, far)
+        r = ratio(rows, far)
         unsettled = torch.minimum(r.abs(), (r - 1).abs()) > 1e-3
         reach = (unsettled * far.abs()).amax(1).clamp(min=1.0)
-        slow[which] = (3.5 / reach).clamp(1e-3, 0.999)
+        slow[rows] = (3.5 / reach).clamp(1e-3, 0.999)
     return slow
 
 

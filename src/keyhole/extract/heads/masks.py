@@ -226,9 +226,9 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     for turn in range(_ASCENT):
         shadow = w @ P.mT
         size = shadow.abs()
-        margin, which = size.amin(2).max(1)
+        margin, rows = size.amin(2).max(1)
         better = margin > reached
-        best[better] = w[better, which[better]]
+        best[better] = w[better, rows[better]]
         reached = torch.maximum(reached, margin)
         soft = torch.softmax(-4 * size / (0.05 + size.amin(2, keepdim=True)), 2)
         w = w + 0.3 * 0.95**turn * (soft * shadow.sign()) @ P

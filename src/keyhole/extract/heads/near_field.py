@@ -53,10 +53,10 @@ class Rays:
         """How many heads there are on each ray."""
         return (self.V != 0).any(2).sum(1)
 
-    def part(self, which: Tensor) -> Rays:
+    def part(self, rows: Tensor) -> Rays:
         """Some of the rays."""
         names = ("line", "sign", "g", "v", "c", "V")
-        return replace(self, **{name: getattr(self, name)[which] for name in names})
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def other_values(self) -> Tensor:
         """For every ray the values of all other heads, (R, n, d)."""
@@ -98,12 +98,12 @@ class Rows:
         a = torch.where(t < 0, -a, a)
         return cls(Q, s, a, t, torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)))
 
-    def part(self, which: Tensor) -> Rows:
+    def part(self, rows: Tensor) -> Rows:
         """The probes of some of the rays."""
-        if len(which) == len(self.s):
+        if len(rows) == len(self.s):
             return self
         fields = (self.Q, self.s, self.a, self.t, self.deltas)
-        return Rows(*(field[which] for field in fields))
+        return Rows(*(field[rows] for field in fields))
 
     def solve(self, z: Tensor) -> Tensor:
         """g (R, J, d) of every ray from its logits (J, R, k)."""

@@ -79,9 +79,9 @@ def _values(
             return None, math.inf
         present, values = opened
     line, sign = line[present], sign[present]
-    one = torch.ones(len(line), 1, dtype=torch.float64)
+    ones = torch.ones(len(line), 1, dtype=torch.float64)
     g = sign.unsqueeze(1) * lines.g[line]
-    rays = Rays(x, line, sign, g, values, v0, one, values.unsqueeze(1), frame)
+    rays = Rays(x, line, sign, g, values, v0, ones, values.unsqueeze(1), frame)
     rest = float(_norm(v - v0 - values.sum(0)))
     return rays, rest / scale if scale else rest
 
@@ -213,8 +213,8 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     fastest = torch.zeros_like(lines.slow).scatter_reduce(0, rays.line, size, "amax")
     slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(0, rays.line, slope, "amin")
     g = lines.g.clone()
-    which = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
-    g[rays.line[which]] = rays.sign[which].unsqueeze(1) * rays.g[which]
+    rows = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
+    g[rays.line[rows]] = rays.sign[rows].unsqueeze(1) * rays.g[rows]
     return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
 
 

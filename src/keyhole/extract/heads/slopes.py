@@ -99,12 +99,12 @@ def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
 
 def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | None:
     """κ, the largest first, with `profile = Σ_k σ(κ_k t)·A_k` and ΣA = total; None if none fits."""
-    one = torch.ones(1, count, dtype=torch.float64)
+    ones = torch.ones(1, count, dtype=torch.float64)
     wanted = torch.cat([profile, torch.tensor([total], dtype=torch.float64)])
 
     def gates(kappa: Tensor) -> Tensor:
         return torch.cat(
-            [torch.sigmoid(t.unsqueeze(1) * kappa), one.expand(*kappa.shape[:-2], 1, -1)], -2
+            [torch.sigmoid(t.unsqueeze(1) * kappa), ones.expand(*kappa.shape[:-2], 1, -1)], -2
         )
 
     def model(log_kappa: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,8 +123,8 @@ class Ratios:
         width = 2 * error * (norm - error) / math.sqrt(max(1, len(self._Q)))
         width = max(width, 4 * EPSILON)
 
-        def above(which: Tensor, middle: Tensor) -> Tensor:
-            return self._positive(self._Q[which] - middle[which].unsqueeze(1) * self._top)
+        def above(rows: Tensor, middle: Tensor) -> Tensor:
+            return self._positive(self._Q[rows] - middle[rows].unsqueeze(1) * self._top)
 
         for _ in bisect(self._low, self._high, lambda: width, centre, above):
             pass
@@ -155,11 +155,11 @@ def bisect(
 ) -> Iterator[int]:
     """Narrow brackets in place, all at once, until none is wider than `width()`; yields levels."""
     for level in range(_LEVELS):
-        which = (high - low > width()).nonzero().squeeze(1)
-        if not len(which):
+        rows = (high - low > width()).nonzero().squeeze(1)
+        if not len(rows):
             return
         middle = split(low, high)
-        upper = above(which, middle)
-        low[which] = torch.where(upper, middle[which], low[which])
-        high[which] = torch.where(upper, high[which], middle[which])
+        upper = above(rows, middle)
+        low[rows] = torch.where(upper, middle[rows], low[rows])
+        high[rows] = torch.where(upper, high[rows], middle[rows])
         yield level

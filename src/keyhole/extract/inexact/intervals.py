@@ -148,15 +148,15 @@ class Forms:
         """ξ for forms of these sizes; beyond a third of the reach g would lose more than ξ wins."""
         return (best_logit(self._error) / (self._reach * sizes)).clamp(max=self._reach / 3)
 
-    def _scout(self, which: Tensor) -> float:
+    def _scout(self, rows: Tensor) -> float:
         """The size of the largest of a few forms, with room for the others."""
         start = 1.0 if self._bound is None else self._bound
         best, limit = best_logit(self._error), self._reach / 3
         xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
         size = math.inf
         for _ in range(_TRIES):
-            self._ask(which, torch.full((len(which),), xi, dtype=torch.float64))
-            size = float(self.interval.largest.view(-1)[which].max())
+            self._ask(rows, torch.full((len(rows),), xi, dtype=torch.float64))
+            size = float(self.interval.largest.view(-1)[rows].max())
             if not math.isfinite(size):
                 xi /= _FURTHER
             elif self._reach * xi * size < best / _FURTHER and xi < limit:
@@ -185,13 +185,13 @@ class Forms:
         sizes = torch.where(finite, sizes, _FURTHER * usual).clamp(min=usual / _FURTHER)
         slope = 2 + 2 * math.cosh(best_logit(self._error))
         hoped = self._error * slope / (self._reach * self._short(sizes.clamp(min=usual)))
-        which = (radius > _AGAIN * hoped).nonzero().squeeze(1)
-        if 0 < len(which) <= 16 + _SPARE * len(sizes):
-            self._ask(which, self._short(sizes[which]))
+        rows = (radius > _AGAIN * hoped).nonzero().squeeze(1)
+        if 0 < len(rows) <= 16 + _SPARE * len(sizes):
+            self._ask(rows, self._short(sizes[rows]))
 
-    def _ask(self, which: Tensor, xi: Tensor) -> None:
+    def _ask(self, indices: Tensor, xi: Tensor) -> None:
         rows = batch_rows(2, self.X.shape[1])
-        for part, short in zip(which.split(rows), xi.split(rows), strict=True):
+        for part, short in zip(indices.split(rows), xi.split(rows), strict=True):
             i, j = part // len(self.X), part % len(self.X)
             g = self._reach - short
             last = short.unsqueeze(1) * self.X[j]
@@ -205,9 +205,9 @@ class Forms:
                 raise
             self._note(part, short, g, answers)
 
-    def _note(self, which: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
+    def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
         """Narrow the intervals of these forms by what was answered."""
-        i, j = which // len(self.X), which % len(self.X)
+        i, j = rows // len(self.X), rows % len(self.X)
         self._asked.append(Pairs(self.deltas, self.X, i, j, xi, g, answers))
         signal = self._signal
         alpha = (answers - xi * self._v_x[j]) / (g * signal.middle[i])
@@ -220,8 +220,8 @@ class Forms:
         low, high = (alpha - error).clamp(0, 1).logit(), (alpha + error).clamp(0, 1).logit()
         new = Interval(low / (g * xi), high / (g * xi))
         flat = Interval(self.interval.low.view(-1), self.interval.high.view(-1))
-        met = Interval(flat.low[which], flat.high[which]).meet(new, "W")
-        flat.low[which], flat.high[which] = met.low, met.high
+        met = Interval(flat.low[rows], flat.high[rows]).meet(new, "W")
+        flat.low[rows], flat.high[rows] = met.low, met.high
 
 
 def best_logit(error: float) -> float:

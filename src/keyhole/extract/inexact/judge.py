@@ -1,4 +1,4 @@
-"""Exams for oracles whose answers are thresholded or blurred (judge.py has the plain one).
+"""Exams for oracles whose answers are thresholded or inexact (judge.py has the plain one).
 
 - `SignExam`: random questions say little about a model whose sign is nearly always right. So each
   question is moved along a line to where the *model* answers ±m for m = 0.1, 0.01, …: an oracle
@@ -6,7 +6,7 @@
   attack never sees them, and one bit too far refutes it.
 - `AmplifiedExam`: answers within ±τ cannot be checked beyond τ. Long keys and a short last token
   leave the attention as it is and make the answers, and with them the precision, larger. Ordinary
-  questions are asked too; with their answers blurred by τ they can only refute.
+  questions are asked too; with their answers off by up to τ they can only refute.
 """
 
 from __future__ import annotations

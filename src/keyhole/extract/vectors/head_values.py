@@ -1,7 +1,7 @@
 """The values of several heads, told apart in the far field.
 
 The far field again (heads/far_field.py); vector answers make it algebra instead of a search. One
-key δ and a query x (panel.py), both far out: every gate is 0 or 1, so
+key δ and a query x (probe_sequences.py), both far out: every gate is 0 or 1, so
 
     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
 
@@ -124,8 +124,8 @@ def _pairs(panel: Panel, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor
 def _orient(signs: Tensor, U: Tensor, crossing: Tensor, whole: Tensor) -> _Gates:
     """Step 2: signs and values up to a common sign, settled by the sum of the values."""
     size = torch.maximum(U.abs().max(), whole.abs().max())
-    which = least_squares(U.mT, crossing.unsqueeze(1))[:, 0]
-    odd = (which.abs() - 1).abs().max() + (which @ U - crossing).abs().max() / size
+    rows = least_squares(U.mT, crossing.unsqueeze(1))[:, 0]
+    odd = (rows.abs() - 1).abs().max() + (rows @ U - crossing).abs().max() / size
     if not bool(odd < _EXACT):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -133,8 +133,8 @@ def _orient(signs: Tensor, U: Tensor, crossing: Tensor, whole: Tensor) -> _Gates
             "directions, which two tokens cannot tell",
         )
     still = bool((crossing - whole).abs().max() > _EXACT * size)
-    which = which.sign()
-    return _Gates((signs * which + 1) / 2, which.unsqueeze(1) * U, still)
+    rows = rows.sign()
+    return _Gates((signs * rows + 1) / 2, rows.unsqueeze(1) * U, still)
 
 
 def _sign_vectors(basis: Tensor) -> Tensor:
@@ -177,9 +177,9 @@ def _solve_cells(cells: _Cells, xs: Tensor) -> Tensor:
             if not here:
                 break
             # Queries beside each other cost nothing where every token answers.
-            which = left.nonzero()[:, 0] if cells.panel.every_token else torch.tensor(here)
-            left[which] = False
-            fresh, patterns = cells.linear_maps(xs, which, step)
+            rows = left.nonzero()[:, 0] if cells.panel.every_token else torch.tensor(here)
+            left[rows] = False
+            fresh, patterns = cells.linear_maps(xs, rows, step)
             best = _pivots(patterns, heads - len(weights), weights)
             maps, weights = torch.cat([maps, fresh[best]]), torch.cat([weights, patterns[best]])
     if len(weights) < heads:
@@ -199,12 +199,12 @@ class _Cells:
     basis: ProbeBasis
     gates: _Gates
 
-    def linear_maps(self, xs: Tensor, which: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    def linear_maps(self, xs: Tensor, rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
         """Maps (k, d, m) and their weights (k, H) for those x that no gate flipped at."""
         keys = self.basis.unit_v + step * self.basis.Q
-        answers, flat = _far_field(self.panel, keys, xs[which])
+        answers, flat = _far_field(self.panel, keys, xs[rows])
         answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ self.total)
-        weights = self.gates.open[which] - flat.unsqueeze(1)
+        weights = self.gates.open[rows] - flat.unsqueeze(1)
         at_key = (weights @ self.gates.values).unsqueeze(1)
         # The keys sum up to a multiple of δ₀: a gate that flipped at any of them shows here.
         d = self.panel.dim

@@ -1,7 +1,7 @@
 """Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
 
-`z = s²·xᵀWδ` (panel.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z| should come
-out near 1, and nobody knows the size of W beforehand. Where every token answers, each x is sent
+`z = s²·xᵀWδ` (probe_sequences.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z| should
+come out near 1, and nobody knows the size of W beforehand. Where every token answers, each x is sent
 at a ladder of lengths within one sequence and the best rung is kept, entry by entry: queries cost
 nothing there. Where only the last token answers, the first question settles the scale, and only
 pairs that turn out saturated, or heads far weaker than the others, are asked again at another.
@@ -123,13 +123,13 @@ class LayerForms:
                 self._repeat(square, everyone, block, xs, forms, errors)
 
     def _repeat(
-        self, square: float, which: Tensor, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor
+        self, square: float, rows: Tensor, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor
     ) -> None:
-        count = int(which.sum())
+        count = int(rows.sum())
         if not 0 < count <= 16 + _SPARE * self._asked * len(self._V) - self._again:
             return
         self._again += count
-        fresh, bounds = self._at(square, block, xs[which])
-        better = bounds < errors[which]
-        forms[which] = torch.where(better, fresh, forms[which])
-        errors[which] = torch.where(better, bounds, errors[which])
+        fresh, bounds = self._at(square, block, xs[rows])
+        better = bounds < errors[rows]
+        forms[rows] = torch.where(better, fresh, forms[rows])
+        errors[rows] = torch.where(better, bounds, errors[rows])

@@ -1,0 +1,42 @@
+"""`keyhole serve`: a planted target behind a real inference server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.app import Json, app
+from keyhole.cli.console import say
+from keyhole.errors import InputError
+from keyhole.results import dump
+
+
+@app.command(
+    epilog="\b\nExample:\n"
+    "  keyhole plant target.safetensors\n"
+    "  keyhole serve target.safetensors --port 8080 --name head\n"
+    "  keyhole extract http://127.0.0.1:8080/v2/models/head",
+)
+def serve(
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A target written by keyhole plant.")
+    ],
+    name: Annotated[str, typer.Option(help="The model's name on the server.")] = "target",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
+    as_json: Json = False,
+) -> None:
+    """Put a planted target behind a real inference server (MLServer)."""
+    try:
+        from keyhole.oracle.server import serve as run
+    except ModuleNotFoundError as missing:
+        raise InputError(
+            "expected MLServer for serve, got none: pip install 'keyhole[serve]'"
+        ) from missing
+    url = f"http://{host}:{port}/v2/models/{name}"
+    if as_json:
+        typer.echo(dump({"url": url}))
+    say(f"serving {target} at {url} (Ctrl-C ends it)")
+    run(target, name=name, host=host, port=port)
