@@ -23,7 +23,7 @@ and any method for a head learns W from the second line. Departures:
 - Several heads, F(X) = wᵀ ReLU(Σ_h A_h attn_h(X)), which the paper leaves out. The second line
   becomes Σ_h (A_hᵀw)ᵀ attn_h(X), from which a method for several heads learns all W_h; then φ is a
   network of Hd inputs that known heads can be steered to (head_steering.py). Equal W_h act as one
-  head   with the sum of the A_h. Heads with A_hᵀw = 0 are invisible in the odd part; what is found
+  head with the sum of the A_h. Heads with A_hᵀw = 0 are invisible in the odd part; what is found
   without them does not agree with fresh answers, and the judge says so.
 """
 

@@ -43,6 +43,9 @@ class Line:
     view: Callable[[Oracle], Oracle] | None = None
     budget: float | None = None
 
+    def __str__(self) -> str:
+        return self.exposure
+
 
 _COARSER = "Return a label instead of the score; bound the norms of input embeddings."
 _FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."

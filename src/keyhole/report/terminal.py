@@ -11,7 +11,7 @@ from keyhole.results import Audit
 
 
 def table(audit: Audit) -> Table:
-    """Exposures in rows; recovered ones in red."""
+    """Exposures in rows, under the part of the target that they are of; recovered ones in red."""
     view = Table(
         title=wording.verdict(audit), title_justify="left", title_style="bold", box=box.SIMPLE
     )
@@ -19,10 +19,16 @@ def table(audit: Audit) -> Table:
         view.add_column(heading)
     for heading in ("error", "queries", "floor", "seconds"):
         view.add_column(heading, justify="right", no_wrap=True)
+    surface = ""
     for finding in audit.findings:
+        if finding.surface != surface:
+            surface = finding.surface
+            view.add_row(Text(surface, style="bold"))
         style = {"bad": "red", "part": "yellow", "good": "green"}[wording.colour(finding)]
+        indent = "  " if surface else ""
         view.add_row(
-            Text(finding.exposure),  # Text: what came from a target is never taken for markup
+            # Text: what came from a target is never taken for markup.
+            Text(f"{indent}{finding.exposure}"),
             Text(wording.outcome(finding), style=style),
             wording.error(finding),
             f"{finding.queries:,}",

@@ -1,10 +1,10 @@
 """Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
 
 `z = s²·xᵀWδ` (probe_sequences.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z| should
-come out near 1, and nobody knows the size of W beforehand. Where every token answers, each x is sent
-at a ladder of lengths within one sequence and the best rung is kept, entry by entry: queries cost
-nothing there. Where only the last token answers, the first question settles the scale, and only
-pairs that turn out saturated, or heads far weaker than the others, are asked again at another.
+come out near 1, and nobody knows the size of W beforehand. Where every token answers, each x is
+sent at a ladder of lengths within one sequence and the best rung is kept, entry by entry: queries
+cost nothing there. Where only the last token answers, the first question settles the scale, and
+only pairs that turn out saturated, or heads far weaker than the others, are asked again at another.
 """
 
 from __future__ import annotations
