@@ -67,9 +67,7 @@ def test_wrong_calls(tmp_path):
     leak = recover.leak_of(subject.model, subject.tokenizer, WORDS[0], "hidden:1")
     with pytest.raises(InputError, match="expected one leak or more, got none"):
         recover.run(subject, [])
-    with pytest.raises(
-        InputError, match="expected --method encoder-states for hidden:1 of"
-    ):
+    with pytest.raises(InputError, match="expected --method encoder-states for hidden:1 of"):
         recover.run(subject, leak, method="cached-keys", out=tmp_path / "none.jsonl")
     assert not (tmp_path / "none.jsonl").exists()
     with pytest.raises(InputError, match="expected one text or more, got none"):
