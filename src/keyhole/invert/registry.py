@@ -41,6 +41,9 @@ class Line:
     decimals: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    def __str__(self) -> str:
+        return self.exposure
+
 
 _OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
 _MAPS = "Do not return attention maps beside outputs: together they are linear equations."

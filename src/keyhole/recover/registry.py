@@ -43,6 +43,9 @@ class Line:
     precisions: tuple[str, ...] = PRECISIONS
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    def __str__(self) -> str:
+        return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"
+
 
 def spread(parts: Anatomy) -> list[int]:
     """All layers of a small model; of a large one the first, the middle and the last."""
