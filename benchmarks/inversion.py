@@ -50,23 +50,26 @@ def attempt(case: Case) -> Outcome:
     torch.set_num_threads(2)
     problem, X = plant(case.n, case.d, symmetric=case.symmetric, seed=case.seed)
     method = Auto(starts=4096, solutions=case.solutions, seconds=case.seconds)
-    found = method(problem)
-    same = [float((one - X).abs().max()) < 1e-5 for one in found.solutions]
-    return Outcome(found.solved, found.seconds, len(same), any(same), same[:1] == [True])
+    result = method(problem)
+    same = [float((solution - X).abs().max()) < 1e-5 for solution in result.solutions]
+    return Outcome(result.solved, result.seconds, len(same), any(same), same[:1] == [True])
 
 
 def row(what: str, outcomes: list[Outcome], required: bool) -> show.Row:
-    share = sum(one.solved for one in outcomes) / len(outcomes)
-    times = sorted(one.seconds for one in outcomes)
-    among, first = (sum(getattr(one, name) for one in outcomes) for name in ("among", "first"))
-    found = sorted(one.solutions for one in outcomes)
+    share = sum(outcome.solved for outcome in outcomes) / len(outcomes)
+    times = sorted(outcome.seconds for outcome in outcomes)
+    among, first = (
+        sum(getattr(outcome, name) for outcome in outcomes) for name in ("among", "first")
+    )
+    counts = sorted(outcome.solutions for outcome in outcomes)
     return show.Row(
         what,
         f"{share:.0%} of {len(outcomes)} solved exactly",
         "≥ 95%" if required else "printed",
         share >= 0.95 if required else None,
-        f"{median(times):.1f} s in the median, {times[-1]:.1f} at most; {median(found):.0f} "
-        f"solutions ({found[0]}–{found[-1]}), the planted input among them {among}, first {first}",
+        f"{median(times):.1f} s in the median, {times[-1]:.1f} at most; {median(counts):.0f} "
+        f"solutions ({counts[0]}–{counts[-1]}), the planted input among them {among}, "
+        f"first {first}",
     )
 
 

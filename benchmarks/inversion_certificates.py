@@ -88,11 +88,11 @@ def plant(
 def proofs(n: int, seeds: range) -> list[Row]:
     problems = [plant(n, seed) for seed in seeds]
     started = time.process_time()
-    found = [certify(problem, X) for problem, X in problems]
+    certificates = [certify(problem, X) for problem, X in problems]
     busy = (time.process_time() - started) / len(seeds)
-    radii = sorted(c.radius or torch.inf for c in found)
-    seconds = max(c.seconds for c in found)
-    conditions = [c.condition or 0 for c in found]
+    radii = sorted(c.radius or torch.inf for c in certificates)
+    seconds = max(c.seconds for c in certificates)
+    conditions = [c.condition or 0 for c in certificates]
     what = f"{n * n} unknowns, {len(seeds)} problems"
     return [
         Row(
@@ -126,8 +126,10 @@ def ill_conditioned(n: int, wanted: float, seeds: range) -> list[Row]:
 
 
 def variant(n: int, name: str, seeds: range) -> Row:
-    found = [certify(*plant(n, seed, **VARIANTS[name])) for seed in seeds]
-    return _radius(f"worst radius, {found[0].unknowns} unknowns, {name}", found, 1e-10)
+    certificates = [certify(*plant(n, seed, **VARIANTS[name])) for seed in seeds]
+    return _radius(
+        f"worst radius, {certificates[0].unknowns} unknowns, {name}", certificates, 1e-10
+    )
 
 
 def causal(n: int, seeds: range, *, residual: bool = False) -> Row:
@@ -136,24 +138,25 @@ def causal(n: int, seeds: range, *, residual: bool = False) -> Row:
     The planted input is then itself far from the solution for the rounded B: no small radius is
     true. So the target is about the problems up to condition 1e6.
     """
-    found = [certify(*plant(n, seed, causal=True, residual=residual)) for seed in seeds]
-    fair = [c for c in found if (c.condition or torch.inf) <= 1e6]
-    conditions = [c.condition or torch.inf for c in found]
+    certificates = [certify(*plant(n, seed, causal=True, residual=residual)) for seed in seeds]
+    fair = [c for c in certificates if (c.condition or torch.inf) <= 1e6]
+    conditions = [c.condition or torch.inf for c in certificates]
     name = "causal, residual" if residual else "causal"
     what = f"worst radius, {n * n} unknowns, {name}, condition <= 1e6"
     details = (
-        f"{len(fair)} of {len(found)} problems; {sum(c.proved for c in found)} proved at any "
-        f"condition, {min(conditions):.0e} to {max(conditions):.0e}"
+        f"{len(fair)} of {len(certificates)} problems; "
+        f"{sum(c.proved for c in certificates)} proved at any condition, "
+        f"{min(conditions):.0e} to {max(conditions):.0e}"
     )
     if not fair:
         return Row(what, "no such problem", details=details)
     return replace(_radius(what, fair, 1e-10), details=details)
 
 
-def _radius(what: str, found: list[Certificate], bound: float) -> Row:
-    worst = max(c.radius or torch.inf for c in found)
-    worst_condition = max(c.condition or 0 for c in found)
-    seconds = max(c.seconds for c in found)
+def _radius(what: str, certificates: list[Certificate], bound: float) -> Row:
+    worst = max(c.radius or torch.inf for c in certificates)
+    worst_condition = max(c.condition or 0 for c in certificates)
+    seconds = max(c.seconds for c in certificates)
     details = f"{seconds:.2f} s, condition up to {worst_condition:.0e}"
     return Row(what, f"{worst:.1e}", f"<= {bound:.0e}", worst <= bound, details)
 

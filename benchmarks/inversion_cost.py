@@ -58,7 +58,7 @@ def measure(kind: str, n: int) -> tuple[float, float]:
 
 def table(quick: bool) -> dict[str, list[tuple[int, float, float]]]:
     """For each kind: (nd, seconds, GiB)."""
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    costs: dict[str, list[tuple[int, float, float]]] = {}
     for kind in KINDS:
         sizes = SIZES[:2] if quick else SIZES
         for n in sizes:
@@ -73,8 +73,8 @@ def table(quick: bool) -> dict[str, list[tuple[int, float, float]]]:
                 command = [sys.executable, "-c", call]
                 done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
                 seconds, memory = json.loads(done.stdout)
-            found.setdefault(kind, []).append((n * n, seconds, memory))
-    return found
+            costs.setdefault(kind, []).append((n * n, seconds, memory))
+    return costs
 
 
 def exponent(points: list[tuple[int, float, float]], column: int) -> float:

@@ -17,8 +17,8 @@ def starts_per_second(device: str, starts: int, steps: int) -> tuple[float, int]
     every = 10**9  # solutions: no start stops early because another one succeeded
     method = LevenbergMarquardt(starts=starts, steps=steps, solutions=every, device=device)
     LevenbergMarquardt(starts=8, steps=3, solutions=every, device=device)(problem)  # warm up
-    found = method(problem)
-    return starts / found.seconds, len(found.solutions)
+    result = method(problem)
+    return starts / result.seconds, len(result.solutions)
 
 
 def run(quick: bool) -> list[show.Row]:
@@ -26,19 +26,19 @@ def run(quick: bool) -> list[show.Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
     try:
-        cpu, found = starts_per_second("cpu", few, steps)
+        cpu, count = starts_per_second("cpu", few, steps)
     finally:
         torch.set_num_threads(threads)
     rows = [
-        show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{found} found")
+        show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{count} found")
     ]
     if not torch.cuda.is_available():
         return [*rows, show.Row("GPU", "no CUDA device here: not measured")]
-    gpu, found = starts_per_second("cuda", many, steps)
+    gpu, count = starts_per_second("cuda", many, steps)
     name = torch.cuda.get_device_name()
     return [
         *rows,
-        show.Row(f"{name}, {many} starts", f"{gpu:.1f} starts/s", details=f"{found} found"),
+        show.Row(f"{name}, {many} starts", f"{gpu:.1f} starts/s", details=f"{count} found"),
         show.Row("GPU against two CPU cores", f"{gpu / cpu:.1f} ×", "printed"),
     ]
 

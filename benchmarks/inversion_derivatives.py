@@ -97,9 +97,9 @@ def against_autodiff(size: int, target: float | None) -> list[Row]:
 def blocks(size: int) -> list[Row]:
     problem, truth = plant(size, size)
     X = truth + 0.1 * plant(size, size, seed=1)[1]
-    found = invert.hessian_blocks(problem, X)
+    blocks = invert.hessian_blocks(problem, X)
     others = (autodiff(problem)(X), invert.hessian(problem, X))
-    errors = [relative(found, other) for other in others]
+    errors = [relative(blocks, other) for other in others]
     what = f"hessian_blocks, n = d = {size}: error against both"
     return [Row(what, f"{errors[0]:.1e}, {errors[1]:.1e}", "<= 1e-10", max(errors) <= 1e-10)]
 
@@ -198,37 +198,37 @@ def distances_to_the_optimum(
 
 def repaired(size: int, seeds: range) -> list[Row]:
     """Modified Newton from near the input: how often it comes back, in how many steps."""
-    found, steps = 0, []
+    solved, steps = 0, []
     for seed in seeds:
         problem, X = plant(size, size, seed)
         near = X + 0.01 * plant(size, size, seed + 100)[1]
         result = invert.ModifiedNewton()(problem, start=near)
         error = math.inf if result.X is None else relative(result.X, X)
-        found += result.solved and error <= 1e-8
+        solved += result.solved and error <= 1e-8
         steps.append(result.iterations)
     what = f"ModifiedNewton, n = d = {size}, from 0.01 away: the input found"
-    told = f"{found} of {len(seeds)}, {min(steps)} to {max(steps)} steps"
-    return [Row(what, told, "all", found == len(seeds))]
+    value = f"{solved} of {len(seeds)}, {min(steps)} to {max(steps)} steps"
+    return [Row(what, value, "all", solved == len(seeds))]
 
 
 def the_bounds(n: int, d: int) -> list[Row]:
     problem, truth = plant(n, d)
     X = truth + 0.1 * plant(n, d, seed=1)[1]
-    found = invert.bounds(problem, X)
-    what = f"n = {n}, d = {d}, R = {found.R:.1f}"
+    bounds = invert.bounds(problem, X)
+    what = f"n = {n}, d = {d}, R = {bounds.R:.1f}"
     return [
         Row(
             f"least eigenvalue of ∇²L, {what}",
-            f"{found.lowest:.2g}",
-            f">= -ndR^8 = {found.lowest_bound:.1e}",
-            found.lowest >= found.lowest_bound,
-            f"greatest {found.highest:.2g}",
+            f"{bounds.lowest:.2g}",
+            f">= -ndR^8 = {bounds.lowest_bound:.1e}",
+            bounds.lowest >= bounds.lowest_bound,
+            f"greatest {bounds.highest:.2g}",
         ),
         Row(
             f"Lipschitz constant of ∇²L seen, {what}",
-            f"{found.lipschitz:.2g}",
-            f"<= n^3 d^3 R^10 = {found.lipschitz_bound:.1e}",
-            found.lipschitz <= found.lipschitz_bound,
+            f"{bounds.lipschitz:.2g}",
+            f"<= n^3 d^3 R^10 = {bounds.lipschitz_bound:.1e}",
+            bounds.lipschitz <= bounds.lipschitz_bound,
         ),
     ]
 

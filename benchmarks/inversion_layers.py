@@ -90,12 +90,12 @@ def rounded_maps(seeds: range, d: int) -> list[Row]:
     rows = []
     for n in (d, 2 * d):
         for name, change in rounded.items():
-            found = 0
+            exact = 0
             for seed in seeds:
                 problem, X = planted(n, d, seed)
                 result = invert.ClosedForm(change(problem.maps_of(X)))(problem)
-                found += result.solved and relative(result.X, X) <= SAME
-            rows.append(Row(f"leaked maps, {name}, {n}x{d}", f"{found} of {len(seeds)} exact"))
+                exact += result.solved and relative(result.X, X) <= SAME
+            rows.append(Row(f"leaked maps, {name}, {n}x{d}", f"{exact} of {len(seeds)} exact"))
     return rows
 
 
@@ -115,10 +115,10 @@ def stacks(n: int, d: int, depth: int, residual: bool, seeds: range, seconds: fl
     # Failures dominate: without a residual connection they are ended by the clock.
     limit = None if residual else seconds
     starts = 16 if residual else 128
-    one = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
+    layer = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
     methods = {
-        "peel": invert.Peel(one, branches=4),
-        "end to end": invert.EndToEnd(replace(one, seconds=limit and depth * limit)),
+        "peel": invert.Peel(layer, branches=4),
+        "end to end": invert.EndToEnd(replace(layer, seconds=limit and depth * limit)),
     }
     kind = "residual" if residual else "bare"
     rows = []
@@ -142,7 +142,7 @@ class Tally:
 
     def add(self, result: invert.Inversion | invert.LayersInversion, X: Tensor) -> None:
         self.results.append(result)
-        errors = [relative(found, X) for found in result.solutions]
+        errors = [relative(solution, X) for solution in result.solutions]
         self.errors.append(min(errors, default=torch.inf))
         self.first += bool(errors) and relative(result.X, X) <= SAME
 
@@ -157,16 +157,16 @@ class Tally:
 
     def growth(self) -> str:
         """Medians over what was found: condition and measured growth a layer, and through all."""
-        found = [r for r in self.results if isinstance(r, invert.LayersInversion) and r.layers]
-        if not found:
+        stacks = [r for r in self.results if isinstance(r, invert.LayersInversion) and r.layers]
+        if not stacks:
             return ""
-        conditions = [a.condition for r in found for a in r.layers if a.condition]
-        grown = [a.measured for r in found for a in r.layers if a.measured]
-        through = [r.amplification for r in found if r.amplification]
+        conditions = [a.condition for r in stacks for a in r.layers if a.condition]
+        grown = [a.measured for r in stacks for a in r.layers if a.measured]
+        through = [r.amplification for r in stacks if r.amplification]
         parts = [f"a layer: condition {statistics.median(conditions):.0e}"] if conditions else []
         parts += [f"measured {statistics.median(grown):.1f}"] if grown else []
         parts += [f"all: measured {statistics.median(through):.0f}"] if through else []
-        bounds = [r.bound for r in found if r.bound]
+        bounds = [r.bound for r in stacks if r.bound]
         parts += [f"bound {statistics.median(bounds):.0e}"] if bounds else []
         return ", ".join(parts)
 

@@ -87,19 +87,21 @@ def quantities(quick: bool) -> dict[str, dict[float, Callable[[int], Pair]]]:
 def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     pairs = [make(seed) for seed in range(problems)]
     method = LevenbergMarquardt(starts=STARTS, solutions=10**6)
-    found = method.many([problem for problem, _ in pairs])
-    exact = [one for one in found if one.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)]
+    results = method.many([problem for problem, _ in pairs])
+    exact = [
+        result for result in results if result.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+    ]
     errors = [
-        min(float((one - X).abs().max() / X.abs().max()) for one in result.solutions)
+        min(float((solution - X).abs().max() / X.abs().max()) for solution in result.solutions)
         if result.solutions else math.inf
-        for result, (_, X) in zip(found, pairs, strict=True)
+        for result, (_, X) in zip(results, pairs, strict=True)
     ]  # fmt: skip
-    conditions = [one.condition for one in exact if one.condition is not None]
+    conditions = [result.condition for result in exact if result.condition is not None]
     return Point(
         value=value,
-        solved=sum(one.status is Status.RECOVERED for one in found) / problems,
+        solved=sum(result.status is Status.RECOVERED for result in results) / problems,
         planted=sum(error < 1e-5 for error in errors) / problems,
-        iterations=median(one.iterations for one in found),
+        iterations=median(result.iterations for result in results),
         condition=median(conditions) if conditions else math.inf,
         error=median(errors),
     )
@@ -149,7 +151,7 @@ def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
                 mode="lines+markers", line={"color": colour}, showlegend=number == 0,
             )  # fmt: skip
         panels.add_scatter(
-            x=x, y=[one.condition if math.isfinite(one.condition) else None for one in points],
+            x=x, y=[p.condition if math.isfinite(p.condition) else None for p in points],
             name="condition (right)", mode="lines+markers", showlegend=number == 0,
             line={"color": "#c2410c", "dash": "dot"}, row=row, col=column, secondary_y=True,
         )  # fmt: skip

@@ -45,8 +45,8 @@ def convergence() -> show.Row:
         noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed)).double()
         start = X + 1e-2 * noise
         for steps in range(8):
-            found = _after(method, problem, start, steps)
-            errors.append(float((found - X).abs().max()))
+            reached = _after(method, problem, start, steps)
+            errors.append(float((reached - X).abs().max()))
         useful = [error for error in errors if error > 1e-12]
         steps = [math.log(c / b) / math.log(b / a)
                  for a, b, c in zip(useful, useful[1:], useful[2:], strict=False)]  # fmt: skip
@@ -103,10 +103,10 @@ def stream(n: int, strength: float, problems: int) -> tuple[int, int, float]:
     seconds = 0.0
     for seed in range(problems):
         problem, X = plant(n, n, residual=True, value_scale=strength / math.sqrt(n), seed=seed)
-        found = ResidualStream(steps=20)(problem)
-        solved += found.solved
-        planted += found.solved and float((found.X - X).abs().max()) < 1e-6
-        seconds += found.seconds
+        result = ResidualStream(steps=20)(problem)
+        solved += result.solved
+        planted += result.solved and float((result.X - X).abs().max()) < 1e-6
+        seconds += result.seconds
     return solved, planted, seconds / problems
 
 

@@ -34,11 +34,11 @@ def full() -> Iterator[texts.Part]:
         loaded = texts.smollm2(CHOSEN)
         ids = sentences(loaded, CHOSEN.texts)
         for name in CHOSEN.exposures.split(","):
-            yield name, lambda at=name, one=loaded, i=ids: recovery("SmolLM2", one, at, i)
+            yield name, lambda at=name, model=loaded, i=ids: recovery("SmolLM2", model, at, i)
     if CHOSEN.only != "decoder":
         encoder = texts.minilm(CHOSEN)
         ids = sentences(encoder, 10 * CHOSEN.texts, shortest=5)
-        yield "MiniLM, kv:1", lambda one=encoder, i=ids: recovery("MiniLM", one, "kv:1", i)
+        yield "MiniLM, kv:1", lambda model=encoder, i=ids: recovery("MiniLM", model, "kv:1", i)
 
 
 def small() -> Iterator[texts.Part]:
@@ -48,28 +48,28 @@ def small() -> Iterator[texts.Part]:
         ids = [text.tolist() for text in texts.tiny_texts(2, 8, framed=False)]
         for name in ("hidden:2", "kv:0"):
             label = f"random {family}"
-            yield label, lambda w=label, one=loaded, at=name, i=ids: recovery(w, one, at, i)
+            yield label, lambda w=label, model=loaded, at=name, i=ids: recovery(w, model, at, i)
 
 
 def recovery(label: str, loaded: Loaded, name: str, ids: list[list[int]]) -> Iterator[Row]:
     """Recover the texts one by one: the first one also pays for the fit."""
     exposure = Exposure.parse(name)
     leaks = [texts.leak_of(loaded, text, exposure) for text in ids]
-    found: dict[int, invert.TextRecovery] = {}
+    results: dict[int, invert.TextRecovery] = {}
     clock = [time.perf_counter()]
-    for number, one in invert.recovering(loaded.model, loaded.tokenizer, leaks):
-        found[number] = one
+    for number, result in invert.recovering(loaded.model, loaded.tokenizer, leaks):
+        results[number] = result
         clock.append(time.perf_counter())
-    pairs = [(text, found[number]) for number, text in enumerate(ids)]
+    pairs = [(text, results[number]) for number, text in enumerate(ids)]
     positions = sum(len(text) for text in ids)
-    right = sum(a == b for text, one in pairs for a, b in zip(text, one.ids, strict=False))
-    exact = sum(text == one.ids and one.verified for text, one in pairs)
-    tested = sum(one.tested for _, one in pairs) / positions
+    right = sum(a == b for text, result in pairs for a, b in zip(text, result.ids, strict=False))
+    exact = sum(text == result.ids and result.verified for text, result in pairs)
+    tested = sum(result.tested for _, result in pairs) / positions
     vocabulary = len(anatomy(loaded.model).table)
     seconds = clock[-1] - clock[0]
-    fitting = sum(one.fitting for one in found.values())
+    fitting = sum(result.fitting for result in results.values())
     # What the first text took beyond the others' pace went into the fit.
-    rest = positions - len(ids[next(iter(found))])
+    rest = positions - len(ids[next(iter(results))])
     pace = f"{(clock[-1] - clock[1]) / rest:.3f} s a token once fitted, " if rest else ""
     summary = f"{right / positions:.2%} of tokens, {exact} of {len(ids)} texts exact and verified"
     cost = f"{seconds:.1f} s in all on {CHOSEN.device}, {pace}{fitting:,} tokens for the fit"

@@ -111,19 +111,23 @@ def row(
 ) -> Row:
     """Recover all texts from one exposure; tokens are counted without the special ones."""
     leaks = [texts.leak_of(loaded, text, exposure, change) for text in ids]
-    found = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
-    pairs = [(one.ids, text.tolist()) for one, text in zip(found, ids, strict=True)]
-    tokens = sum(a == b for one, text in pairs for a, b in zip(one[1:-1], text[1:-1], strict=False))
+    recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
+    pairs = [(recovery.ids, text.tolist()) for recovery, text in zip(recoveries, ids, strict=True)]
+    tokens = sum(
+        a == b for read, text in pairs for a, b in zip(read[1:-1], text[1:-1], strict=False)
+    )
     share = tokens / sum(len(text) - 2 for _, text in pairs)
-    exact = sum(one == text for one, text in pairs)
-    verified = sum(one.verified for one in found)
-    false = sum(one.verified and a != b for one, (a, b) in zip(found, pairs, strict=True))
-    seconds = max(one.seconds for one in found) / len(found)
+    exact = sum(read == text for read, text in pairs)
+    verified = sum(recovery.verified for recovery in recoveries)
+    false = sum(
+        recovery.verified and a != b for recovery, (a, b) in zip(recoveries, pairs, strict=True)
+    )
+    seconds = max(recovery.seconds for recovery in recoveries) / len(recoveries)
     measured = f"{share:.1%} of tokens, {exact} of {len(pairs)} exact, {verified} verified"
     if exposure.kind == "pooled":
         measured += f", token F1 {statistics.mean(f1(*pair) for pair in pairs):.2f}"
-    work = statistics.median(one.passes - one.forwards for one in found)
-    trials = statistics.median(one.forwards for one in found)
+    work = statistics.median(recovery.passes - recovery.forwards for recovery in recoveries)
+    trials = statistics.median(recovery.forwards for recovery in recoveries)
     details = f"median {work:.0f} passes, {trials:.0f} trials; {seconds:.1f} s a text"
     details += f"; {false} falsely verified" if false else ""
     target = "" if least is None else f">= {least:.0%} of tokens"
@@ -131,10 +135,10 @@ def row(
     return Row(f"{exposure}, {how}, {len(pairs)} texts", measured, target, met, details)
 
 
-def f1(found: list[int], truth: list[int]) -> float:
+def f1(ids: list[int], truth: list[int]) -> float:
     """Of the bags of tokens, special ones left out."""
-    common = sum((Counter(found[1:-1]) & Counter(truth[1:-1])).values())
-    return 2 * common / max(1, len(found) - 2 + len(truth) - 2)
+    common = sum((Counter(ids[1:-1]) & Counter(truth[1:-1])).values())
+    return 2 * common / max(1, len(ids) - 2 + len(truth) - 2)
 
 
 if __name__ == "__main__":

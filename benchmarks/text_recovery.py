@@ -80,7 +80,7 @@ def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
     shares = {Exposure.parse(name): share for name, share in MISMATCHED.items()}
     first = {exposure: start * share // 20 for exposure, share in shares.items()}
     sizes = {exposure: -(-count * share // 20) for exposure, share in shares.items()}
-    return [(one, range(first[one], first[one] + sizes[one])) for one in shares]
+    return [(share, range(first[share], first[share] + sizes[share])) for share in shares]
 
 
 def small() -> Iterator[texts.Part]:
@@ -111,7 +111,7 @@ class Outcome:
     """Recovered texts beside the planted ones."""
 
     truths: list[list[int]]
-    found: list[invert.TextRecovery]
+    recoveries: list[invert.TextRecovery]
     seconds: float
 
     @property
@@ -119,43 +119,43 @@ class Outcome:
         """The share of tokens that are right."""
         right = sum(
             a == b
-            for truth, one in zip(self.truths, self.found, strict=True)
-            for a, b in zip(truth, one.ids, strict=False)
+            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
+            for a, b in zip(truth, recovery.ids, strict=False)
         )
         return right / sum(len(truth) for truth in self.truths)
 
     @property
     def exact(self) -> float:
         """The share of texts that are right and verified."""
-        return self._texts(lambda same, one: same and one.verified) / len(self.found)
+        return self._texts(lambda same, recovery: same and recovery.verified) / len(self.recoveries)
 
     @property
     def false(self) -> int:
-        return self._texts(lambda same, one: one.verified and not same)
+        return self._texts(lambda same, recovery: recovery.verified and not same)
 
     def _texts(self, wanted: Callable[[bool, invert.TextRecovery], bool]) -> int:
-        pairs = zip(self.truths, self.found, strict=True)
-        return sum(wanted(truth == one.ids, one) for truth, one in pairs)
+        pairs = zip(self.truths, self.recoveries, strict=True)
+        return sum(wanted(truth == recovery.ids, recovery) for truth, recovery in pairs)
 
     @property
     def marked(self) -> tuple[int, int]:
         """How many tokens are marked verified, and how many of those are wrong."""
-        told = [
+        right = [
             a == b
-            for truth, one in zip(self.truths, self.found, strict=True)
-            for a, b, mark in zip(truth, one.ids, one.marks, strict=False)
+            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
+            for a, b, mark in zip(truth, recovery.ids, recovery.marks, strict=False)
             if mark is Mark.VERIFIED
         ]
-        return len(told), len(told) - sum(told)
+        return len(right), len(right) - sum(right)
 
     @property
     def passes(self) -> float:
-        return statistics.median(one.passes for one in self.found)
+        return statistics.median(recovery.passes for recovery in self.recoveries)
 
     @property
     def searched(self) -> float:
         """Passes without the judge's."""
-        return statistics.median(one.passes - one.judging for one in self.found)
+        return statistics.median(recovery.passes - recovery.judging for recovery in self.recoveries)
 
     @property
     def summary(self) -> str:
@@ -163,21 +163,23 @@ class Outcome:
 
     @property
     def cost(self) -> str:
-        backward = statistics.median(one.passes - one.forwards for one in self.found)
+        backward = statistics.median(
+            recovery.passes - recovery.forwards for recovery in self.recoveries
+        )
         return (
             f"passes median {self.passes:.0f} ({backward:.0f} with a backward, "
             f"{self.passes - self.searched:.0f} the judge's), most "
-            f"{max(one.passes for one in self.found)}; {self.seconds:.2f} s a text, fitted once on "
-            f"{self.found[0].fitting} random texts"
+            f"{max(recovery.passes for recovery in self.recoveries)}; {self.seconds:.2f} s a text, "
+            f"fitted once on {self.recoveries[0].fitting} random texts"
         )
 
 
 def recover(loaded: Loaded, ids: list[Tensor], layer: int, change: Change | None = None) -> Outcome:
     leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
     started = time.perf_counter()
-    found = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
     seconds = (time.perf_counter() - started) / len(ids)
-    return Outcome([text.tolist() for text in ids], found, seconds)
+    return Outcome([text.tolist() for text in ids], recoveries, seconds)
 
 
 def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[Row]:
@@ -202,12 +204,14 @@ def against_lbfgs(
         decoded = plain_lbfgs(loaded, leak, layer, iterations).cpu()
         theirs += time.perf_counter() - started
         right += int((decoded == text).sum())
-    spent = sum(one.seconds for one in ours)
+    spent = sum(outcome.seconds for outcome in ours)
     total = sum(len(text) for text in ids)
     ratio = theirs / spent
     what = f"layer {layer}, {len(ids)} texts, {total} tokens: {iterations} L-BFGS iterations / ours"
     measured = f"{theirs:.1f} s / {spent:.2f} s = {ratio:.0f}"
-    exactly = sum(one.tokens * len(text) for one, text in zip(ours, ids, strict=True)) / total
+    exactly = (
+        sum(outcome.tokens * len(text) for outcome, text in zip(ours, ids, strict=True)) / total
+    )
     details = f"tokens right: {right / total:.0%} / {exactly:.0%}"
     if iterations < 600:  # the quick mode's handful says nothing about the ratio
         yield Row(what, measured, details=details)

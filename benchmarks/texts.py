@@ -121,8 +121,8 @@ def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
     """
     stream = torch.Generator().manual_seed(0)
-    told = precision if precision in ("bfloat16", "float16") else None
-    return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=told)
+    stated = precision if precision in ("bfloat16", "float16") else None
+    return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=stated)
 
 
 def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Tensor]:
@@ -142,8 +142,8 @@ def sst2(data: Path, count: int | None = None) -> list[str]:
 
 def dialogues(data: Path, count: int) -> list[str]:
     """The first DREAM dialogues of 85 to 150 words: about 100 to 200 tokens."""
-    told = json.loads(_read(data / "dream" / "dev.json"))
-    joined = [" ".join(turns) for turns, *_ in told]
+    dialogues = json.loads(_read(data / "dream" / "dev.json"))
+    joined = [" ".join(turns) for turns, *_ in dialogues]
     return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
 
 
@@ -257,8 +257,8 @@ class Texts:
             self.known.update(zip(new, self.tokenizer(new, **cut)["input_ids"], strict=True))
         lists = [self.known[text] for text in chosen]
         most, pad = max(map(len, lists)), self.tokenizer.pad_token_id
-        ids = torch.tensor([one + [pad] * (most - len(one)) for one in lists])
-        lengths = torch.tensor([len(one) for one in lists])
+        ids = torch.tensor([row + [pad] * (most - len(row)) for row in lists])
+        lengths = torch.tensor([len(row) for row in lists])
         mask = (torch.arange(most) < lengths[:, None]).long()
         return {"input_ids": ids, "attention_mask": mask,
                 "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import tiny_models as tiny
+from command_line import inside
 from keyhole import report
 from keyhole.audit import Audit, audit
 from keyhole.audit.texts import PRECISIONS, TextTarget
@@ -15,7 +17,10 @@ from keyhole.errors import InputError
 from keyhole.invert import recover_texts
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import TEXTS, load_demo
+from keyhole.recover.attack import Proposal
+from keyhole.recover.registry import ATTACKS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
+from keyhole.registry import Entry
 from keyhole.results import Status
 
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
@@ -28,12 +33,12 @@ def target(family, **options):
 
 
 @pytest.fixture(scope="module")
-def found() -> Audit:
-    return audit(models=target("bert"))
+def audited() -> Audit:
+    return audit(target("bert"))
 
 
-def test_hidden_states_keys_and_maps_give_the_text_away(found):
-    by_exposure = {finding.exposure: finding for finding in found.findings}
+def test_hidden_states_keys_and_maps_give_the_text_away(audited):
+    by_exposure = {finding.exposure: finding for finding in audited.findings}
     for name in ("hidden states of layer 1", "hidden states of layer 2",
                  "keys and values of layer 1", "attention maps of layer 1"):  # fmt: skip
         finding = by_exposure[name]
@@ -46,8 +51,8 @@ def test_hidden_states_keys_and_maps_give_the_text_away(found):
     assert "pooled embedding" in by_exposure
 
 
-def test_a_reading_says_which_tokens_are_right(found):
-    for finding in found.findings:
+def test_a_reading_says_which_tokens_are_right(audited):
+    for finding in audited.findings:
         for cell in finding.texts:
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text
@@ -59,28 +64,34 @@ def test_a_reading_says_which_tokens_are_right(found):
                 assert not reading.verified or reading.exact
 
 
-def test_json_and_page_hold_the_texts(found):
-    again = Audit.from_dict(json.loads(json.dumps(found.to_dict())))
-    assert again == found
-    page = report.render(found)
+def test_json_and_page_hold_the_texts(audited):
+    again = Audit.from_dict(json.loads(json.dumps(audited.to_dict())))
+    assert again == audited
+    page = report.render(audited)
     assert "Text, by exposure, layer and precision" in page
-    assert page.count('class="cell') == sum(len(one.texts) for one in found.findings)
+    assert page.count('class="cell') == sum(len(finding.texts) for finding in audited.findings)
     assert WORDS[0] in page
 
 
 def test_a_causal_model_skips_what_cannot_be_read():
-    found = audit(models=target("llama", precisions=("float32",)))
-    names = {finding.exposure for finding in found.findings}
+    audited = audit(target("llama", precisions=("float32",)))
+    names = {finding.exposure for finding in audited.findings}
     assert {"hidden states of layer 2", "keys and values of layer 0"} <= names
-    hidden = [one for one in found.findings if "hidden" in one.exposure or "keys" in one.exposure]
-    assert all(one.status is Status.RECOVERED for one in hidden), [one.reason for one in hidden]
+    hidden = [
+        finding
+        for finding in audited.findings
+        if "hidden" in finding.exposure or "keys" in finding.exposure
+    ]
+    assert all(finding.status is Status.RECOVERED for finding in hidden), [
+        finding.reason for finding in hidden
+    ]
     missed = {"attention maps", "pooled embedding", "attention cut"}
-    assert {skip.exposure for skip in found.skips} == missed
+    assert {skip.exposure for skip in audited.skips} == missed
 
 
 def test_layers_by_wish():
-    found = audit(models=target("bert", layers=[2], precisions=("bfloat16",)))
-    hidden = [one.exposure for one in found.findings if "hidden" in one.exposure]
+    audited = audit(target("bert", layers=[2], precisions=("bfloat16",)))
+    hidden = [finding.exposure for finding in audited.findings if "hidden" in finding.exposure]
     assert hidden == ["hidden states of layer 2"]
 
 
@@ -90,15 +101,57 @@ def test_wrong_wishes():
     with pytest.raises(InputError, match="precisions among"):
         target("bert", precisions=("int3",))
     with pytest.raises(InputError, match="from 0 to 2"):
-        audit(models=target("bert", layers=[7]))
+        audit(target("bert", layers=[7]))
 
 
-def test_the_classifier_in_the_box_gives_its_texts_away():
-    box = load_demo("classification")
-    leaks = [leak_of(box.model, box.tokenizer, text, "hidden:4") for text in TEXTS]
-    found = recover_texts(box.model, box.tokenizer, [degrade(leak, "int8") for leak in leaks])
-    assert all(one.verified for one in found)
-    for text, one in zip(TEXTS, found, strict=True):
-        assert one.ids == box.tokenizer(text)["input_ids"]
-    for one, label in zip(found[:2], (1, 0), strict=True):  # and it is a classifier
-        assert int(box.model(torch.tensor([one.ids])).logits.argmax()) == label
+def test_the_classifier_that_ships_gives_its_texts_away():
+    demo = load_demo("classification")
+    leaks = [leak_of(demo.model, demo.tokenizer, text, "hidden:4") for text in TEXTS]
+    recoveries = recover_texts(
+        demo.model, demo.tokenizer, [degrade(leak, "int8") for leak in leaks]
+    )
+    assert all(recovery.verified for recovery in recoveries)
+    for text, recovery in zip(TEXTS, recoveries, strict=True):
+        assert recovery.ids == demo.tokenizer(text)["input_ids"]
+    for recovery, label in zip(recoveries[:2], (1, 0), strict=True):  # and it is a classifier
+        assert int(demo.model(torch.tensor([recovery.ids])).logits.argmax()) == label
+
+
+@dataclass(frozen=True)
+class Guess:
+    """An attack that guesses the same word everywhere."""
+
+    word: int = 7
+
+    def __call__(self, target, leaks):
+        for number, leak in enumerate(leaks):
+            known = target.framed(leak.length)
+            yield number, Proposal([self.word if id_ < 0 else id_ for id_ in known.tolist()])
+
+
+@pytest.fixture
+def guess():
+    line = Line("hidden", False, "hidden states, guessed", "Do nothing.", lambda _: [2])
+    ATTACKS.add(Entry("guess", Guess, (line,)))
+    yield
+    ATTACKS.remove("guess")
+
+
+@pytest.mark.usefixtures("guess")
+def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
+    subject = target("bert", layers=[2], precisions=("float32",))
+    findings = [f for f in audit(subject).findings if f.exposure.startswith("hidden")]
+    assert [(finding.exposure, finding.attack) for finding in findings] == [
+        ("hidden states of layer 2", "EncoderStates"),
+        ("hidden states, guessed of layer 2", "Guess"),
+    ]
+    assert findings[1].status is Status.UNSOLVED
+    assert readers("hidden", False) == ["encoder-states", "guess"]
+    demo = load_demo()
+    leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1").save(tmp_path / "leak.safetensors")
+    done = inside(
+        "invert", "text", "demo", "leak.safetensors", "--method", "guess",
+        cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "leak.safetensors: " in done.stderr

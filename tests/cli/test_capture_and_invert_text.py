@@ -34,9 +34,10 @@ def test_a_leak_is_captured_and_read(keyhole, tmp_path):
     assert len(about["model"]) == 16
     done = keyhole("invert", "text", "demo", "leak.safetensors", "--json")
     assert done.returncode == 1  # given away
-    found = json.loads(done.stdout)
-    assert found["verified"]
-    assert found["text"] == "a warm and funny film."
+    result = json.loads(done.stdout)
+    assert result["verified"]
+    assert list(result)[:4] == ["leak", "digest", "format", "kind"]
+    assert result["text"] == "a warm and funny film."
     assert "recovered" in done.stderr
 
 
@@ -45,15 +46,44 @@ def test_several_leaks_resume(keyhole, tmp_path):
     options = ("--expose", "kv:1", "--precision", "int8", "--out", "leaks")
     assert keyhole("capture", "demo", "--data", "texts.txt", *options).returncode == 0
     first = keyhole("invert", "text", "demo", "leaks", "--out", "found.jsonl", "--json")
-    assert [one["text"] for one in json.loads(first.stdout)] == [
+    assert [result["text"] for result in json.loads(first.stdout)] == [
         "a good film.", "the plot is a mess.", "not bad at all.",
     ]  # fmt: skip
     lines = (tmp_path / "found.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "found.jsonl").write_text(lines[0] + lines[1] + lines[2][:40])  # a crash
+    assert len(lines) == 4  # what the run is, and three results
+    (tmp_path / "found.jsonl").write_text(lines[0] + lines[1] + lines[2] + lines[3][:40])  # a crash
     again = keyhole("invert", "text", "demo", "leaks", "--out", "found.jsonl", "--json")
     assert "2 of 3 leaks were read before" in again.stderr
-    assert len(json.loads(again.stdout)) == 3
-    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 3
+    texts = [[result["text"] for result in json.loads(run.stdout)] for run in (first, again)]
+    assert texts[0] == texts[1]
+    assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_file_of_another_model_or_method_is_refused(keyhole, tmp_path):
+    keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1")
+    leak = ("invert", "text", "demo", "leak.safetensors", "--out", "f.jsonl")
+    assert keyhole(*leak).returncode == 1
+    done = keyhole(*leak, "--method", "encoder-states")
+    assert done.returncode == 2
+    assert "f.jsonl to remember a run with method encoder-states, got one with method None" in (
+        done.stderr
+    )
+
+
+def test_a_method_by_name(keyhole):
+    keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1")
+    leak = ("invert", "text", "demo", "leak.safetensors", "--json", "--method")
+    done = keyhole(*leak, "encoder-states")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["method"] == "EncoderStates"
+    wrong = keyhole(*leak, "encoder-maps")
+    assert wrong.returncode == 2
+    assert "expected --method encoder-states for hidden:1 of an encoder, got encoder-maps" in (
+        wrong.stderr
+    )
+    unknown = keyhole(*leak, "magic")
+    assert unknown.returncode == 2
+    assert "expected a method among encoder-states, cached-keys" in unknown.stderr
 
 
 def test_a_leak_of_the_same_name_is_read_again(keyhole):

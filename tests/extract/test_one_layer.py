@@ -126,16 +126,15 @@ def test_every_real_query_is_counted() -> None:
 
 def test_values_of_the_head_are_not_asked_twice() -> None:
     target = transformer(8, 4)
-    asked: dict[int, int] = {}
+    lengths: list[int] = []
 
     def watch(sequences: Tensor) -> Tensor:
-        asked[sequences.shape[1]] = asked.get(sequences.shape[1], 0) + len(sequences)
+        lengths.extend([sequences.shape[1]] * len(sequences))
         return target(sequences)
 
     result = OneLayerTransformer()(AnyFunction(watch, 8))
-    judged = 8  # of each of the judge's lengths
     network = ReluNetwork()(target)
-    assert asked[1] - judged == network.queries
+    assert lengths[: result.queries].count(1) == network.queries  # then the judge asks
     assert 2 * 64 <= result.queries - network.queries <= 2 * 64 + 8  # a few forms are asked again
 
 
@@ -193,7 +192,8 @@ def test_a_ledger_resumes_without_asking_twice(tmp_path: Path) -> None:
     assert result.status is Status.RECOVERED
     assert result.check is not None
     assert result.remembered >= 90
-    assert paid.queries == result.queries + result.check.queries - result.remembered
+    free = result.remembered + result.check.remembered
+    assert paid.queries == result.queries + result.check.queries - free
 
 
 def test_the_expected_number_of_queries() -> None:

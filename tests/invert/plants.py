@@ -46,6 +46,6 @@ def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
     return invert.Layers(tuple(layers), torch.from_numpy(flow)), X
 
 
-def off(found, X):
+def off(solution, X):
     """The largest error, relative to the largest entry."""
-    return float((found - X).abs().max() / X.abs().max())
+    return float((solution - X).abs().max() / X.abs().max())

@@ -100,8 +100,8 @@ def test_a_file_that_is_no_problem_is_one_clear_line(tmp_path):
 def test_what_is_not_finite_is_a_status_with_advice(name, value):
     tensors = {key: torch.ones(3, 3, dtype=torch.float64) for key in "WVB"}
     tensors[name][1, 1] = value
-    found = invert.LevenbergMarquardt(starts=2)(invert.Problem(**tensors))
-    assert found.status is Status.NOT_APPLICABLE
-    assert found.reason == f"expected finite numbers in {name}, got 1 NaN or infinite"
-    assert found.X is None
-    assert found.advice
+    result = invert.LevenbergMarquardt(starts=2)(invert.Problem(**tensors))
+    assert result.status is Status.NOT_APPLICABLE
+    assert result.reason == f"expected finite numbers in {name}, got 1 NaN or infinite"
+    assert result.X is None
+    assert result.advice

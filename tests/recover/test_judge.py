@@ -12,7 +12,7 @@ import tiny_models as tiny
 from keyhole import invert
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
-from keyhole.recover import judge as verification
+from keyhole.recover import judge as judge_module
 from keyhole.recover import rivals
 from keyhole.recover.attack import Target
 from keyhole.recover.judge import judge
@@ -78,19 +78,19 @@ def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
 def test_rounding_is_read_off_the_numbers(damage, name):
     leak = leak_of(IDS[0])
     values = DAMAGE[damage](leak.values)
-    found = precision_of(replace(leak, values=values))
-    assert found.name == name
+    result = precision_of(replace(leak, values=values))
+    assert result.name == name
     if name != "float32":
         error = float((values - leak.values).square().mean().sqrt())
-        assert float(found.sigma.square().mean().sqrt()) == pytest.approx(error, rel=0.2)
+        assert float(result.sigma.square().mean().sqrt()) == pytest.approx(error, rel=0.2)
 
 
 def test_int4_and_stated_noise():
     leak = leak_of(IDS[0])
     assert precision_of(replace(leak, values=rounded(leak.values, 7))).name == "int4"
     sigma = 0.1 * float(leak.values.std())
-    found = precision_of(replace(leak, noise=sigma))
-    assert float(found.sigma.mean()) == pytest.approx(sigma, rel=1e-3)
+    result = precision_of(replace(leak, noise=sigma))
+    assert float(result.sigma.mean()) == pytest.approx(sigma, rel=1e-3)
     verdict = judge(
         target(), replace(leak, values=noisy(leak.values, 0.1), noise=sigma), IDS[0].tolist()
     )
@@ -203,7 +203,7 @@ def test_the_whole_leak_speaks_for_a_token(monkeypatch):
     """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=14)[0]
-    for module in (verification, rivals):
+    for module in (judge_module, rivals):
         monkeypatch.setattr(
             module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
         )
@@ -226,10 +226,10 @@ def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
         shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
         return shown
 
-    for module in (verification, rivals):
+    for module in (judge_module, rivals):
         monkeypatch.setattr(module, "exposed_rows", rows)
     values = rows(None, None, ids[None])[0]
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
-    found = judge(target(), leak, ids.tolist())
-    assert not found.verified
-    assert [place for place, mark in enumerate(found.marks) if mark is not Mark.VERIFIED] == [3]
+    result = judge(target(), leak, ids.tolist())
+    assert not result.verified
+    assert [place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED] == [3]

@@ -23,10 +23,10 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = func(*args, **(kwargs or {}))
-        for one in tree_leaves(given):
+        for leaf in tree_leaves(given):
             # A view is no memory: an expanded mask has its storage's size.
-            if isinstance(one, torch.Tensor):
-                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
         return given
 
 
@@ -40,17 +40,17 @@ def recovered(model, ids, method, words):
     """The recovery of a text from layer 2, and the largest tensor on the way."""
     leak = HiddenStates(capture(model, Exposure("hidden", 2), ids=ids)["values"], 2)
     with Largest() as largest:
-        found = recover_text(model, words, leak, method=method)
-    return found, largest.bytes
+        result = recover_text(model, words, leak, method=method)
+    return result, largest.bytes
 
 
 def test_a_thousand_tokens_of_a_decoder():
     model = long_model("llama", 1024)
     ids = tiny.ids(texts=1, length=1000, causal=True)
     method, words = DecoderStates(samples=600, draft=64), tiny.tokenizer(causal=True)
-    found, most = recovered(model, ids, method, words)
-    assert found.ids == ids[0].tolist()
-    assert found.verified
+    result, most = recovered(model, ids, method, words)
+    assert result.ids == ids[0].tolist()
+    assert result.verified
     assert most < 4 * 1000 * 1000  # one map of attention in float32
 
 
@@ -58,7 +58,7 @@ def test_512_tokens_of_an_encoder():
     model = long_model("bert", 512)
     ids = tiny.ids(texts=1, length=512)
     method, words = EncoderStates(samples=2000), tiny.tokenizer()
-    found, most = recovered(model, ids, method, words)
-    assert found.ids == ids[0].tolist()
-    assert found.verified
+    result, most = recovered(model, ids, method, words)
+    assert result.ids == ids[0].tolist()
+    assert result.verified
     assert most < 4 * 512 * 512

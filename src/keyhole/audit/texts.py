@@ -3,89 +3,35 @@
 The auditor runs the model on texts, takes what would leak, in float32 and as leaks are in practice,
 and hands the attacker the model and the leak: nothing else. Because the auditor knows the texts,
 the verdict is about them, and a wrong claim of the judge would show.
+
+Which leaks are tried with which attack stands in recover/registry.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from keyhole.audit.check import Checked, Watch
+from keyhole.audit.check import Checked
 from keyhole.data import Example
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.percent import percent
-from keyhole.recover import (
-    EncoderMaps,
-    EncoderStates,
-    Mark,
-    PooledEmbedding,
-    SubLayerOutput,
-    TextRecovery,
-    TokenSearch,
-    recover_texts,
-)
+from keyhole.progress import Track
+from keyhole.recover import Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import written
-from keyhole.recover.recover_text import ATTACKS
+from keyhole.recover.registry import ATTACKS, NOISE, PRECISIONS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
 from keyhole.results import Finding, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
-NOISE = "noise of 10%"
-PRECISIONS = ("float32", "bfloat16", "int8", NOISE)
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
-_BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)  # where the leak has to be searched
-_ONLY = ("float32",)
-
-
-@dataclass(frozen=True)
-class Leaking:
-    """One kind of exposure: how people call it, in which layers and precisions it is tried.
-
-    `searched` says how long to look where there is no short way to the text.
-    """
-
-    kind: str
-    words: str
-    remedy: str
-    layers: Callable[[Anatomy], Sequence[int | None]]
-    precisions: tuple[str, ...] = PRECISIONS
-    searched: Attack | None = None
-
-
-def _some(parts: Anatomy) -> list[int]:
-    """All layers of a small model; of a large one the first, the middle and the last."""
-    last = parts.layers
-    return list(range(1, last + 1)) if last <= 6 else sorted({1, last // 2, last})
-
-
-def _caches(parts: Anatomy) -> list[int]:
-    first = 0 if parts.causal else 1
-    return sorted({first, first + (parts.layers - 1) // 2})
-
-
-_KEEP = "Do not return hidden states: rounding and noise hardly help, a later layer neither."
-_CACHE = "Treat a KV cache as the text itself: encrypt it, and never share it between clients."
-_MAPS = "Do not return attention maps; for explanations return one number for each token."
-_INNER = "Keep the outputs of sub-layers inside."
-_POOLED = "What is measured here is one attack: treat embeddings of secrets as secret all the same."
-
-EXPOSURES = (
-    Leaking("hidden", "hidden states", _KEEP, _some),
-    Leaking("kv", "keys and values", _CACHE, _caches),
-    Leaking("maps", "attention maps", _MAPS, lambda parts: [1, 2][: parts.layers], _ONLY,
-            EncoderMaps(deeper=_BRIEF)),
-    Leaking("attention", "attention output before the residual", _INNER, lambda _: [1], _ONLY,
-            SubLayerOutput(_BRIEF, EncoderStates(rounds=4))),
-    Leaking("pooled", "pooled embedding", _POOLED, lambda _: [None], _ONLY,
-            PooledEmbedding(TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1))),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,65 +59,78 @@ class TextTarget:
             raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")
 
 
-def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> Checked:
+def check(surface: str, target: TextTarget, seed: int, track: Track) -> Checked:
     """Every exposure of a model from which text may be read."""
     try:
         parts = anatomy(target.loaded.model)
     except InputError as error:  # a family whose parts are not known here
         return Checked(skips=(Skip("the text", "none", str(error)),))
     findings: list[Finding] = []
-    skips: list[Skip] = []
-    for one in EXPOSURES:
-        if (one.kind, parts.causal) not in ATTACKS:
-            kind = "causal model" if parts.causal else "encoder"
-            skips.append(Skip(one.words, "none", f"no attack here reads it of a {kind}"))
-            continue
-        layers = one.layers(parts)
-        if target.layers is not None and one.kind in ("hidden", "kv"):
-            layers = list(target.layers)
-        for layer in layers:
-            findings.append(_run(one, layer, surface, target, seed, watch))
-    return Checked(tuple(findings), tuple(skips))
+    for entry, line in _ordered():
+        if line.causal == parts.causal:
+            attack = ATTACKS.make(entry, **line.settings)
+            for layer in _layers(line, target, parts):
+                findings.append(_run(line, attack, layer, surface, target, seed, track))
+    return Checked(tuple(findings), _skips(parts))
+
+
+def _ordered() -> list[tuple[str, Line]]:
+    """What the registry tries, kind by kind: attacks on the same leak stand together."""
+    lines = [(entry.name, line) for entry, line in ATTACKS.lines()]
+    kinds = list(dict.fromkeys(line.kind for _, line in lines))
+    return sorted(lines, key=lambda pair: kinds.index(pair[1].kind))
+
+
+def _skips(parts: Anatomy) -> tuple[Skip, ...]:
+    """The kinds of leak that no attack reads of such a model."""
+    exposures = {line.kind: line.exposure for _, line in ATTACKS.lines()}
+    reason = f"no attack here reads it of {'a causal model' if parts.causal else 'an encoder'}"
+    return tuple(
+        Skip(exposure, "none", reason)
+        for kind, exposure in exposures.items()
+        if not readers(kind, parts.causal)
+    )
+
+
+def _layers(line: Line, target: TextTarget, parts: Anatomy) -> Sequence[int | None]:
+    if target.layers is not None and line.kind in ("hidden", "kv"):
+        return list(target.layers)
+    return line.layers(parts)
 
 
 def _run(
-    one: Leaking,
+    line: Line,
+    attack: Attack,
     layer: int | None,
     surface: str,
     target: TextTarget,
     seed: int,
-    watch: Watch | None,
+    track: Track,
 ) -> Finding:
     model, tokenizer = target.loaded.model, target.loaded.tokenizer
-    exposure = Exposure(one.kind, layer or 0)
-    words = one.words if layer is None else f"{one.words} of layer {layer}"
+    words = line.exposure if layer is None else f"{line.exposure} of layer {layer}"
     started = time.perf_counter()
+    exposure = Exposure(line.kind, layer or 0)
     exact = [leak_of(model, tokenizer, text, exposure) for text in target.texts]
-    method = None if _direct(one.kind, layer) else one.searched
+    above = anatomy(model).layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
-    first: list[TextRecovery] = []
-    for precision in [name for name in one.precisions if name in target.precisions]:
-
-        def notify(done: int, total: int, precision: str = precision) -> None:
-            if watch is not None:
-                watch(f"{words}, {precision}", done, total)
-
-        leaks = [_as(leak, precision, seed + number) for number, leak in enumerate(exact)]
-        found = recover_texts(model, tokenizer, leaks, method=method, watch=notify)
-        first = first or found
+    for precision in [name for name in line.precisions if name in target.precisions]:
+        leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
+        progress = track(f"{words}, {precision}")
+        recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
         readings = tuple(
-            _reading(tokenizer, text, one) for text, one in zip(target.texts, found, strict=True)
+            _reading(tokenizer, text, recovery)
+            for text, recovery in zip(target.texts, recoveries, strict=True)
         )
-        above = anatomy(model).layers if layer is None else layer  # pooling is done at the top
-        cells.append(Readings(one.kind, above, precision, readings))
+        cells.append(Readings(line.kind, above, precision, readings))
     status, reason = _verdict(cells)
     return Finding(
         surface=surface,
         exposure=words,
-        attack=first[0].method if first else "",
+        attack=type(attack).__name__ if cells else "",
         status=status,
         reason=reason,
-        remedy=one.remedy,
+        remedy=line.remedy,
         error=None,
         queries=len(target.texts),
         seconds=time.perf_counter() - started,
@@ -181,31 +140,26 @@ def _run(
     )
 
 
-def _direct(kind: str, layer: int | None) -> bool:
-    """Maps of the first layer are read in closed form: no search has to be cut short."""
-    return kind == "maps" and layer == 1
-
-
-def _as(leak: Leak, precision: str, seed: int) -> Leak:
+def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
     if precision == NOISE:
         return replace(degrade(leak, noise=0.1, seed=seed), precision=None)
     return degrade(leak, precision)
 
 
-def _reading(tokenizer: Any, text: str, found: TextRecovery) -> Reading:
+def _reading(tokenizer: Any, text: str, recovery: TextRecovery) -> Reading:
     truth = list(tokenizer(text, truncation=True, max_length=512)["input_ids"])
     special = set(tokenizer.all_special_ids)
-    if len(found.ids) != len(truth):  # the attack ended without a proposal
+    if len(recovery.ids) != len(truth):  # the attack ended without a proposal
         pieces = tuple(Piece("?", Mark.UNKNOWN.value, False) for id_ in truth if id_ not in special)
         return Reading(text, pieces, False, False)
-    pieces_of = written(tokenizer, found.ids)
+    tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, truth, strict=True)
     pieces = tuple(
         # A special token where a word was: it is not written, but it was read.
         Piece(piece or f" {tokenizer.convert_ids_to_tokens(id_)}", mark.value, id_ == true)
-        for piece, mark, id_, true in zip(pieces_of, found.marks, found.ids, truth, strict=True)
+        for piece, mark, id_, true in tokens
         if true not in special
     )
-    return Reading(text, pieces, found.ids == truth, found.verified)
+    return Reading(text, pieces, recovery.ids == truth, recovery.verified)
 
 
 def _verdict(cells: list[Readings]) -> tuple[Status, str]:
@@ -214,8 +168,8 @@ def _verdict(cells: list[Readings]) -> tuple[Status, str]:
         return Status.NOT_APPLICABLE, "none of the precisions asked for is tried here"
     count = len(cells[0].readings)
     exact, known = cells[0].exact, cells[0].known
-    told = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
-    reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(told)}"
+    shares = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
+    reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
     if exact == count:
         return Status.RECOVERED, reason
     if exact or known >= _PARTLY:

@@ -1,10 +1,9 @@
-"""`keyhole invert PROBLEM` and `keyhole invert text MODEL LEAK …`: parse, one call, print."""
+"""`keyhole invert PROBLEM`: parse, one library call, print; `keyhole invert text` joins it."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -18,23 +17,16 @@ from keyhole.cli.app import (
     Json,
     Seed,
     app,
+    expect_folder,
+    interruptible,
+    name_in,
 )
-from keyhole.cli.console import progress, say
-
-if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.invert import Certificate, Inversion
-
-
-class MethodName(StrEnum):
-    AUTO = "auto"
-    LEVENBERG_MARQUARDT = "levenberg-marquardt"
-    NEWTON_CG = "newton-cg"
-    MODIFIED_NEWTON = "modified-newton"
-    REGULARIZED_NEWTON = "regularized-newton"
-    LBFGS = "lbfgs"
-    ADAM = "adam"
-    GRADIENT_DESCENT = "gradient-descent"
-    CLOSED_FORM = "closed-form"
+from keyhole.cli.console import bars, say
+from keyhole.cli.invert_text import EXAMPLE, invert_text
+from keyhole.invert.problem import Problem
+from keyhole.invert.registry import METHODS, STARTS
+from keyhole.invert.run import run
+from keyhole.results import Status, dump
 
 
 class _Group(typer.core.TyperGroup):
@@ -66,17 +58,26 @@ def invert(
         ),
     ],
     method: Annotated[
-        MethodName, typer.Option(help="The solver; auto chooses by the problem's structure.")
-    ] = MethodName.AUTO,
-    starts: Annotated[int, typer.Option(help="How many starts to try.")] = 256,
+        str, name_in(METHODS, "The solver; auto chooses by the problem's structure.")
+    ] = "auto",
+    starts: Annotated[
+        int | None,
+        typer.Option(
+            help=f"How many starts to try, {STARTS} by default; for token-by-token, how many for "
+            "each token, 24 by default."
+        ),
+    ] = None,
     solutions: Annotated[
         int | None,
-        typer.Option(help="Stop after so many different exact inputs: 16 for auto, else 1."),
+        typer.Option(
+            help="Stop after this many different exact inputs: by default 16 for auto, else 1."
+        ),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Stop after so long, with the best found.")
+        float | None,
+        typer.Option(help="Stop after this many seconds, with the best input found by then."),
     ] = None,
-    proof: Annotated[
+    certify: Annotated[
         bool, typer.Option("--certify", help="Prove how close an exact input is to the one found.")
     ] = False,
     device: Device = "cpu",
@@ -91,49 +92,25 @@ def invert(
 
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
-    from keyhole.invert import Problem, certify
-    from keyhole.invert.registry import named
-    from keyhole.results import Status, dump
-
-    asked = Problem.load(problem)
-    if solutions is None:
-        solutions = 16 if method == "auto" else 1
-    attack = named(
-        method, starts=starts, solutions=solutions,
-        seconds=seconds, device=device, seed=seed,
-    )  # fmt: skip
-    n, d = asked.length, asked.dim
-    say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
-    with progress("starts") as track:
-        show = track(method.value, starts)
-        found = attack(asked, watch=lambda done, total, best: show(done, total, f"best {best:.1e}"))
-    certificate = certify(asked, found.X) if proof and found.X is not None else None
+    expect_folder(out)
+    with interruptible(), bars("starts") as track:
+        asked = Problem.load(problem)
+        n, d = asked.length, asked.dim
+        say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+        result = run(
+            asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
+            seed=seed, certify=certify, track=track,
+        )  # fmt: skip
     if out is not None:
-        found.save(out)
+        result.save(out)
     if as_json:
-        data = found.to_dict()
-        if proof:
-            data["certificate"] = None if certificate is None else certificate.to_dict()
-        typer.echo(dump(data))
-    say(_summary(found, certificate))
-    if found.status is Status.INTERRUPTED:
+        typer.echo(dump(result.to_dict()))
+    say(result.summary())
+    if result.status is Status.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
-    if found.status is Status.NOT_APPLICABLE:
+    if result.status is Status.NOT_APPLICABLE:
         raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if found.status in (Status.RECOVERED, Status.INEXACT) else CLEAN)
+    raise typer.Exit(FINDINGS if result.status in (Status.RECOVERED, Status.INEXACT) else CLEAN)
 
 
-def _summary(found: Inversion, certificate: Certificate | None) -> str:
-    lines = [
-        f"{found.status}: {found.reason}",
-        f"{found.starts:,} starts, {found.iterations:,} iterations, {found.seconds:.2f} s",
-    ]
-    if found.condition is not None:
-        lines.append(f"condition {found.condition:.1e}: errors in the output grow by that much")
-    if certificate is not None:
-        lines.append(
-            f"proved: exactly one input with this output lies within {certificate.radius:.1e}"
-            if certificate.radius is not None
-            else f"no certificate: {certificate.reason}"
-        )
-    return "\n".join([*lines, found.advice])
+group.command("text", epilog=EXAMPLE)(invert_text)

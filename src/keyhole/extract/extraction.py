@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.extract.domain import Domain
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 from keyhole.results.finding import points
 from keyhole.results.json import environment
@@ -17,11 +18,15 @@ from keyhole.results.status import Status
 
 @dataclass(frozen=True)
 class Check:
-    """The judge's measurement on fresh queries, relative to the largest answer of their kind."""
+    """The judge's measurement on fresh queries, relative to the largest answer of their kind.
+
+    `queries` are all that the judge asked, `remembered` of them a ledger answered for free.
+    """
 
     worst: float
     mean: float
     queries: int
+    remembered: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +37,7 @@ class Extraction(Result):
     free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
     the numbers in an answer: no attack can do with fewer. `trace` holds (queries, worst fresh-query
     error) along the way.
+    `domain` is where the model was tried and agrees: lengths of sequences, norms of tokens.
     `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
     one under the method's assumptions; None means that nothing is promised.
     """
@@ -43,6 +49,7 @@ class Extraction(Result):
     queries: int
     seconds: float
     check: Check | None = None
+    domain: Domain | None = None
     remembered: int = 0
     floor: int | None = None
     known: float = 0.0
@@ -86,10 +93,16 @@ class Extraction(Result):
         return cls(
             status=Status(data["status"]),
             check=None if data["check"] is None else Check(**data["check"]),
+            domain=None if data["domain"] is None else _domain(data["domain"]),
             trace=points(data["trace"]),
             model=model,
             **{name: data[name] for name in _PLAIN},
         )
+
+
+def _domain(data: dict[str, Any]) -> Domain:
+    (short, long), (low, high) = data["lengths"], data["norms"]
+    return Domain((int(short), int(long)), (float(low), float(high)))
 
 
 _PLAIN = (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.extract.domain import Domain, Scope, Witness, scope
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
@@ -74,9 +75,15 @@ class Examination(Protocol):
     """Fresh questions with their answers, to judge any number of models by."""
 
     @property
-    def queries(self) -> int: ...
+    def domain(self) -> Domain:
+        """What its questions cover."""
+        ...
 
     def grade(self, model: Oracle) -> Check: ...
+
+    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+        """Are a model's answers the target's, but for a relative error?"""
+        ...
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]: ...
 
@@ -89,6 +96,10 @@ class Exam:
     """Questions for an oracle that answers exactly: short tokens first, then as many long ones."""
 
     papers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def domain(self) -> Domain:
+        return Domain.of([sequences for sequences, _ in self.papers])
 
     @property
     def queries(self) -> int:
@@ -119,6 +130,9 @@ class Exam:
             errors.append((wrong / scale.clamp(min=least)).clamp(max=_BEYOND).flatten())
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
+
+    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+        return bool((given - answers).abs().max() <= allowed * answers.abs().max())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002
         return verdict(check, accepted)
@@ -159,13 +173,15 @@ def settle(
     """
     started = time.perf_counter()
     counted = Counted(oracle)
-    free = remembered(oracle)
-    steps, status, reason = _attempt(method, counted)
-    queries, free = counted.queries, remembered(oracle) - free
+    known = remembered(oracle)
+    witness = Witness(counted)
+    steps, status, reason = _attempt(method, witness)
+    queries, free = counted.queries, remembered(oracle) - known
     seconds = time.perf_counter() - started
 
     last = steps[-1][1] if steps else None
     checks: list[Check] = []
+    domain: Domain | None = None
     if status is Status.UNVERIFIED and last:
         try:
             exam = examine(counted, method.seed, last)
@@ -177,8 +193,16 @@ def settle(
             checks = [exam.grade(step.model) for _, step in steps]
             limit = method.tolerance if accepted is None else accepted
             status, reason = exam.verdict(checks[-1], last, limit)
-    if status is Status.MISMATCH and last:  # then what its promise rests on does not hold
-        last = replace(last, guarantee=None, guarantee_v=None)
+            if status in (Status.RECOVERED, Status.INEXACT):
+                where = _scope(method, witness, exam, last.model, checks[-1], limit)
+                domain = where.domain
+                status, reason = where.applied(status, reason)
+            checks[-1] = replace(
+                checks[-1], queries=counted.queries - queries,
+                remembered=remembered(oracle) - known - free,
+            )  # fmt: skip
+    if status in (Status.MISMATCH, Status.WITHIN) and last:
+        last = replace(last, guarantee=None, guarantee_v=None)  # what it rests on does not hold
     return Extraction(
         status=status,
         reason=_explained(status, reason, last),
@@ -187,6 +211,7 @@ def settle(
         queries=queries,
         seconds=seconds,
         check=checks[-1] if checks else None,
+        domain=domain,
         remembered=free,
         floor=math.ceil(last.floor / last.numbers) if last else None,
         known=last.known / last.floor if last else 0.0,
@@ -196,7 +221,17 @@ def settle(
     )
 
 
-def _attempt(method: Method, counted: Counted) -> tuple[list[tuple[int, Step]], Status, str]:
+def _scope(
+    method: Method, witness: Witness, exam: Examination, model: Oracle, check: Check,
+    accepted: float,
+) -> Scope:  # fmt: skip
+    """Try a model that passed further out, and the target's early answers once more."""
+    error = max(accepted, 4 * check.worst)
+    longest = float(getattr(method, "max_norm", None) or math.inf)
+    return scope(witness, model, method.seed, exam.domain, exam.agrees, error, longest)
+
+
+def _attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
     """What an attack proposes after how many queries, and how it ended."""
     steps: list[tuple[int, Step]] = []
     try:
@@ -228,7 +263,7 @@ def _explained(status: Status, reason: str, last: Step | None) -> str:
     if status is Status.BUDGET:
         share = f"{percent(last.known / last.floor)} of the unknowns are" if last else "nothing is"
         return f"{reason}; {share} known"
-    if last is None or status not in (Status.RECOVERED, Status.INEXACT):
+    if last is None or status not in (Status.RECOVERED, Status.WITHIN, Status.INEXACT):
         return reason
     if last.remark:
         reason = f"{reason}; {last.remark}"

@@ -1,6 +1,6 @@
 """Inputs from weights and outputs: one module per idea. Each method is called on a problem.
 
-What reads text from a whole model's leaks is keyhole.recover; its names are to be had here too.
+What reads text from a whole model's leaks is keyhole.recover; its names can be had from here too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.planted import plant
 from keyhole.invert.problem import Problem
 from keyhole.invert.proofs.certify import Certificate, certify
+from keyhole.invert.run import run
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
@@ -76,6 +77,7 @@ __all__ = [
     "recover_text",
     "recover_texts",
     "recovering",
+    "run",
     "save_leak",
 ]
 

@@ -1,16 +1,18 @@
-"""What every inversion returns: one type, judged, with its JSON."""
+"""What every inversion returns: one type, judged, saved and shown like all results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from keyhole.files import write_tensors, write_text
-from keyhole.results import FORMAT, Status, dump, environment
+from keyhole.invert.proofs.certify import Certificate
+from keyhole.results import Status, environment
+from keyhole.results.finding import points
+from keyhole.results.result import Result
 
 _ADVICE = {
     Status.RECOVERED: "Do not hand this output to people who may not see the input.",
@@ -19,12 +21,12 @@ _ADVICE = {
     Status.INTERRUPTED: "X is the best so far: run again with more time, or start from it.",
     Status.MISMATCH: "The output is not one of this layer's: check the weights, biases and layer.",
     Status.NOT_IDENTIFIABLE: "A family of inputs has this output; known tokens would narrow it.",
-    Status.NOT_APPLICABLE: "Mend the problem, or use a method that takes it.",
+    Status.NOT_APPLICABLE: "Correct the problem, or use a method that takes it.",
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Inversion:
+@dataclass(frozen=True, eq=False, repr=False)
+class Inversion(Result):
     """An input with the given output, or how far the search came.
 
     `residual` is the judge's: the largest entry of `attention(X) − B`, relative to the numbers
@@ -32,6 +34,7 @@ class Inversion:
     least norm (what the paper's regulariser prefers as γ → 0): the output alone cannot tell which
     of them was put in. `condition` is that of the equations at X: an error ε in B may be one of
     condition·ε in X. `trace` holds (iteration, residual norm) of the start that led to X.
+    `certificate` is the proof about X, where one was asked for.
     """
 
     status: Status
@@ -45,7 +48,11 @@ class Inversion:
     solutions: tuple[Tensor, ...] = ()
     condition: float | None = None
     trace: tuple[tuple[int, float], ...] = ()
+    certificate: Certificate | None = None
     environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "inversion"
+    beside: ClassVar[str] = "inputs"
 
     @property
     def solved(self) -> bool:
@@ -55,27 +62,53 @@ class Inversion:
     def advice(self) -> str:
         return _ADVICE.get(self.status, self.status.advice)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the tensors."""
-        data = asdict(replace(self, X=None, solutions=()))
-        del data["X"]
-        return {
-            "format": FORMAT,
-            "kind": "inversion",
-            **data,
-            "solutions": len(self.solutions),
-            "advice": self.advice,
-        }
+    def summary(self) -> str:
+        lines = [
+            f"{self.status}: {self.reason}",
+            f"{self.starts:,} starts, {self.iterations:,} iterations, {self.seconds:.2f} s",
+        ]
+        if self.condition is not None:
+            lines.append(f"condition {self.condition:.1e}: errors in the output grow by that much")
+        if self.certificate is not None:
+            lines.append(self.certificate.summary())
+        return "\n".join([*lines, self.advice])
 
-    def save(self, path: str | Path) -> None:
-        """Write `path` (JSON) and, where an input was found, the tensors beside it."""
-        path = Path(path)
-        data = self.to_dict()
-        if self.X is not None:
-            inputs = path.with_suffix(".safetensors")
-            tensors = {"X": self.X}
-            if self.solutions:
-                tensors["solutions"] = torch.stack(self.solutions)
-            write_tensors(inputs, tensors)
-            data["inputs"] = inputs.name
-        write_text(path, dump(data))
+    def contents(self) -> dict[str, Any]:
+        data = asdict(replace(self, X=None, solutions=(), certificate=None))
+        del data["X"]
+        proof = None if self.certificate is None else self.certificate.to_dict()
+        more = {"solutions": len(self.solutions), "certificate": proof, "advice": self.advice}
+        return {**data, **more}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return inputs_of(self.X, self.solutions)
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        X, solutions = inputs_in(tensors)
+        proof = data["certificate"]
+        return cls(
+            status=Status(data["status"]),
+            X=X,
+            solutions=solutions,
+            trace=points(data["trace"]),
+            certificate=None if proof is None else Certificate.from_dict(proof),
+            **{name: data[name] for name in _PLAIN},
+        )
+
+
+_PLAIN = (
+    "reason", "method", "residual", "iterations", "seconds", "starts", "condition", "environment",
+)  # fmt: skip
+
+
+def inputs_of(X: Tensor | None, solutions: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is written beside the JSON of an inversion, of one layer or of a stack."""
+    if X is None:
+        return {}
+    return {"X": X, "solutions": torch.stack(list(solutions))} if solutions else {"X": X}
+
+
+def inputs_in(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """X and the solutions, as `inputs_of` put them down."""
+    return tensors.get("X"), tuple(tensors.get("solutions", ()))

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.problem import Problem
 from keyhole.results import Status
 
 ROUNDING = 1e-12  # relative to the numbers that were added up
 NEARLY = 1e-4
 SAME = 1e-6  # solutions closer than this (relative) are one
-_DENSE = 3000  # up to so many unknowns the Jacobian is looked at as a matrix
 _SINGULAR = 1e-12
 
 
@@ -67,8 +66,8 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
 
 def _determined(problem: Problem, X: Tensor) -> tuple[float | None, int]:
     """The condition of the equations at X, and in how many directions X may move freely."""
-    unknown = problem.length * problem.dim
-    if unknown > _DENSE:
+    unknowns = problem.length * problem.dim
+    if unknowns > DENSE:
         return None, 0
     equations = Equations.of([problem], X.device)
     J = equations.linearised(X.unsqueeze(0)).jacobian()[0]
@@ -88,4 +87,4 @@ def distinct(inputs: list[Tensor]) -> list[Tensor]:
     for X in inputs:
         if not any(float((X - other).abs().max()) <= SAME * float(X.abs().max()) for other in kept):
             kept.append(X)
-    return sorted(kept, key=lambda one: float(one.norm()))
+    return sorted(kept, key=lambda X: float(X.norm()))

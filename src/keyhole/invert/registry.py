@@ -1,14 +1,15 @@
-"""Methods by the names that people type."""
+"""Every method of inversion under the name that people type, and what the audit tries it on.
+
+To add one, write the solver in its own module and add one line to METHODS.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import torch
-
-from keyhole.errors import InputError
-from keyhole.invert.inversion import Inversion
-from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
@@ -16,54 +17,65 @@ from keyhole.invert.solvers.gradient_descent import GradientDescent
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
-from keyhole.invert.solvers.multistart import Watch
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
+from keyhole.invert.solvers.residual_stream import ResidualStream
+from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.solvers.token_by_token import TokenByToken
+from keyhole.registry import Entry, Registry
 
-_SEARCHES = {
-    "levenberg-marquardt": LevenbergMarquardt,
-    "newton-cg": NewtonCG,
-    "modified-newton": ModifiedNewton,
-    "regularized-newton": RegularizedNewton,
-    "lbfgs": LBFGS,
-    "adam": Adam,
-    "gradient-descent": GradientDescent,
-}
-NAMES = ("auto", *_SEARCHES, "closed-form")
+STARTS = 256  # of every search from many starts, unless told otherwise
 
 
-class Called(Protocol):
-    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion: ...
+@dataclass(frozen=True)
+class Line:
+    """One exposure that the audit tries a method on: what of a layer's work is handed out.
+
+    `decimals` is how far the output is rounded, `maps` whether the attention maps come with it;
+    `settings` are the method's hyperparameters there.
+    """
+
+    exposure: str
+    remedy: str
+    maps: bool = False
+    decimals: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __str__(self) -> str:
+        return self.exposure
 
 
-def named(
-    name: str,
-    *,
-    starts: int = 256,
-    solutions: int = 16,
-    seconds: float | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Called:
-    """The method called `name`."""
-    if starts < 1 or solutions < 1:
-        raise InputError(f"expected at least one start and one solution, got {starts}, {solutions}")
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"expected more than 0 seconds, got {seconds}")
-    _check_device(device)
-    if name == "closed-form":
-        return ClosedForm(method=LevenbergMarquardt(seconds=seconds, seed=seed, device=device))
-    if name == "auto":
-        return Auto(starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device)
-    if name not in _SEARCHES:
-        raise InputError(f"expected a method among {', '.join(NAMES)}, got {name}")
-    return _SEARCHES[name](
-        starts=starts, solutions=solutions, seconds=seconds, seed=seed, device=device
-    )
+_OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
+_MAPS = "Do not return attention maps beside outputs: together they are linear equations."
+_ROUNDED = "Rounding costs the attacker digits, no more: keep the outputs of layers inside."
+_BRIEF = {"starts": 16, "seconds": 60.0}
 
 
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch says it in one way or the other
-        raise InputError(f"expected a device of this machine (cpu), got {device}") from error
+def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0) -> ClosedForm:
+    """The options are those of the search for the last digits, where maps were rounded."""
+    return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
+
+
+def _search(name: str, method: type[Solve]) -> Entry[Solve, Line]:
+    """A search from many starts."""
+    return Entry(name, partial(method, starts=STARTS), method=method)
+
+
+METHODS: Registry[Solve, Line] = Registry(
+    "method",
+    Entry("auto", Auto, (
+        Line("a layer's output", _OUTPUT, settings=_BRIEF),
+        Line("a layer's output to 3 decimals", _ROUNDED, decimals=3, settings=_BRIEF),
+        Line("a layer's output and attention maps", _MAPS, maps=True, settings=_BRIEF),
+    )),
+    _search("levenberg-marquardt", LevenbergMarquardt),
+    _search("newton-cg", NewtonCG),
+    _search("modified-newton", ModifiedNewton),
+    _search("regularized-newton", RegularizedNewton),
+    _search("lbfgs", LBFGS),
+    _search("adam", Adam),
+    _search("gradient-descent", GradientDescent),
+    Entry("closed-form", closed_form, method=ClosedForm),
+    Entry("token-by-token", TokenByToken),
+    Entry("residual-stream", ResidualStream),
+)  # fmt: skip

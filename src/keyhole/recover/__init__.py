@@ -18,12 +18,14 @@ from keyhole.recover.leaks import (
 )
 from keyhole.recover.recover_text import recover_text, recover_texts, recovering
 from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.recover.run import LeakRead, capture, capturing, recovering_files, run
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.recover.simulate import degrade, leak_of
 
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",
-    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "Mark", "Pooled", "PooledEmbedding",
-    "SubLayerOutput", "TextRecovery", "TokenSearch", "degrade", "leak_of", "load_leak",
-    "recover_text", "recover_texts", "recovering", "save_leak",
+    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Mark", "Pooled",
+    "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch", "capture", "capturing",
+    "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
+    "recovering_files", "run", "save_leak",
 ]  # fmt: skip

@@ -6,8 +6,8 @@ the leak. It proposes ids and says what that cost; whether they are right is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +16,22 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import capture
+from keyhole.progress import Progress, silent
 from keyhole.recover.leaks import Leak
 
-Notice = Callable[[int, int], None]  # number of the leak, its tokens that fit so far
+
+class TokenCount:
+    """How many tokens fit their leaks so far, over all of them: what a progress bar shows."""
+
+    def __init__(self, leaks: Sequence[Leak] = (), progress: Progress = silent) -> None:
+        self._total = sum(leak.length or 0 for leak in leaks)
+        self._progress = progress
+        self._fitting: dict[int, int] = {}
+
+    def set(self, number: int, tokens: int) -> None:
+        """So many tokens of leak `number` fit."""
+        self._fitting[number] = tokens
+        self._progress(sum(self._fitting.values()), self._total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +41,11 @@ class Target:
     model: Any
     tokenizer: Any
     parts: Anatomy
-    notice: Notice = lambda _number, _tokens: None
+    count: TokenCount = field(default_factory=TokenCount)
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any, notice: Notice | None = None) -> Target:
-        target = cls(model, tokenizer, anatomy(model))
-        return target if notice is None else replace(target, notice=notice)
+    def of(cls, model: Any, tokenizer: Any) -> Target:
+        return cls(model, tokenizer, anatomy(model))
 
     @property
     def vocabulary(self) -> int:

@@ -1,9 +1,9 @@
 """The judge of recovered texts: run the model on them and compare with the leak.
 
-ALGORITHMS.md, Part II: "a recovered text counts only if running the model on it reproduces the leak
-within the leak's precision". The residual of the right text is not zero but looks like the leak's
-own error ε (precision.py), so each position is tested: with u = (y − f)/σ over d numbers, the mean
-of u² is 1 ± √(2/d), and a wrong token's is far outside.
+A recovered text counts only if running the model on it reproduces the leak within the leak's own
+precision. The residual of the right text is not zero but looks like the leak's error ε
+(precision.py), so each position is tested: with u = (y − f)/σ over d numbers, the mean of u² is
+1 ± √(2/d), and a wrong token's is far outside.
 
 Where noise of unknown strength was added (the residual is larger than rounding explains), σ is
 taken from the residual itself, as the median over positions, and the residual has to look like
@@ -30,11 +30,11 @@ from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
-from keyhole.recover.rivals import exposed_rows, told_apart
+from keyhole.recover.rivals import distinguished, exposed_rows
 from keyhole.results import Status
 
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
-_NOISE = 0.5  # of the leak's spread: noise above it is not told from a misfit
+_NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
 _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
@@ -147,7 +147,7 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     apart, forwards = torch.ones_like(padding), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
     if coarse or bool(_twins(target)[text].any()):
-        apart, more = told_apart(target, leak, text, _misfits(fit, leaked), hidden)
+        apart, more = distinguished(target, leak, text, _misfits(fit, leaked), hidden)
         apart, forwards = apart | padding, forwards + more
     good = fit.good if own else fit.good.all().expand(len(ids))
     marks = tuple(

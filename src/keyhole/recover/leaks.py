@@ -7,6 +7,7 @@ text. A position that did not leak is a row of NaN.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -105,6 +106,25 @@ class _Leak(About):
             short = {"values": self.tensors["values"][:, :length, :length]}
         return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
 
+    @property
+    def known(self) -> dict[str, Any]:
+        """What is known about the leak besides its tensors."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in (*self.names, "mask")
+        }
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
+        whole = self.tensors if self.mask is None else {**self.tensors, "mask": self.mask}
+        sum_ = hashlib.sha256(json.dumps([self.kind, self.known], sort_keys=True).encode())
+        for name, tensor in whole.items():
+            sum_.update(f"{name} {tuple(tensor.shape)}".encode())
+            sum_.update(tensor.cpu().contiguous().numpy().tobytes())
+        return sum_.hexdigest()[:16]
+
     def save(self, path: str | Path) -> None:
         """Write the leak as .safetensors: a whole file or none."""
         save_leak(self, path)
@@ -192,12 +212,7 @@ TYPES: dict[str, type[Leak]] = {
 def save_leak(leak: _Leak, path: str | Path) -> None:
     """Write a leak, to be handed from one machine to another."""
     tensors = leak.tensors if leak.mask is None else {**leak.tensors, "mask": leak.mask}
-    known = {
-        field.name: getattr(leak, field.name)
-        for field in fields(leak)
-        if field.name not in tensors and field.name != "mask"
-    }
-    about = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(known)}
+    about = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(leak.known)}
     write_tensors(path, tensors, about)
 
 

@@ -4,7 +4,7 @@ A leaked number is y = f + ε. Rounding leaves a grid in y: bfloat16 and float16
 mantissa, integers one step a row (int8 with a scale for each token, decimals, …). Then ε is uniform
 over a step: variance step²/12. Float32 itself is not exact either: two machines add up in different
 orders. Noise leaves no trace in y; it shows in the residual of the right text, and only there (see
-verification.py).
+judge.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def precision_of(leak: Leak) -> Precision:
     if name == "float32" and leak.rank > 2:  # heads may have a scale each
         each = {name: _rounding(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
         steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
-        name, step = min(found for found, _ in each.values()), leak.rows(steps)
+        name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
     sigma = (step.square() / 12 + floor**2 + noise**2).sqrt()
     return Precision(name, sigma, scale, leak.noise)

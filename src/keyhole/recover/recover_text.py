@@ -1,38 +1,24 @@
-"""`recover_text(model, tokenizer, leak)`: the right attack for the leak, then the judge."""
+"""`recover_text(model, tokenizer, leak)`: the right attack for the leak, then the judge.
+
+Which attack reads which leak stands in registry.py.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
-from keyhole.recover.attack import Attack, Proposal, Target
-from keyhole.recover.attacks.decoder import DecoderStates
-from keyhole.recover.attacks.encoder import EncoderStates
-from keyhole.recover.attacks.key_values import CachedKeys
-from keyhole.recover.attacks.maps import EncoderMaps
-from keyhole.recover.attacks.pooled import PooledEmbedding
-from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.progress import Progress, silent
+from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
 from keyhole.recover.judge import judge
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.registry import ATTACKS, readers
 from keyhole.results import Status, Unsuccessful
-
-Watch = Callable[[int, int], None]  # tokens that fit so far, of how many
-
-# One line for each attack: (kind of leak, causal model) -> its default hyperparameters.
-ATTACKS: dict[tuple[str, bool], Callable[[], Attack]] = {
-    ("hidden", False): EncoderStates,
-    ("maps", False): EncoderMaps,
-    ("attention", False): SubLayerOutput,
-    ("pooled", False): PooledEmbedding,
-    ("hidden", True): DecoderStates,
-    ("kv", False): CachedKeys,
-    ("kv", True): CachedKeys,
-    ("attention", True): DecoderStates,
-}
 
 
 def recover_text(
@@ -41,10 +27,10 @@ def recover_text(
     leak: Leak,
     *,
     method: Attack | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
 ) -> TextRecovery:
     """The text that the leak gives away, verified by running the model on it."""
-    return recover_texts(model, tokenizer, [leak], method=method, watch=watch)[0]
+    return recover_texts(model, tokenizer, [leak], method=method, progress=progress)[0]
 
 
 def recover_texts(
@@ -53,11 +39,11 @@ def recover_texts(
     leaks: Sequence[Leak],
     *,
     method: Attack | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
 ) -> list[TextRecovery]:
     """Many leaks of one exposure at once, in the order in which they were given."""
-    found = dict(recovering(model, tokenizer, leaks, method=method, watch=watch))
-    return [found[number] for number in range(len(leaks))]
+    recoveries = dict(recovering(model, tokenizer, leaks, method=method, progress=progress))
+    return [recoveries[number] for number in range(len(leaks))]
 
 
 def recovering(
@@ -66,49 +52,50 @@ def recovering(
     leaks: Sequence[Leak],
     *,
     method: Attack | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
 ) -> Iterator[tuple[int, TextRecovery]]:
-    """The same, one by one as they are found: (number of the leak, what became of it).
+    """The same, one by one as they come: (number of the leak, what became of it).
 
-    `watch` is told how many tokens fit so far, and of how many.
+    `progress` is told how many tokens fit so far, and of how many.
     """
     started = time.perf_counter()
-    settled = [0] * len(leaks)
-
-    def notice(number: int, tokens: int) -> None:
-        settled[number] = tokens
-        if watch is not None:
-            watch(sum(settled), sum(leak.length or 0 for leak in leaks))
-
-    target = Target.of(model, tokenizer, notice)
-    texts = [_check(target, leak) for leak in leaks]
-    if len({(text.kind, text.exposure) for text in texts}) > 1:
-        raise InputError("expected leaks of one exposure, got several: recover each by itself")
+    target = Target.of(model, tokenizer)
+    texts = checked(target, leaks)
+    target = replace(target, count=TokenCount(leaks, progress))
     if not texts:
         return
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
     try:
-        attack = method or _attack(target, texts[0])
+        attack = method or _default(target, texts[0])
         name = type(attack).__name__
         for number, proposal in attack(target, texts):
             left.discard(number)
-            found = _judged(target, texts[number], proposal, name, started)
-            notice(number, len(found.ids))
-            yield number, found
+            recovery = _judged(target, texts[number], proposal, name, started)
+            target.count.set(number, len(recovery.ids))
+            yield number, recovery
     except Unsuccessful as end:
         for number in sorted(left):
             yield number, _ended(end, name, started)
 
 
-def _attack(target: Target, leak: Leak) -> Attack:
-    key = (leak.kind, target.parts.causal)
-    if key not in ATTACKS:
+def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
+    """The leaks without the padding after their texts; those that cannot be are refused."""
+    texts = [_check(target, leak) for leak in leaks]
+    if len({(text.kind, text.exposure) for text in texts}) > 1:
+        raise InputError("expected leaks of one exposure, got several: recover each by itself")
+    return texts
+
+
+def _default(target: Target, leak: Leak) -> Attack:
+    """The first attack of the registry that reads this leak."""
+    names = readers(leak.kind, target.parts.causal)
+    if not names:
         kind = "causal model" if target.parts.causal else "encoder"
         raise Unsuccessful(
             Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure} of a {kind}"
         )
-    return ATTACKS[key]()
+    return ATTACKS.make(names[0])
 
 
 def _check(target: Target, leak: Leak) -> Leak:

@@ -1,12 +1,16 @@
-"""What every text recovery returns: one type, judged, token by token."""
+"""What every text recovery returns: one type, judged token by token, saved like all results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from keyhole.results import FORMAT, Status, environment
+from torch import Tensor
+
+from keyhole.results import Status, environment
+from keyhole.results.result import Result
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
@@ -31,8 +35,8 @@ class Mark(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class TextRecovery:
+@dataclass(frozen=True, repr=False)
+class TextRecovery(Result):
     """A text that explains a leak, or how far the search came.
 
     `verified` is the judge's: every token is, by running the model on `ids`. `residual` is the root
@@ -60,9 +64,33 @@ class TextRecovery:
     judging: int = 0
     environment: dict[str, str] = field(default_factory=environment)
 
+    kind: ClassVar[str] = "text recovery"
+
     @property
     def advice(self) -> str:
         return _ADVICE.get(self.status, self.status.advice)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "kind": "text recovery", **asdict(self), "advice": self.advice}
+    def summary(self) -> str:
+        return "\n".join([f"{self.status} ({self.reason})", f"  {self.text}", f"  {self.cost}"])
+
+    @property
+    def cost(self) -> str:
+        """What it took, and what to do about it: the last line of the summary."""
+        return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
+
+    def contents(self) -> dict[str, Any]:
+        return {**asdict(self), "advice": self.advice}
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
+        return cls(
+            status=Status(data["status"]),
+            marks=tuple(Mark(mark) for mark in data["marks"]),
+            **{name: data[name] for name in _PLAIN},
+        )
+
+
+_PLAIN = (
+    "reason", "method", "ids", "text", "verified", "passes", "seconds", "residual", "precision",
+    "forwards", "fitting", "tested", "judging", "environment",
+)  # fmt: skip

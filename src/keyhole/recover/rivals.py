@@ -1,6 +1,6 @@
-"""Is a token told from others that might stand in its place? Rivals are tried by running the model.
+"""Could another token stand in the place of one? Rivals are tried by running the model.
 
-A token is told from a rival if the leak is less likely with it, by odds of V·e¹⁰ : 1 for a
+A token is distinguished from a rival if the leak is less likely with it, by odds of V·e¹⁰ : 1 for a
 vocabulary of V tokens. Not all V can be tried at each position. Those that might pass are the token
 of most similar embedding, and the tokens that the misfit itself asks for: with g the gradient of
 the misfit with respect to the embedding e, those of least g·(e_v − e). Where a proposed text is
@@ -29,19 +29,20 @@ def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     return leak.rows(target.expose(leak, ids, _mask(target, leak, len(ids))))
 
 
-def told_apart(
+def distinguished(
     target: Target,
     leak: Leak,
     text: Tensor,
     misfits: Callable[[Tensor], Tensor],
     hidden: Tensor,
 ) -> tuple[Tensor, int]:
-    """At which positions (n,) is the token told from all its rivals? And the passes that took.
+    """Where (n,) is the token distinguished from all its rivals? And the passes that took.
 
     The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
     lower layers of MiniLM), while all others do. So a rival is tried alone. In a long text only
     rivals at every 64th position, together, and each is judged by its own row; the first 64 that
-    are not told so, and the first 64 positions that did not leak (`hidden`), are tried alone.
+    are not distinguished so are tried alone, and so are the first 64 positions that did not leak
+    (`hidden`).
     """
     odds = 2 * (math.log(target.vocabulary) + 10)
     size = max(1, _AT_ONCE // len(text))
@@ -54,7 +55,7 @@ def told_apart(
         rows = [misfits(exposed_rows(target, leak, part)) for part in swapped.split(size)]
         return torch.cat(rows) - before
 
-    told, spent = torch.ones_like(hidden), 3
+    clear, spent = torch.ones_like(hidden), 3
     wished = _wished(target, leak, text, misfits)
     for rival in torch.cat([_nearest_other(target.parts.table, text)[None], wished]):
         apart = torch.zeros_like(hidden)
@@ -67,8 +68,8 @@ def told_apart(
             if len(tried):
                 apart[tried] = gains(rival, places == tried[:, None]).sum(-1) > odds
                 spent += len(tried)
-        told = told & apart
-    return told, spent
+        clear = clear & apart
+    return clear, spent
 
 
 def _wished(

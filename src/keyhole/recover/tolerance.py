@@ -61,7 +61,7 @@ class Tolerance:
 
     def learnt(self, differences: Tensor, spread: Tensor) -> Learnt | None:
         """The best of the tried `differences` (k, f), if random tokens would do much worse."""
-        found: list[Learnt] = []
+        explanations: list[Learnt] = []
         for unit, name in ((torch.ones_like(spread), "noise"), (spread, "share")):
             q = (differences / unit).square().nanmean(-1)
             usual = float(2 * (spread / unit).square().mean())  # of two tokens in one context
@@ -72,8 +72,8 @@ class Tolerance:
             # Of the two explanations the likelier one: Gaussian errors of size · unit.
             surprise = float((unit * size).log().mean())
             better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
-            found.append(Learnt(best, surprise, better))
-        return min(found, key=lambda one: one.surprise, default=None)
+            explanations.append(Learnt(best, surprise, better))
+        return min(explanations, key=lambda learnt: learnt.surprise, default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ class Finding:
     @property
     def exposed(self) -> bool:
         """Did the attacker come away with the secret, exactly or nearly?"""
-        return self.status in (Status.RECOVERED, Status.INEXACT)
+        return self.status in (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:

@@ -9,6 +9,7 @@ class Status(StrEnum):
     """How an attack ended; `advice` says what to try next."""
 
     RECOVERED = "recovered"
+    WITHIN = "recovered within a domain"
     INEXACT = "inexact"
     UNVERIFIED = "unverified"
     MISMATCH = "mismatch"
@@ -27,6 +28,7 @@ class Status(StrEnum):
 
 _ADVICE = {
     Status.RECOVERED: "Do not return this value to people who may not have the weights.",
+    Status.WITHIN: "Recovered where the reason says; beyond it the target answers differently.",
     Status.INEXACT: "The weights are known approximately; exact answers would give all of them.",
     Status.UNVERIFIED: "Allow a few more queries than the attack needs, for the check.",
     Status.MISMATCH: "The answers do not come from this kind of model: try another method.",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check
 from keyhole.extract.judge import LENGTHS, NEARLY, Step, verdict
 from keyhole.oracle.degraded import SignOnly
@@ -41,6 +42,10 @@ class SignExam:
 
     papers: tuple[tuple[Tensor, Tensor], ...]
     levels: tuple[float, ...]
+
+    @property
+    def domain(self) -> Domain:
+        return Domain.of([questions.flatten(0, 1) for questions, _ in self.papers])
 
     @property
     def queries(self) -> int:
@@ -73,6 +78,13 @@ class SignExam:
             errors.append(bounds[agreed])
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
+
+    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+        """The same signs, wherever the model's answer is clear of zero."""
+        if bool(((given == 0) | (given == 1)).all()):  # answers of the target itself
+            return bool((given == answers).all())
+        clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
+        return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         # Scores of the longer tokens may be off by guarantee · d, and answers, which are small
@@ -137,6 +149,11 @@ class AmplifiedExam:
     limit: float  # of the length of tokens
 
     @property
+    def domain(self) -> Domain:
+        """Of the ordinary questions, every second; the others are as long as they have to be."""
+        return Domain.of([sequences for sequences, _, _ in self.papers[::2]])
+
+    @property
     def queries(self) -> int:
         return sum(len(answers) for _, answers, _ in self.papers)
 
@@ -168,6 +185,10 @@ class AmplifiedExam:
             errors.append(wrong.clamp(min=0) / scale)
         every = torch.cat(errors)
         return Check(float(every.max()), float(every.mean()), self.queries)
+
+    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+        off = (given - answers).abs() - 2 * self.tolerance
+        return bool((off <= max(allowed, NEARLY) * answers.abs().max()).all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         if check.worst <= NEARLY or not isinstance(step.model, Head):

@@ -26,13 +26,18 @@ from keyhole import attention
 from keyhole.errors import InputError
 from keyhole.invert.problem import Problem
 
+# Unknowns up to which an nd×nd matrix is factorised: 72 MB, and a second or so. Beyond, only
+# products with the Jacobian are affordable: no dense steps, no last digits by Newton's method, and
+# nobody looks whether the equations determine X.
+DENSE = 3000
+
 
 class Matrix(Protocol):
     def jacobian(self) -> Tensor: ...
 
 
 class Smooth(Protocol):
-    """What Newton steps need of equations: these, a token's (causal.py), a stack's (layers.py)."""
+    """What Newton steps need of equations: these, a token's, a stack of layers'."""
 
     @property
     def B(self) -> Tensor: ...  # noqa: N802 - the paper's name

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +77,15 @@ class Certificate:
         if self.condition is not None and not math.isfinite(self.condition):
             data["condition"] = None
         return {"format": FORMAT, "proved": self.proved, **data}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Certificate:
+        return cls(**{field.name: data[field.name] for field in fields(cls)})
+
+    def summary(self) -> str:
+        if self.radius is None:
+            return f"no certificate: {self.reason}"
+        return f"proved: exactly one input with this output lies within {self.radius:.1e}"
 
 
 def certify(

@@ -20,21 +20,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.invert.derivatives.equations import DENSE
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.solvers.multistart import Watch
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.token_by_token import TokenByToken
 from keyhole.invert.structure.continuation import solutions_along_the_curve
 from keyhole.invert.structure.reduce import reduce
+from keyhole.progress import Progress, silent
 from keyhole.results import Status, Unsuccessful
 
 _FIRST = 16  # starts before the curve is followed
-_DENSE = 2000  # unknowns, beyond which only products with the Jacobian are affordable
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Auto:
     seconds: float | None = None
     device: str = "cpu"
 
-    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
+    def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
         began = time.perf_counter()
         result: Inversion | None = None
         try:
-            for chosen, found in self._attempts(problem, began, watch):
-                found = replace(found, reason=f"{found.reason} ({chosen})")
-                result = found if result is None else _joined(result, found)
-                if self._settled(result, found, began):
+            for name, attempt in self._attempts(problem, began, progress):
+                attempt = replace(attempt, reason=f"{attempt.reason} ({name})")
+                result = attempt if result is None else _joined(result, attempt)
+                if self._settled(result, attempt, began):
                     break
         except Unsuccessful as end:
             result = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
@@ -65,13 +65,13 @@ class Auto:
             raise AssertionError  # every problem has at least one attempt
         return replace(result, method=repr(self), seconds=time.perf_counter() - began)
 
-    def _settled(self, result: Inversion, found: Inversion, began: float) -> bool:
+    def _settled(self, result: Inversion, attempt: Inversion, began: float) -> bool:
         over = self.seconds is not None and time.perf_counter() - began > self.seconds
-        stopped = found.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
+        stopped = attempt.status in (Status.NOT_APPLICABLE, Status.INTERRUPTED, Status.MISMATCH)
         return over or stopped or len(result.solutions) >= self.solutions
 
     def _attempts(
-        self, problem: Problem, began: float, watch: Watch | None
+        self, problem: Problem, began: float, progress: Progress
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
         if problem.fault:  # said once, without the name of a method that was not run
@@ -82,34 +82,35 @@ class Auto:
             yield "closed form, from the attention maps", solved
             return
         if problem.causal:
-            sweep = TokenByToken(seed=self.seed, seconds=self._left(began))(problem)
+            method = TokenByToken(seed=self.seed, seconds=self._left(began))
+            sweep = method(problem, progress=progress)
             yield "token by token, because the mask is causal", sweep
             if sweep.solutions:
                 return
         if problem.residual:
-            found = ResidualStream(seed=self.seed, device=self.device)(problem, watch=watch)
-            yield "from the output, because of the residual connection", found
-            if found.solutions:
+            stream = ResidualStream(seed=self.seed, device=self.device)(problem, progress=progress)
+            yield "from the output, because of the residual connection", stream
+            if stream.solutions:
                 return
         unknowns = problem.length * problem.dim
-        solver = LevenbergMarquardt if unknowns <= _DENSE else NewtonCG
+        solver = LevenbergMarquardt if unknowns <= DENSE else NewtonCG
         search = solver(
             starts=min(_FIRST, self.starts), steps=self.steps, seed=self.seed, device=self.device,
             solutions=1, seconds=self._left(began),
         )  # fmt: skip
-        name = "Levenberg–Marquardt" if unknowns <= _DENSE else "Newton–CG"
-        first = search(problem, watch=watch)
+        name = "Levenberg–Marquardt" if unknowns <= DENSE else "Newton–CG"
+        first = search(problem, progress=progress)
         yield f"{name} from the mean field", first
         if first.X is None:
             return
-        if not first.solutions and unknowns <= _DENSE:
+        if not first.solutions and unknowns <= DENSE:
             curve = self._along_the_curve(problem, began)
             if curve is not None:
                 yield "along the curve from the mean field", curve
         rest = replace(
             search, starts=self.starts, solutions=self.solutions, seconds=self._left(began)
         )
-        yield f"{name} from {self.starts} starts", rest(problem, watch=watch)
+        yield f"{name} from {self.starts} starts", rest(problem, progress=progress)
 
     def _left(self, began: float) -> float | None:
         used = time.perf_counter() - began
@@ -140,14 +141,14 @@ def _stopped(result: Inversion | None) -> Inversion:
     return result if result.solutions else replace(result, status=Status.INTERRUPTED)
 
 
-def _joined(one: Inversion, other: Inversion) -> Inversion:
+def _joined(first: Inversion, second: Inversion) -> Inversion:
     """Two searches of one problem as one."""
-    solutions = tuple(distinct([*one.solutions, *other.solutions]))
-    if one.solutions:
-        better = other if solutions[0] is not one.solutions[0] else one
+    solutions = tuple(distinct([*first.solutions, *second.solutions]))
+    if first.solutions:
+        better = second if solutions[0] is not first.solutions[0] else first
     else:
-        closer = (other.residual or torch.inf) < (one.residual or torch.inf)
-        better = other if other.solutions or closer else one
+        closer = (second.residual or torch.inf) < (first.residual or torch.inf)
+        better = second if second.solutions or closer else first
     reason = better.reason
     if len(solutions) > len(better.solutions) > 0:
         reason += f"; {len(solutions)} different inputs have this output"
@@ -155,6 +156,6 @@ def _joined(one: Inversion, other: Inversion) -> Inversion:
         better,
         reason=reason,
         solutions=solutions,
-        iterations=one.iterations + other.iterations,
-        starts=max(one.starts, other.starts),
+        iterations=first.iterations + second.iterations,
+        starts=max(first.starts, second.starts),
     )

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import Verdict, judge
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.solvers.multistart import Watch, polished
-from keyhole.invert.structure.leaked_maps import DENSE, Linear, fit_scores
+from keyhole.invert.solvers.multistart import polished
+from keyhole.invert.structure.leaked_maps import Linear, fit_scores
+from keyhole.progress import Progress, silent
 from keyhole.results import Status, Unsuccessful
 
 _AGREE = 1e-9  # maps this close are the same
@@ -54,8 +55,12 @@ class ClosedForm:
     def __repr__(self) -> str:
         return f"ClosedForm(method={self.method!r})"
 
-    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:  # noqa: ARG002
-        """There is nothing to watch: one linear solve."""
+    def __call__(
+        self,
+        problem: Problem,
+        *,
+        progress: Progress = silent,  # noqa: ARG002 - one linear solve has no parts
+    ) -> Inversion:
         began = time.perf_counter()
         maps = self._checked(problem)
         try:

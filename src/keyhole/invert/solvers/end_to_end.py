@@ -36,10 +36,10 @@ class EndToEnd:
             return LayersInversion(
                 Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
             )
-        found, _ = self.method.descend(Composed.of(stack), self._starts(stack))
+        inputs, _ = self.method.descend(Composed.of(stack), self._starts(stack))
         seconds = time.perf_counter() - began
-        tried = f"none of {len(found)} starts of at most {self.method.steps} steps came through"
-        return settle(stack, list(found), repr(self), seconds, tried)
+        tried = f"none of {len(inputs)} starts of at most {self.method.steps} steps came through"
+        return settle(stack, list(inputs), repr(self), seconds, tried)
 
     def _starts(self, stack: Layers) -> Tensor:
         n, d = len(stack.B), stack.layers[0].W.shape[-1]

@@ -59,8 +59,8 @@ def _solved(H: Tensor, slope: Tensor) -> Tensor:
     least = _EPS * H.shape[-1] * sizes.amax(1, keepdim=True)
     inverse = torch.where(sizes > 0, 1 / torch.maximum(sizes, least), 0.0)
     turned = (U.mT @ slope.unsqueeze(-1)).squeeze(-1)
-    found = (U @ (turned * inverse).unsqueeze(-1)).squeeze(-1)
-    return torch.where(usable.unsqueeze(-1), found, 0.0)
+    solution = (U @ (turned * inverse).unsqueeze(-1)).squeeze(-1)
+    return torch.where(usable.unsqueeze(-1), solution, 0.0)
 
 
 def _searched(

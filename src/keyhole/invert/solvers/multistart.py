@@ -8,24 +8,22 @@ to what has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
 from keyhole.invert.judge import Verdict, distinct, judge
 from keyhole.invert.problem import Problem
 from keyhole.invert.structure import starts
 from keyhole.invert.structure.reduce import Reduced
+from keyhole.progress import Progress
 from keyhole.results import Status
 
-Watch = Callable[[int, int, float], None]  # starts finished, starts in all, best residual norm
 _EPS = torch.finfo(torch.float64).eps
 _PROMISING = 1e-5  # below this relative residual a start is worth polishing
-_DENSE = 3000
 _BATCH_BYTES = {"cpu": 2**26, "cuda": 2**33}
 
 
@@ -86,14 +84,14 @@ class Record:
     reduced: Reduced
     starts: int = 0
     iterations: int = 0
-    found: list[Tensor] = field(default_factory=list[Tensor])
+    solutions: list[Tensor] = field(default_factory=list[Tensor])
     verdict: Verdict | None = None
     best: Tensor | None = None
     best_loss: float = torch.inf
     trace: tuple[tuple[int, float], ...] = ()
 
 
-class Race:
+class Multistart:
     """The batch: which rows run, for which problem, and since when."""
 
     def __init__(
@@ -101,10 +99,10 @@ class Race:
         method: Method,
         records: list[Record],
         start: Tensor | None,
-        watch: Watch | None,
+        progress: Progress,
         began: float,
     ) -> None:
-        self.method, self.records, self.watch = method, records, watch
+        self.method, self.records, self.progress = method, records, progress
         self.problems = [record.reduced.problem for record in records]
         self.equations = Equations.of(self.problems, method.device)
         self.scale = float(self.equations.B.abs().max().clamp(min=1e-300))
@@ -138,7 +136,7 @@ class Race:
         return False
 
     def _done(self, p: int) -> bool:
-        return len(self.records[p].found) >= self.method.solutions
+        return len(self.records[p].solutions) >= self.method.solutions
 
     def _fill(self) -> bool:
         """Take waiting starts into the batch; False when nothing is left to do."""
@@ -188,11 +186,16 @@ class Race:
             self._remember(over)
             solved = torch.tensor([self._done(p) for p in self.owner.tolist()], dtype=torch.bool)
             self._leave(over | solved)
-        if self.watch is not None:
-            best = max(record.best_loss for record in self.records)
-            running = float(self.state.loss.min()) if len(self.owner) else best
-            done = len(self.records) * self.total - len(self.waiting) - len(self.owner)
-            self.watch(done, len(self.records) * self.total, min(best, running) ** 0.5)
+        self._report()
+
+    def _report(self) -> None:
+        """Starts that have ended, of how many, and the least residual norm so far."""
+        best = max(record.best_loss for record in self.records)
+        if self.state is not None and len(self.owner):
+            best = min(best, float(self.state.loss.min()))
+        total = len(self.records) * self.total
+        done = total - len(self.waiting) - len(self.owner)
+        self.progress(done, total, f"best {best**0.5:.1e}")
 
     def _leave(self, over: Tensor) -> None:
         if self.state is None:
@@ -223,12 +226,12 @@ class Race:
         verdict = judge(record.problem, X)
         exact = verdict.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
         if exact:
-            before = len(record.found)
-            record.found = distinct([*record.found, X])
-            if len(record.found) == before:
+            before = len(record.solutions)
+            record.solutions = distinct([*record.solutions, X])
+            if len(record.solutions) == before:
                 return
-        better = loss < record.best_loss and not record.found
-        if (exact and record.found[0] is X) or (not exact and better):
+        better = loss < record.best_loss and not record.solutions
+        if (exact and record.solutions[0] is X) or (not exact and better):
             record.best, record.verdict = X, verdict
             losses = self.history[row, : int(self.age[row]) + 1].sqrt().tolist()
             record.trace = tuple(enumerate(losses))
@@ -237,7 +240,7 @@ class Race:
 
 def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
     """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
-    if X.numel() > _DENSE or equations.gamma > 0:
+    if X.numel() > DENSE or equations.gamma > 0:
         return X
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()

@@ -46,23 +46,23 @@ class Peel:
             return LayersInversion(
                 Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
             )
-        found, reason = self._inputs(stack)
+        inputs, reason = self._inputs(stack)
         seconds = time.perf_counter() - began
-        return settle(stack, found, repr(self), seconds, reason)
+        return settle(stack, inputs, repr(self), seconds, reason)
 
     def _inputs(self, stack: Layers) -> tuple[list[Tensor], str]:
         """Candidates for the input of the first layer, or the reason why there are none."""
         outputs, tolerance = [stack.B], stack.tolerance
         for number in range(len(stack.layers), 0, -1):
-            found: list[Tensor] = []
+            inputs: list[Tensor] = []
             ends: list[str] = []
             for B in outputs:
                 problem = stack.layers[number - 1].problem(B, tolerance=tolerance)
                 inversion = self.method(problem)
-                found += inversion.solutions
+                inputs += inversion.solutions
                 ends.append(f"{inversion.status}, {inversion.reason}")
-            if not found:
+            if not inputs:
                 several = f" for any of {len(ends)} candidates" if len(ends) > 1 else ""
                 return [], f"no input of layer {number} found{several}: {ends[0]}"
-            outputs, tolerance = distinct(found)[: self.branches], 0.0
+            outputs, tolerance = distinct(inputs)[: self.branches], 0.0
         return outputs, "peeled, but not exact when put through all layers again"

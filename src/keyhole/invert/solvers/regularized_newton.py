@@ -32,8 +32,9 @@ from keyhole.invert.derivatives.hessian import held, hessian_of
 from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import State, Watch
+from keyhole.invert.solvers.multistart import State
 from keyhole.invert.solvers.solver import solve, solve_all
+from keyhole.progress import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,17 @@ class RegularizedNewton:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
 
     def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
+        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
         regularized = self.regularized(problem)
-        return self._explained(regularized, solve(self, regularized, start=start, watch=watch))
+        return self._explained(
+            regularized, solve(self, regularized, start=start, progress=progress)
+        )
 
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        every = [self.regularized(problem) for problem in problems]
-        results = solve_all(self, every, watch=watch)
-        return [self._explained(*pair) for pair in zip(every, results, strict=True)]
+    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+        regularized = [self.regularized(problem) for problem in problems]
+        results = solve_all(self, regularized, progress=progress)
+        return [self._explained(*pair) for pair in zip(regularized, results, strict=True)]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""

@@ -22,9 +22,9 @@ from keyhole.errors import InputError
 from keyhole.invert.derivatives.equations import Equations, Linearised
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import Watch
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.least_squares import least_squares
+from keyhole.progress import Progress, silent
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3
@@ -40,7 +40,7 @@ class ResidualStream:
     seed: int = 0
     device: str = "cpu"
 
-    def __call__(self, problem: Problem, *, watch: Watch | None = None) -> Inversion:
+    def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
         if not problem.residual:
             raise InputError("expected a problem with a residual connection, got one without")
         finish = NewtonCG(steps=self.steps, seed=self.seed, device=self.device)
@@ -53,7 +53,7 @@ class ResidualStream:
             ends.append(X)
             if arrived:
                 break
-        return finish(problem, start=torch.cat(ends[::-1]), watch=watch)
+        return finish(problem, start=torch.cat(ends[::-1]), progress=progress)
 
     def _values(self, equations: Equations) -> tuple[Callable[[float], Equations], Tensor]:
         return lambda t: replace(equations, V=t * equations.V), equations.impose(equations.B)

@@ -1,6 +1,6 @@
-"""What surrounds the race of starts: problems are made simpler, results are written out.
+"""What surrounds a search from many starts: problems are made simpler, results are written out.
 
-A solver is `begin` and `step` on a batch of inputs (race.py); which problems can share a batch,
+A solver is `begin` and `step` on a batch of inputs (multistart.py); which problems can share one,
 what a person's Ctrl-C leaves, and what a result says is decided here, once for all solvers.
 """
 
@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,9 +18,16 @@ from keyhole.errors import InputError
 from keyhole.invert.derivatives.equations import Equations, kind
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import Method, Race, Record, State, Watch
+from keyhole.invert.solvers.multistart import Method, Multistart, Record, State
 from keyhole.invert.structure.reduce import reduce
+from keyhole.progress import Progress, silent
 from keyhole.results import Status, Unsuccessful
+
+
+class Solve(Protocol):
+    """Any method that inverts a problem: the registry's entries make these."""
+
+    def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion: ...
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,12 @@ class Solver(ABC):
     def step(self, equations: Equations, state: State) -> State: ...
 
     def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, watch: Watch | None = None
+        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
-        return solve(self, problem, start=start, watch=watch)
+        return solve(self, problem, start=start, progress=progress)
 
-    def many(self, problems: Sequence[Problem], *, watch: Watch | None = None) -> list[Inversion]:
-        return solve_all(self, problems, watch=watch)
+    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+        return solve_all(self, problems, progress=progress)
 
 
 def solve(
@@ -53,10 +61,10 @@ def solve(
     problem: Problem,
     *,
     start: Tensor | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
 ) -> Inversion:
     """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
-    return solve_all(method, [problem], start=start, watch=watch)[0]
+    return solve_all(method, [problem], start=start, progress=progress)[0]
 
 
 def solve_all(
@@ -64,7 +72,7 @@ def solve_all(
     problems: Sequence[Problem],
     *,
     start: Tensor | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
 ) -> list[Inversion]:
     """Search problems together; those that reduce to one shape share their batches."""
     began = time.perf_counter()
@@ -83,8 +91,8 @@ def solve_all(
     interrupted = False
     for group in groups.values():
         if not interrupted:
-            race = Race(method, [records[number] for number in group], start, watch, began)
-            interrupted = race.run()
+            batch = [records[number] for number in group]
+            interrupted = Multistart(method, batch, start, progress, began).run()
         for number in group:
             ended[number] = _inversion(method, records[number], interrupted, began)
     return [ended[number] for number in range(len(problems))]
@@ -116,7 +124,7 @@ def _inversion(method: Method, record: Record, interrupted: bool, began: float) 
         iterations=record.iterations,
         seconds=time.perf_counter() - began,
         starts=record.starts,
-        solutions=tuple(record.found),
+        solutions=tuple(record.solutions),
         condition=None if verdict is None else verdict.condition,
         trace=record.trace,
     )
@@ -126,9 +134,9 @@ def _reason(record: Record, method: Method) -> str:
     tried = f"{record.starts} start{'s' if record.starts != 1 else ''}"
     if record.verdict is None:
         return f"no start led anywhere ({tried})"
-    if record.found:
-        several = f"; {len(record.found)} different inputs have this output"
-        return record.verdict.reason + (several if len(record.found) > 1 else "")
+    if record.solutions:
+        several = f"; {len(record.solutions)} different inputs have this output"
+        return record.verdict.reason + (several if len(record.solutions) > 1 else "")
     return f"best {record.verdict.reason} after {tried} of at most {method.steps} steps"
 
 

@@ -40,6 +40,7 @@ from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import polished
 from keyhole.invert.structure.reduce import Reduced, reduce
 from keyhole.invert.structure.token_equations import TokenEquations
+from keyhole.progress import Progress, silent
 from keyhole.results import Status, Unsuccessful
 
 _ENOUGH = 1e-14  # relative residual at which a token's search ends; the whole is polished later
@@ -64,15 +65,15 @@ class TokenByToken:
     seed: int = 0
     seconds: float | None = None
 
-    def __call__(self, problem: Problem) -> Inversion:
-        return _Sweep(self, problem).run()
+    def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
+        return _Sweep(self, problem, progress).run()
 
 
 class _Sweep:
     """The prefixes so far, how unlikely each is, and what it took to find them."""
 
-    def __init__(self, method: TokenByToken, problem: Problem) -> None:
-        self.method, self.problem = method, problem
+    def __init__(self, method: TokenByToken, problem: Problem, progress: Progress) -> None:
+        self.method, self.problem, self.progress = method, problem, progress
         self.began = time.perf_counter()
         self.tried = self.dropped = 0
         self.starts = method.starts  # a token, of each prefix
@@ -90,9 +91,9 @@ class _Sweep:
                 self.starts *= 2
         return self._ended(last.status, last.reason)
 
-    def _judged(self, found: list[Tensor]) -> Inversion:
-        verdicts = [judge(self.problem, X) for X in found]
-        pairs = list(zip(found, verdicts, strict=True))
+    def _judged(self, inputs: list[Tensor]) -> Inversion:
+        verdicts = [judge(self.problem, X) for X in inputs]
+        pairs = list(zip(inputs, verdicts, strict=True))
         solutions = distinct([X for X, verdict in pairs if verdict.status in _SOLVED])
         X, verdict = min(pairs, key=lambda pair: _preference(*pair))
         return self._ended(verdict.status, self._reason(verdict, solutions), X, verdict, solutions)
@@ -113,6 +114,7 @@ class _Sweep:
                 raise Unsuccessful(Status.UNSOLVED, f"out of time at {self._place(i)}")
             try:
                 prefixes, unlikely = self._longer(reduced, equations, prefixes, unlikely)
+                self.progress(i + 1, self.problem.length, f"{len(prefixes)} prefixes")
             except KeyboardInterrupt:
                 raise Unsuccessful(Status.INTERRUPTED, f"stopped at {self._place(i)}") from None
         return [reduced.restore(polished(equations, X)) for X in prefixes]
@@ -134,8 +136,8 @@ class _Sweep:
         if not good.any():
             raise Unsuccessful(Status.UNSOLVED, self._stuck(token, loss))
         x, good = x.reshape(count, starts, -1), good.reshape(count, starts)
-        parent, which = first_of_each(x, good).nonzero(as_tuple=True)
-        before, x = prefixes[parent], x[parent, which].unsqueeze(1)
+        parent, child = first_of_each(x, good).nonzero(as_tuple=True)
+        before, x = prefixes[parent], x[parent, child].unsqueeze(1)
         longer = torch.cat([before, x], 1)
         unlikely = unlikely[parent] + replace(token, before=before).linearised(x).log_volume()
         norms = longer.flatten(1).norm(dim=1)

@@ -112,9 +112,9 @@ class _Curve:
     def _tangent(self, place: Tensor, along: Tensor) -> Tensor:
         """The direction of the curve that goes along with the last one."""
         system = torch.cat([self._slopes(place), along.unsqueeze(0)])
-        one = torch.zeros_like(place)
-        one[-1] = 1.0
-        tangent, _ = torch.linalg.solve_ex(system, one)
+        forward = torch.zeros_like(place)
+        forward[-1] = 1.0
+        tangent, _ = torch.linalg.solve_ex(system, forward)
         return tangent / tangent.norm()
 
     def _slopes(self, place: Tensor) -> Tensor:

@@ -16,19 +16,22 @@ of the latter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import polished
-from keyhole.results import FORMAT, Status, environment
+from keyhole.results import Status, environment
+from keyhole.results.result import Result
 
 MOVED = 1e-8  # relative, when amplification is measured
 _SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
@@ -108,8 +111,8 @@ class Amplification:
     measured: float | None
 
 
-@dataclass(frozen=True, eq=False)
-class LayersInversion:
+@dataclass(frozen=True, eq=False, repr=False)
+class LayersInversion(Result):
     """The input of a stack, or how far down the search came.
 
     `residual` is of the last layer's output, recomputed from X through all layers. `layers` go
@@ -128,6 +131,9 @@ class LayersInversion:
     amplification: float | None = None
     environment: dict[str, str] = field(default_factory=environment)
 
+    kind: ClassVar[str] = "layers inversion"
+    beside: ClassVar[str] = "inputs"
+
     @property
     def solved(self) -> bool:
         return self.status is Status.RECOVERED
@@ -141,12 +147,34 @@ class LayersInversion:
             product *= layer.condition
         return product if self.layers else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the tensors."""
+    def summary(self) -> str:
+        lines = [f"{self.status}: {self.reason}", f"{self.seconds:.2f} s"]
+        if self.amplification is not None:
+            lines.append(
+                f"errors in the output grow {self.amplification:.1e} times on the way back"
+                + ("" if self.bound is None else f", {self.bound:.1e} times at most")
+            )
+        return "\n".join(lines)
+
+    def contents(self) -> dict[str, Any]:
         data = asdict(replace(self, X=None, solutions=()))
         del data["X"]
-        more = {"solutions": len(self.solutions), "bound": self.bound}
-        return {"format": FORMAT, "kind": "layers", **data, **more}
+        return {**data, "solutions": len(self.solutions), "bound": self.bound}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return inputs_of(self.X, self.solutions)
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        X, solutions = inputs_in(tensors)
+        plain = ("reason", "method", "residual", "seconds", "amplification", "environment")
+        return cls(
+            status=Status(data["status"]),
+            X=X,
+            solutions=solutions,
+            layers=tuple(Amplification(**layer) for layer in data["layers"]),
+            **{name: data[name] for name in plain},
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,20 +223,20 @@ class ComposedJacobian:
 
 
 def settle(
-    stack: Layers, found: list[Tensor], method: str, seconds: float, otherwise: str
+    stack: Layers, inputs: list[Tensor], method: str, seconds: float, otherwise: str
 ) -> LayersInversion:
     """Judge what a method found; `otherwise` says how it failed if nothing is exact."""
     composed = Composed.of(stack)
-    found = [polished(composed, X) for X in found]
-    residuals = {k: _residual(stack, X) for k, X in enumerate(found)}
-    exact = distinct([X for k, X in enumerate(found) if residuals[k] <= ROUNDING])
+    inputs = [polished(composed, X) for X in inputs]
+    residuals = {k: _residual(stack, X) for k, X in enumerate(inputs)}
+    exact = distinct([X for k, X in enumerate(inputs) if residuals[k] <= ROUNDING])
     if not exact:
         best = min(residuals, key=lambda k: residuals[k], default=None)
         least = None if best is None else residuals[best]
         nearly = least is not None and least <= NEARLY
         status = Status.INEXACT if nearly else Status.UNSOLVED
         reason = otherwise if least is None else f"{otherwise}; residual {least:.1e}"
-        X = None if best is None else found[best]
+        X = None if best is None else inputs[best]
         return LayersInversion(status, reason, method, X, least, seconds)
     X, residual = exact[0], _residual(stack, exact[0])
     layers, missing = _amplifications(stack, X)
@@ -233,15 +261,15 @@ def _residual(stack: Layers, X: Tensor) -> float:
 def _amplifications(stack: Layers, X: Tensor) -> tuple[tuple[Amplification, ...], int]:
     """Of every layer, and the number of one that does not determine its input, or 0."""
     flow, undetermined = stack.inputs(X), 0
-    found: list[Amplification] = []
+    layers: list[Amplification] = []
     for number, layer in enumerate(stack.layers):
         problem = layer.problem(flow[number + 1])
         verdict = judge(problem, flow[number])
         if verdict.status is Status.NOT_IDENTIFIABLE:
             undetermined = number + 1
         measured = _moved(Equations.of([problem]), flow[number])
-        found.append(Amplification(verdict.condition, measured))
-    return tuple(found), undetermined
+        layers.append(Amplification(verdict.condition, measured))
+    return tuple(layers), undetermined
 
 
 def _moved(equations: Composed | Equations, X: Tensor) -> float | None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.invert.problem import Problem
 
-DENSE = 3000  # unknowns, up to which several factorisations of a matrix are no trouble
-_ONE_FACTOR = 8192  # up to which one is
+_ONE_FACTOR = 8192  # unknowns up to which a single factorisation is affordable
 _ITERATIONS = 5000
 _DEPENDENT = 1e-10
 _OPEN = 1e-9  # singular values of what may not be quite a solution
@@ -196,9 +195,9 @@ def fit_scores(
     spread = float(X.square().mean().sqrt())
     start, best, least = X, X, torch.inf
     for _ in range(1 + restarts):
-        found, loss = _descend(scores, start)
+        end, loss = _descend(scores, start)
         if loss < least:
-            best, least = found, loss
+            best, least = end, loss
         if least <= _FITS * float(linear.B.square().sum()):
             break
         noise = torch.randn(X.shape, generator=stream, dtype=X.dtype).to(X.device)

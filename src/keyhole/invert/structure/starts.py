@@ -14,12 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
 from keyhole.invert.problem import Problem
 from keyhole.invert.structure.mean_field import mean_field
 
 SMALL = 0.2
-_DENSE = 2000  # unknowns beyond which a Newton step with the whole Jacobian takes too long
 COLD = 0.02  # where the mean field is exact enough to be corrected in a step or two
 
 
@@ -32,7 +31,7 @@ def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
     shape = (problem.length, problem.dim)
     if start == 0 and problem.outputs == problem.dim:
         return problem.B if problem.output_bias is None else problem.B - problem.output_bias
-    affordable = problem.length * problem.dim <= _DENSE
+    affordable = problem.length * problem.dim <= DENSE
     if start == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
     stream = torch.Generator().manual_seed(hash((seed, number, start)) & 0x7FFFFFFF)

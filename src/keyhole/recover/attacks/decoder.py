@@ -5,13 +5,13 @@ depends on tokens ≤ t only, so behind the true prefix the right token reproduc
 and is recognised at once; the cost is linear in the length. Departures:
 
 - A candidate costs one token through the layers below the leak: the prefix stays in a cache from
-  which all candidates branch (`models/branches.py`), so a thousand tokens need no more than their
+  which all candidates branch (models/branches.py), so a thousand tokens need no more than their
   own cache.
-- Candidates are ordered by a likelihood that is fitted on random tokens (`ordering.py`) instead of
-  by gradient steps, which cost a backward pass each and find one candidate.
+- Candidates are ordered by a likelihood that is fitted on random tokens (search/ordering.py)
+  instead of by gradient steps, which cost a backward pass each and find one candidate.
 - The first guesses of the next positions are tried as one chain: all that are right are accepted in
   one pass.
-- Leaks that are rounded or noisy are accepted by a test against their own error (`tolerance.py`).
+- Leaks that are rounded or noisy are accepted by a test against their own error (tolerance.py).
 
 Keys and values, and attention outputs, are searched in the same way: what is compared is the leak.
 """
@@ -154,7 +154,7 @@ class Search:
                 for text, chunk, rows in zip(active, chunks, given, strict=True)
             ]
             for text in active:
-                self.target.notice(text.number, text.position)
+                self.target.count.set(text.number, text.position)
             yield from (text for text in active if text.done)
             on = [number for number, text in enumerate(active) if not text.done]
             if on:
@@ -164,8 +164,8 @@ class Search:
 
     def _guess(self, text: Text) -> None:
         """A first guess for every position, and the special tokens that open every text."""
-        everywhere = torch.arange(len(text.rows), device=text.rows.device)
-        text.guesses = self.orders.first(text.rows, everywhere, 1)[:, 0]
+        positions = torch.arange(len(text.rows), device=text.rows.device)
+        text.guesses = self.orders.first(text.rows, positions, 1)[:, 0]
         frame = self.target.frame()[0][: len(text.rows)]
         text.guesses[: len(frame)] = torch.tensor(frame, dtype=torch.long)
 

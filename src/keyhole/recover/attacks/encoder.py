@@ -1,7 +1,7 @@
 """Text from hidden states of a bidirectional encoder, at any layer.
 
-ALGORITHMS.md, Part II: minimise ‖f_ℓ(e) − h‖² over the input embeddings e, snap to the token table,
-substitute, verify. There from a cold start, by L-BFGS. Here, cheapest first:
+The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e from a cold start, by L-BFGS,
+to snap to the token table, substitute and verify. Here, cheapest first:
 
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
    off by cosine (token_table.py). One forward pass says whether they are right.
@@ -26,7 +26,7 @@ import torch
 from keyhole.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
-from keyhole.recover.search.encoder_batch import Texts
+from keyhole.recover.search.encoder_batch import EncoderBatch
 from keyhole.recover.search.inverse_map import InverseMap, inverse_map
 from keyhole.recover.search.lbfgs import BatchedLBFGS
 from keyhole.recover.search.token_table import TokenTable
@@ -64,10 +64,11 @@ class EncoderStates:
         back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())
         for numbers in _batches(leaks, self.batch):
-            texts = Texts.of(target, {number: leaks[number] for number in numbers}, back, table)
+            batch = {number: leaks[number] for number in numbers}
+            texts = EncoderBatch.of(target, batch, back, table)
             yield from self._recover(texts, back)
 
-    def _recover(self, texts: Texts, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
+    def _recover(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
         for framed in (True, False):
             texts.begin(framed)
             yield from self._by_feedback(texts)
@@ -76,7 +77,7 @@ class EncoderStates:
                 yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
             yield from texts.leave(texts.well_framed())
 
-    def _by_feedback(self, texts: Texts) -> Iterator[tuple[int, Proposal]]:
+    def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
         """Forward passes only, while they help."""
         texts.snap()
         for spent in range(self.feedback):
@@ -90,7 +91,7 @@ class EncoderStates:
                 break
         texts.return_to_best()
 
-    def _by_search(self, texts: Texts, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
+    def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
         """Gradients, with a snap and a step of feedback after every few."""
         if not len(texts):
             return

@@ -68,14 +68,14 @@ def attention_inputs(target: Target, leak: KeyValues, number: int) -> Tensor:
     rows = torch.cat([part.transpose(0, 1).flatten(1) for part in (leak.keys, leak.values)], -1)
     rows = rows.to(weight) - bias
     seen = rows.isfinite().all(-1)
-    found = torch.full((len(rows), weight.shape[1]), torch.nan, dtype=weight.dtype)
+    inputs = torch.full((len(rows), weight.shape[1]), torch.nan, dtype=weight.dtype)
     try:
         solved = least_squares(weight, rows[seen].mT).mT
     except LinAlgError as error:
         raise Unsuccessful(Status.UNSOLVED, f"the weights cannot be solved for: {error}") from error
-    found = found.to(weight.device)
-    found[seen] = solved
-    return found.float()
+    inputs = inputs.to(weight.device)
+    inputs[seen] = solved
+    return inputs.float()
 
 
 def _stacked(target: Target, number: int) -> tuple[Tensor, Tensor]:

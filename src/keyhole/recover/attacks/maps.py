@@ -1,17 +1,19 @@
 """Text from the attention maps of one layer of an encoder.
 
-ALGORITHMS.md, Part II: "log-ratios give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1
-the special tokens are known, so each unknown token appears in three linear measurements per head
-(as key to [CLS], as key to [SEP], as query over both): look the 3H numbers up in the vocabulary."
+Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1 the
+special tokens are known, so each unknown token appears in three linear measurements per head (as
+key to [CLS], as key to [SEP], as query over both), and the 3H numbers are looked up in the
+vocabulary.
 
 Layer 1 is closed form: the hidden states below it are the embeddings, which depend on the token and
 its position only, so the whole vocabulary is measured at every position in a few matrix products,
-for all texts of one length together. Departures: each number is weighed by what rounding left of
-it (see `map_scores`), and further rounds use the tokens found so far as anchors too, which
-measures each position 2nH times instead of 3H and settles what rounding left open.
+for all texts of one length together. Beyond the plain look-up, each number is weighed by what
+rounding left of it (search/map_scores.py), and further rounds use the tokens found so far as
+anchors too, which measures each position 2nH times instead of 3H and settles what rounding left
+open.
 
 Deeper layers have no closed form: the states below them depend on the whole text. They go through
-`token_search`, on the scores `q·k` that the maps give away.
+search/token_search.py, on the scores `q·k` that the maps give away.
 """
 
 from __future__ import annotations
@@ -82,13 +84,13 @@ class EncoderMaps:
         step = max(1, _NUMBERS // (n * parts.width))
         for words in torch.arange(target.vocabulary, device=parts.device).split(step):
             measured = anchors.measure(_embedded(target, words[:, None].expand(-1, n)))
-            for found, questions in zip(best, asked, strict=True):
+            for chunks, questions in zip(best, asked, strict=True):
                 misfit = questions.misfit(*measured)
-                some = misfit.topk(min(kept, len(words)), 0, largest=False)
-                found.append(torch.stack([some.values, words[some.indices].to(misfit)]))
+                top = misfit.topk(min(kept, len(words)), 0, largest=False)
+                chunks.append(torch.stack([top.values, words[top.indices].to(misfit)]))
         shortlists: list[Tensor] = []
-        for found in best:
-            misfit, words = torch.cat(found, 1)
+        for chunks in best:
+            misfit, words = torch.cat(chunks, 1)
             order = misfit.topk(kept, 0, largest=False).indices
             short = words.gather(0, order).long()
             shortlists.append(torch.where(frame >= 0, frame, short))
@@ -106,17 +108,17 @@ class EncoderMaps:
             anchors = Anchors.of(target.parts, 1, states, places)
             questions = Questions.of(log, anchors)
             misfit = torch.cat([
-                questions.misfit(*anchors.measure(some))
-                for some in candidates.split(max(1, _NUMBERS // _asked(anchors, len(ids))))
+                questions.misfit(*anchors.measure(chunk))
+                for chunk in candidates.split(max(1, _NUMBERS // _asked(anchors, len(ids))))
             ])  # fmt: skip
             best = misfit.min(0)
-            found = shortlist.gather(0, best.indices[None])[0]
+            nearest = shortlist.gather(0, best.indices[None])[0]
             each = best.values / questions.numbers()
             # A token that fits far worse than most is wrong, and would mislead as an anchor.
             trusted = (each <= each.median() + 1.0) | (frame >= 0)
-            if torch.equal(found, ids):
+            if torch.equal(nearest, ids):
                 break
-            ids = found
+            ids = nearest
         return Proposal(ids.tolist(), note="closed form")
 
 

@@ -1,10 +1,9 @@
 """Text from a pooled sentence embedding: the hardest exposure. No claim beyond what is measured.
 
-ALGORITHMS.md, Part II: "hardest; report honestly how far it goes". One vector of d numbers for a
-whole text: the embeddings that give it fill a space of (n − 1)·d dimensions, so everything hangs on
-the prior. The same search as elsewhere, for each length that the text may have where that did not
-leak, within a bound; the text with the smallest loss is proposed, and the judge says what it is
-worth.
+One vector of d numbers for a whole text: the embeddings that give it fill a space of (n − 1)·d
+dimensions, so everything hangs on the prior. The same search as elsewhere, for each length that the
+text may have where that did not leak, within a bound; the text with the smallest loss is proposed,
+and the judge says what it is worth.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class PooledEmbedding:
             best: Proposal | None = None
             least, passes, forwards = float("inf"), 0, 0
             for length in lengths:
-                found = self.search(comparison, vocabulary, target.framed(length))
-                passes, forwards = passes + found.passes, forwards + found.forwards
-                if found.loss < least:
-                    best, least = found, found.loss
+                proposal = self.search(comparison, vocabulary, target.framed(length))
+                passes, forwards = passes + proposal.passes, forwards + proposal.forwards
+                if proposal.loss < least:
+                    best, least = proposal, proposal.loss
                 if least <= comparison.tolerance:
                     break
             if best is not None:

@@ -1,14 +1,15 @@
 """Text from the attention sub-layer's output, before the residual, of one layer of an encoder.
 
-ALGORITHMS.md, Part II: "Part I with the vocabulary as prior". At layer 1 that is
-`B = Σ_h softmax(X W_h Xᵀ) X V_h`: as many numbers as the embeddings have, but each position's
-output is a mixture of all tokens and holds little of its own. Part I alone (Levenberg–Marquardt
-from many starts) would not know which of the solutions is a text. So the vocabulary is the prior,
-in two ways, the cheaper first:
+The inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At layer 1 that
+is `B = Σ_h softmax(X W_h Xᵀ) X V_h`: as many numbers as the embeddings have, but each position's
+output is a mixture of all tokens and holds little of its own. Levenberg–Marquardt from many starts
+alone would not know which of the solutions is a text. So the vocabulary is the prior, in two ways,
+the cheaper first:
 
 1. as for hidden states (encoder.py): a linear map from outputs to embeddings, learnt from the
    weights, is a start from which gradients find the text. On MiniLM that reads layer 1.
-2. the search from the vocabulary's mean, whose prior narrows (token_search.py), for the rest.
+2. the search from the vocabulary's mean, whose prior narrows (search/token_search.py), for
+   the rest.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class SubLayerOutput:
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         left: list[int] = []
-        for number, found in self.states(target, leaks):
+        for number, proposal in self.states(target, leaks):
             comparison = Comparison.of(target, leaks[number])
-            ids = torch.tensor([found.ids], device=target.parts.device)
+            ids = torch.tensor([proposal.ids], device=target.parts.device)
             if float(comparison.losses(ids)[0]) <= comparison.tolerance:
-                yield number, found
+                yield number, proposal
             else:
                 left.append(number)
-        for place, found in self.search.each(target, [leaks[number] for number in left]):
-            yield left[place], found
+        for place, proposal in self.search.each(target, [leaks[number] for number in left]):
+            yield left[place], proposal

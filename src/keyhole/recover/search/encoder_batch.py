@@ -1,7 +1,7 @@
 """A batch of texts on their way back: what is known of each, and what it has cost so far.
 
-Working state of encoder.py. Texts of different lengths are padded and masked as the model expects;
-a text leaves the batch as soon as it fits its leak.
+The working state of attacks/encoder.py. Texts of different lengths are padded and masked as the
+model expects; a text leaves the batch as soon as it fits its leak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given ano
 
 
 @dataclass(eq=False)
-class Texts:
+class EncoderBatch:
     """b texts of at most n positions; all tensors have the batch first."""
 
     target: Target
@@ -62,7 +62,7 @@ class Texts:
     @classmethod
     def of(
         cls, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
-    ) -> Texts:
+    ) -> EncoderBatch:
         device = target.parts.device
         rows = [leak.rows(leak.tensors).to(device) for leak in leaks.values()]
         leaked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
@@ -162,7 +162,7 @@ class Texts:
             leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
             fit = compare(self.precisions[row], leaked, numbers[:n])
             self.good[row, :n] = fit.good & self.seen[row, :n]
-            self.target.notice(self.numbers[row], int(self.good[row, :n].sum()))
+            self.target.count.set(self.numbers[row], int(self.good[row, :n].sum()))
             if fit.settled:
                 done.append(row)
         return done
@@ -206,7 +206,7 @@ class Texts:
         for row in self._near():
             n = len(self.precisions[row].sigma)
             estimates = self.best_estimates[row, :n]
-            found = substitute(
+            tried = substitute(
                 Comparison.of(self.target, self.leaks[row]),
                 self.best_ids[row, :n],
                 self.table.nearest(estimates, candidates).T.contiguous(),
@@ -214,10 +214,10 @@ class Texts:
                 sweeps,
             )
             ids = self.best_ids[row].clone()
-            ids[:n] = found.ids
-            which = torch.tensor([row], device=ids.device)
-            given = self._run(which, ids[None])
-            done += self._note(which, ids[None], given, found.forwards + 1)
+            ids[:n] = tried.ids
+            rows = torch.tensor([row], device=ids.device)
+            given = self._run(rows, ids[None])
+            done += self._note(rows, ids[None], given, tried.forwards + 1)
         return done
 
     def _near(self) -> list[int]:

@@ -1,8 +1,7 @@
 """A linear map back from hidden states to token embeddings, learnt from the weights alone.
 
-ALGORITHMS.md, Part II, minimises over the input embeddings from a cold start. The attacker holds
-the weights, so random token sequences can be run through the very model, and ridge regression over
-their positions gives
+A search over the input embeddings need not start cold. The attacker holds the weights, so random
+token sequences can be run through the very model, and ridge regression over their positions gives
 
     e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
 

@@ -119,7 +119,7 @@ def fit(
     own = exposure.layer == 0  # embeddings or the first cache: no token has looked at another
     table = _run(target, exposure if own else Exposure("hidden", 1), _vocabulary(target))[:, 0]
     below = None if own or exposure.kind != "kv" else Exposure("hidden", exposure.layer)
-    found: list[Ordering] = []
+    orders: list[Ordering] = []
     spent = target.vocabulary
     for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
         tokens = _draw(target, shape, stream)
@@ -129,8 +129,8 @@ def fit(
             inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
         spent += tokens.numel() * (1 if below is None else 2)
         known = table[tokens[:, first:].flatten()]
-        found.append(_regress(table, known, inputs, rows, own, error))
-    return Orderings(found[0], found[1], _head(target, exposure), spent)
+        orders.append(_regress(table, known, inputs, rows, own, error))
+    return Orderings(orders[0], orders[1], _head(target, exposure), spent)
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:

@@ -1,6 +1,5 @@
 """Embeddings that explain a leak, with the vocabulary as a prior that narrows.
 
-ALGORITHMS.md, Part II: "optimise through the layers below", "Part I with the vocabulary as prior".
 A leak such as the maps of one layer holds fewer numbers than the embeddings have, so what decides
 is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
 every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
@@ -58,8 +57,8 @@ class Vocabulary:
 
     def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
         """Log-weights (n, V) of the tokens at each position, given relaxed embeddings (n, e)."""
-        found = torch.nn.functional.normalize((embeddings - self.mean) @ self.whiten, dim=-1)
-        return sharpness * (found @ self.directions.T) + self.log_frequency
+        directions = torch.nn.functional.normalize((embeddings - self.mean) @ self.whiten, dim=-1)
+        return sharpness * (directions @ self.directions.T) + self.log_frequency
 
 
 def _never(target: Target, device: torch.device) -> Tensor:

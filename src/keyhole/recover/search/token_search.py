@@ -51,8 +51,8 @@ class TokenSearch:
         before = best.ids
         passes = forwards = 0
         for number in range(self.rounds):
-            found, spent = relax(comparison, prior, known, self.passes)
-            agreement = vocabulary.agreement(found, self.sharpness * self.growth**number)
+            relaxed, spent = relax(comparison, prior, known, self.passes)
+            agreement = vocabulary.agreement(relaxed, self.sharpness * self.growth**number)
             wide = agreement.topk(min(self.narrowed, agreement.shape[-1]), -1).indices.T
             ids = torch.where(known >= 0, known, wide[0])
             # Once directions say nothing new, the best text is repaired with all candidates.
@@ -60,7 +60,7 @@ class TokenSearch:
             start, candidates = (best.ids, wide) if stuck else (ids, wide[: self.candidates])
             tried = substitute(comparison, start, candidates, known, self.sweeps)
             passes, forwards, before = passes + spent, forwards + tried.forwards, ids
-            best = min(best, tried, key=lambda one: one.loss)
+            best = min(best, tried, key=lambda text: text.loss)
             if stuck or best.loss <= comparison.tolerance:
                 break
             prior = Prior.among(vocabulary, agreement, self.narrowed)

@@ -36,9 +36,9 @@ class TokenTable:
         """For estimates (m, e) the `count` ids of largest cosine, best first: (m, count)."""
         directions = torch.nn.functional.normalize(estimates - self.centre, dim=-1)
         size = max(1, _CHUNK // len(self.vectors))
-        found = [
+        nearest = [
             (part @ self.directions.T).topk(count, -1).indices for part in directions.split(size)
         ]
-        if not found:
+        if not nearest:
             return torch.zeros(0, count, dtype=torch.long, device=estimates.device)
-        return torch.cat(found)
+        return torch.cat(nearest)

@@ -34,8 +34,8 @@ def bert():
     return tiny.model("bert")
 
 
-def right(found, truth):
-    return sum(a == b for a, b in zip(found.ids, truth.tolist(), strict=True))
+def right(result, truth):
+    return sum(a == b for a, b in zip(result.ids, truth.tolist(), strict=True))
 
 
 def test_measured_scores_are_the_naive_loops(bert):
@@ -72,22 +72,24 @@ def test_layer_one_is_closed_form(family):
     model, ids = tiny.model(family), tiny.ids(3, 12)
     leaks = [AttentionMaps(maps, 1) for maps in maps_of(model, ids)]
     leaks.append(AttentionMaps(maps_of(model, tiny.ids(1, 5, seed=1))[0], 1))
-    found = recover_texts(model, TOKENIZER, leaks)
-    assert [one.ids for one in found[:3]] == ids.tolist()
-    assert found[3].ids == tiny.ids(1, 5, seed=1)[0].tolist()
-    assert all(one.verified and one.status is Status.RECOVERED for one in found)
-    assert all(one.method == "EncoderMaps" and one.passes == one.forwards for one in found)
-    assert all("closed form" in one.reason for one in found)
+    results = recover_texts(model, TOKENIZER, leaks)
+    assert [result.ids for result in results[:3]] == ids.tolist()
+    assert results[3].ids == tiny.ids(1, 5, seed=1)[0].tolist()
+    assert all(result.verified and result.status is Status.RECOVERED for result in results)
+    assert all(
+        result.method == "EncoderMaps" and result.passes == result.forwards for result in results
+    )
+    assert all("closed form" in result.reason for result in results)
 
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_deeper_layers_are_searched(family):
     model, ids = tiny.model(family), tiny.ids(1, 9, seed=2)
     leak = AttentionMaps(maps_of(model, ids, 2)[0], 2)
-    found = recover_text(model, TOKENIZER, leak, method=QUICK)
-    assert found.ids == ids[0].tolist()
-    assert found.verified
-    assert found.forwards < found.passes
+    result = recover_text(model, TOKENIZER, leak, method=QUICK)
+    assert result.ids == ids[0].tolist()
+    assert result.verified
+    assert result.forwards < result.passes
 
 
 @pytest.mark.parametrize(
@@ -99,18 +101,20 @@ def test_deeper_layers_are_searched(family):
 def test_rounded_maps_still_say_every_token(bert, name, degrade):
     ids = tiny.ids(2, 12, seed=3)
     leaks = [AttentionMaps(degrade(maps), 1) for maps in maps_of(bert, ids)]
-    found = recover_texts(bert, TOKENIZER, leaks)
-    assert [one.ids for one in found] == ids.tolist(), name
-    assert all(len(one.marks) == 12 for one in found)
+    results = recover_texts(bert, TOKENIZER, leaks)
+    assert [result.ids for result in results] == ids.tolist(), name
+    assert all(len(result.marks) == 12 for result in results)
 
 
 def test_what_rounding_destroys_is_not_called_verified(bert):
     ids = tiny.ids(4, 8, seed=4)
     leaks = [AttentionMaps(rounded(maps, 0), 1) for maps in maps_of(bert, ids)]
-    found = recover_texts(bert, TOKENIZER, leaks)
-    wrong = [one for one, truth in zip(found, ids, strict=True) if one.ids != truth.tolist()]
+    results = recover_texts(bert, TOKENIZER, leaks)
+    wrong = [
+        result for result, truth in zip(results, ids, strict=True) if result.ids != truth.tolist()
+    ]
     assert wrong
-    assert not any(one.verified or one.status is Status.RECOVERED for one in wrong)
+    assert not any(result.verified or result.status is Status.RECOVERED for result in wrong)
 
 
 def test_missing_rows(bert):
@@ -118,8 +122,8 @@ def test_missing_rows(bert):
     ids = tiny.ids(1, 12, seed=5)
     maps = maps_of(bert, ids)[0].clone()
     maps[:, [3, 7]] = torch.nan
-    found = recover_text(bert, TOKENIZER, AttentionMaps(maps, 1))
-    assert right(found, ids[0]) == 12
+    result = recover_text(bert, TOKENIZER, AttentionMaps(maps, 1))
+    assert right(result, ids[0]) == 12
 
 
 def test_padding_is_left_out(bert):
@@ -127,29 +131,29 @@ def test_padding_is_left_out(bert):
     mask = torch.ones_like(ids)
     ids[:, 8:], mask[:, 8:], ids[:, 7] = 0, 0, 3
     maps = capture(bert, Exposure("maps", 1), ids=ids, mask=mask)["values"][0]
-    found = recover_text(bert, TOKENIZER, AttentionMaps(maps, 1, mask=mask[0]))
-    assert found.ids == ids[0, :8].tolist()
+    result = recover_text(bert, TOKENIZER, AttentionMaps(maps, 1, mask=mask[0]))
+    assert result.ids == ids[0, :8].tolist()
 
 
 def test_another_models_maps_are_never_verified(bert):
     other, ids = tiny.model("bert", seed=1), tiny.ids(3, 10, seed=7)
     leaks = [AttentionMaps(maps, 1) for maps in maps_of(other, ids)]
-    found = recover_texts(bert, TOKENIZER, leaks)
-    assert not any(one.verified or one.status is Status.RECOVERED for one in found)
+    results = recover_texts(bert, TOKENIZER, leaks)
+    assert not any(result.verified or result.status is Status.RECOVERED for result in results)
     named = AttentionMaps(maps_of(other, ids)[0], 1, model=identity(other))
     with pytest.raises(InputError, match="expected a leak of the model"):
         recover_text(bert, TOKENIZER, named)
     deeper = AttentionMaps(maps_of(other, ids[:1, :6], 2)[0], 2)
     brief = EncoderMaps(deeper=TokenSearch(rounds=1, passes=10, candidates=4))
-    found = recover_text(bert, TOKENIZER, deeper, method=brief)
-    assert not found.verified
-    assert found.status is not Status.RECOVERED
+    results = recover_text(bert, TOKENIZER, deeper, method=brief)
+    assert not results.verified
+    assert results.status is not Status.RECOVERED
 
 
 def test_maps_of_another_layer_are_never_verified(bert):
     ids = tiny.ids(2, 10, seed=8)
     leaks = [AttentionMaps(maps, 1) for maps in maps_of(bert, ids, 2)]
-    assert not any(one.verified for one in recover_texts(bert, TOKENIZER, leaks))
+    assert not any(result.verified for result in recover_texts(bert, TOKENIZER, leaks))
 
 
 def test_wrong_arguments(bert):
@@ -164,16 +168,16 @@ def test_wrong_arguments(bert):
 
 def test_without_known_tokens_layer_one_says_so(bert):
     bare = tiny.tokenizer(causal=True)
-    found = recover_text(bert, bare, AttentionMaps(maps_of(bert, tiny.ids(1, 6))[0], 1))
-    assert found.status is Status.NOT_APPLICABLE
-    assert "anchor" in found.reason
+    result = recover_text(bert, bare, AttentionMaps(maps_of(bert, tiny.ids(1, 6))[0], 1))
+    assert result.status is Status.NOT_APPLICABLE
+    assert "anchor" in result.reason
 
 
 def test_maps_of_a_causal_model_have_no_attack_here():
     model = tiny.model("gpt2")
     maps = maps_of(model, tiny.ids(1, 6, causal=True))[0]
-    found = recover_text(model, tiny.tokenizer(causal=True), AttentionMaps(maps, 1))
-    assert found.status is Status.NOT_APPLICABLE
+    result = recover_text(model, tiny.tokenizer(causal=True), AttentionMaps(maps, 1))
+    assert result.status is Status.NOT_APPLICABLE
 
 
 def test_gradients_stay_on_between_two_texts(bert):

@@ -25,8 +25,8 @@ def test_a_tokens_equations_and_derivative(heads, residual):
         assert float(equations.residuals(X[None, k : k + 1]).abs().max()) <= 1e-13
         x = torch.ones(3, dtype=torch.float64)
         expected = jacobian(lambda x, e=equations: e.residuals(x[None, None])[0, 0], x)
-        found = equations.linearised(x[None, None]).jacobian()[0]
-        assert torch.allclose(found, expected, atol=1e-12)
+        result = equations.linearised(x[None, None]).jacobian()[0]
+        assert torch.allclose(result, expected, atol=1e-12)
 
 
 KINDS = {
@@ -48,10 +48,10 @@ def test_the_planted_input_is_among_the_solutions(kind):
     problem, X, _ = plant(n, d, causal=True, **options)
     result = invert.TokenByToken(beam=16)(problem)
     assert result.status is Status.RECOVERED, result.reason
-    assert min(off(found, X) for found in result.solutions) <= 1e-7
-    for found in result.solutions:
-        assert float((problem.output(found) - problem.B).abs().max()) <= 1e-10
-    norms = [float(found.norm()) for found in result.solutions]
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-7
+    for solution in result.solutions:
+        assert float((problem.output(solution) - problem.B).abs().max()) <= 1e-10
+    norms = [float(solution.norm()) for solution in result.solutions]
     assert norms == sorted(norms)
     assert result.starts > 0
     assert result.condition is not None
@@ -106,7 +106,7 @@ def test_a_tolerance_lets_rounded_outputs_agree_with_known_tokens():
 def test_equal_tokens():
     problem, X, _ = plant(5, 4, causal=True, twins=True)
     result = invert.TokenByToken()(problem)
-    assert min(off(found, X) for found in result.solutions) <= 1e-6
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-6
 
 
 def test_a_singular_v_leaves_a_family():

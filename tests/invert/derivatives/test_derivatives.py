@@ -20,11 +20,11 @@ from keyhole.invert.problem import Problem
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
-def close(found, expected, within=1e-12):
+def close(result, expected, within=1e-12):
     """Relative to the largest entry."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= within * max(1e-300, np.abs(expected).max())
+    result, expected = np.asarray(result), np.asarray(expected)
+    assert result.shape == expected.shape
+    assert np.abs(result - expected).max() <= within * max(1e-300, np.abs(expected).max())
 
 
 def naive(problem: Problem, X):
@@ -46,8 +46,8 @@ def test_first_derivatives_agree_with_naive_loops(kind):
     at, free, layer, options = naive(problem, X)
     gamma = problem.gamma
     close(invert.loss(problem, X), reference.loss(at, *layer, gamma=gamma, **options))
-    found = invert.gradient(problem, X)
-    close(found, reference.gradient(at, free, *layer, gamma=gamma, **options))
+    result = invert.gradient(problem, X)
+    close(result, reference.gradient(at, free, *layer, gamma=gamma, **options))
     close(invert.jacobian(problem, X), reference.jacobian(at, free, *layer, **options))
 
 
@@ -98,10 +98,10 @@ def test_any_shape(n, d, m, heads, options, seed):
     expected = second(lambda x: plain_loss(problem, x))(X)
     # A lone token attends to itself: its Hessian is 2VVᵀ, and rounding is measured by V.
     scale = expected.abs().max().clamp(min=1.0)
-    found = invert.hessian(problem, X)
-    assert (found - expected.reshape(found.shape)).abs().max() <= 1e-12 * scale
+    result = invert.hessian(problem, X)
+    assert (result - expected.reshape(result.shape)).abs().max() <= 1e-12 * scale
     product = invert.hessian_product(problem, X, X)
-    at = (found @ X.flatten()).reshape(X.shape)
+    at = (result @ X.flatten()).reshape(X.shape)
     assert (product - at).abs().max() <= 1e-11 * scale
 
 

@@ -48,15 +48,15 @@ def int8(values):
 @pytest.mark.parametrize("layer", [0, 1, 2, 3])
 def test_every_family_and_layer(family, layer):
     ids = tiny.ids(texts=3, length=12)
-    found = invert.recover_texts(model(family), WORDS, leaks(family, layer, ids))
-    for one, truth in zip(found, ids.tolist(), strict=True):
-        assert one.ids == truth
-        assert one.verified
-        assert one.status is Status.RECOVERED
-        assert one.text == WORDS.decode(truth, skip_special_tokens=True)
-        assert one.marks == (Mark.VERIFIED,) * 12
-        assert one.passes >= one.forwards >= 2  # the attack's, and the judge's
-        assert one.fitting > 0
+    results = invert.recover_texts(model(family), WORDS, leaks(family, layer, ids))
+    for result, truth in zip(results, ids.tolist(), strict=True):
+        assert result.ids == truth
+        assert result.verified
+        assert result.status is Status.RECOVERED
+        assert result.text == WORDS.decode(truth, skip_special_tokens=True)
+        assert result.marks == (Mark.VERIFIED,) * 12
+        assert result.passes >= result.forwards >= 2  # the attack's, and the judge's
+        assert result.fitting > 0
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_every_family_and_layer(family, layer):
 )
 def test_rounded_leaks(change):
     ids = tiny.ids(texts=3, length=12, seed=1)
-    found = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids, change))
-    assert [one.ids for one in found] == ids.tolist()
-    assert all(one.verified for one in found)
+    results = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids, change))
+    assert [result.ids for result in results] == ids.tolist()
+    assert all(result.verified for result in results)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.05])
@@ -76,23 +76,23 @@ def test_noisy_leaks(share):
     """Unknown noise in few numbers: right, and called likely; stated noise: verified."""
     ids = tiny.ids(texts=3, length=12, seed=1)
     given = leaks("bert", 2, ids, noisy(share))
-    found = invert.recover_texts(model(), WORDS, given)
-    assert [one.ids for one in found] == ids.tolist()
-    assert not any(one.verified for one in found)
-    assert {mark for one in found for mark in one.marks} == {Mark.LIKELY}
+    results = invert.recover_texts(model(), WORDS, given)
+    assert [result.ids for result in results] == ids.tolist()
+    assert not any(result.verified for result in results)
+    assert {mark for result in results for mark in result.marks} == {Mark.LIKELY}
     stated = [replace(leak, noise=share * float(leak.values.std())) for leak in given]
-    found = invert.recover_texts(model(), WORDS, stated)
-    assert [one.ids for one in found] == ids.tolist()
-    assert all(one.verified for one in found)
+    results = invert.recover_texts(model(), WORDS, stated)
+    assert [result.ids for result in results] == ids.tolist()
+    assert all(result.verified for result in results)
 
 
 def test_texts_of_different_lengths_in_the_order_given():
     ids = [tiny.ids(texts=1, length=n, seed=n)[0] for n in (9, 4, 30, 2, 12, 60)]
     given = [leaks("roberta", 2, text[None])[0] for text in ids]
     method = EncoderStates(batch=64)
-    found = invert.recover_texts(model("roberta"), WORDS, given, method=method)
-    assert [one.ids for one in found] == [text.tolist() for text in ids]
-    assert all(one.verified for one in found)
+    results = invert.recover_texts(model("roberta"), WORDS, given, method=method)
+    assert [result.ids for result in results] == [text.tolist() for text in ids]
+    assert all(result.verified for result in results)
     numbers = [n for n, _ in invert.recovering(model("roberta"), WORDS, given, method=method)]
     assert sorted(numbers) == list(range(6))
 
@@ -106,18 +106,18 @@ def test_padding_is_left_alone(side):
     padded = torch.zeros(1, 16, dtype=torch.long)
     padded[mask.bool()] = ids[0]
     values = capture(model(), Exposure("hidden", 2), ids=padded, mask=mask)["values"]
-    found = invert.recover_text(model(), WORDS, invert.HiddenStates(values[0], 2, mask=mask[0]))
-    assert found.verified
-    assert found.text == WORDS.decode(ids[0], skip_special_tokens=True)
+    result = invert.recover_text(model(), WORDS, invert.HiddenStates(values[0], 2, mask=mask[0]))
+    assert result.verified
+    assert result.text == WORDS.decode(ids[0], skip_special_tokens=True)
 
 
 def test_special_tokens_where_nobody_expects_them():
     """No frame at all, and a separator in the middle: nothing is taken for granted for ever."""
     ids = tiny.ids(texts=2, length=10, seed=3, causal=True)
     ids[1, 5] = 3
-    found = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids))
-    assert [one.ids for one in found] == ids.tolist()
-    assert all(one.verified for one in found)
+    results = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids))
+    assert [result.ids for result in results] == ids.tolist()
+    assert all(result.verified for result in results)
 
 
 def test_some_positions_did_not_leak():
@@ -126,12 +126,14 @@ def test_some_positions_did_not_leak():
 
     ids = tiny.ids(texts=2, length=10, seed=4)
     method = EncoderStates(rounds=6)
-    found = invert.recover_texts(model(), WORDS, leaks("bert", 2, ids, every_second), method=method)
-    for one, truth in zip(found, ids.tolist(), strict=True):
-        assert one.ids[::2] == truth[::2] or not one.verified
-        assert not one.verified or one.ids == truth
-        assert len(one.marks) == 10
-        for mark, token, right in zip(one.marks, one.ids, truth, strict=True):
+    results = invert.recover_texts(
+        model(), WORDS, leaks("bert", 2, ids, every_second), method=method
+    )
+    for result, truth in zip(results, ids.tolist(), strict=True):
+        assert result.ids[::2] == truth[::2] or not result.verified
+        assert not result.verified or result.ids == truth
+        assert len(result.marks) == 10
+        for mark, token, right in zip(result.marks, result.ids, truth, strict=True):
             assert mark is not Mark.VERIFIED or token == right
 
 
@@ -144,12 +146,12 @@ def test_what_cannot_be_found_is_not_claimed():
     nonsense = invert.HiddenStates(torch.randn(8, 32, generator=stream), 1)
     method = EncoderStates(rounds=2)
     for leak in (wrong, nonsense):
-        found = invert.recover_text(model(), WORDS, leak, method=method)
-        assert not found.verified
-        assert found.status in (Status.UNSOLVED, Status.MISMATCH)
-        assert Mark.VERIFIED not in found.marks
-        assert found.reason
-        assert found.advice
+        result = invert.recover_text(model(), WORDS, leak, method=method)
+        assert not result.verified
+        assert result.status in (Status.UNSOLVED, Status.MISMATCH)
+        assert Mark.VERIFIED not in result.marks
+        assert result.reason
+        assert result.advice
 
 
 def test_leaks_that_cannot_be_this_models():
@@ -179,18 +181,18 @@ def test_the_map_is_the_least_squares_one():
     """Against NumPy on the same random texts, and remembered the second time."""
     target = Target.of(model("albert"), WORDS)
     leak = invert.HiddenStates(torch.ones(3, target.parts.width), 2)
-    found = inverse_map(target, leak, 1500, 7)
-    assert inverse_map(target, leak, 1500, 7) is found
+    result = inverse_map(target, leak, 1500, 7)
+    assert inverse_map(target, leak, 1500, 7) is result
     stream = torch.Generator().manual_seed(3)
     ids = random_texts(target, 200, 20, stream)
     states = capture(target.model, Exposure("hidden", 2), ids=ids)["values"][:, 1:-1]
     truth = target.parts.table[ids[:, 1:-1]]
-    off = (found.estimate(states) - truth).flatten(0, 1).numpy()
+    off = (result.estimate(states) - truth).flatten(0, 1).numpy()
     inputs = np.c_[states.flatten(0, 1).numpy(), np.ones(200 * 18)]
     best = np.linalg.lstsq(inputs, truth.flatten(0, 1).numpy(), rcond=None)[1].sum()
     assert best <= (off**2).sum() <= 1.3 * best
     covariance = np.cov(off.T)
-    root = found.root.numpy()
+    root = result.root.numpy()
     assert np.abs(root @ root.T - covariance).max() < 0.3 * np.abs(covariance).max()
 
 
@@ -236,9 +238,9 @@ def test_the_search_finds_what_feedback_does_not():
     """Without forward-only passes at all, gradients alone lead there."""
     ids = tiny.ids(texts=2, length=10, seed=5)
     method = EncoderStates(feedback=0, samples=300)
-    found = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
-    assert [one.ids for one in found] == ids.tolist()
-    assert all(one.passes > one.forwards for one in found)
+    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
+    assert [result.ids for result in results] == ids.tolist()
+    assert all(result.passes > result.forwards for result in results)
 
 
 def test_the_leak_survives_a_file(tmp_path):
@@ -246,6 +248,6 @@ def test_the_leak_survives_a_file(tmp_path):
     leak = leaks("distilbert", 2, ids, model=identity(model("distilbert")))[0]
     leak.save(tmp_path / "leak.safetensors")
     back = invert.load_leak(tmp_path / "leak.safetensors")
-    found = invert.recover_text(model("distilbert"), WORDS, back)
-    assert found.ids == ids[0].tolist()
-    assert found.to_dict()["verified"] is True
+    result = invert.recover_text(model("distilbert"), WORDS, back)
+    assert result.ids == ids[0].tolist()
+    assert result.to_dict()["verified"] is True

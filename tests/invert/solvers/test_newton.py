@@ -64,11 +64,11 @@ def test_iterations_grow_with_the_logarithm_of_the_accuracy():
 def test_the_optimum_is_one_and_every_start_leads_there():
     problem, X = planted(4, 4)
     regularized = RegularizedNewton().regularized(problem)
-    found = [RegularizedNewton()(problem, start=start).X for start in (X, -3 * X, 0 * X)]
-    for one in found:
-        assert (one - found[0]).abs().max() <= 1e-11
-        one = one.clone().requires_grad_()
-        slope = torch.autograd.grad(plain_loss(regularized, one), one)[0]
+    results = [RegularizedNewton()(problem, start=start).X for start in (X, -3 * X, 0 * X)]
+    for result in results:
+        assert (result - results[0]).abs().max() <= 1e-11
+        result = result.clone().requires_grad_()
+        slope = torch.autograd.grad(plain_loss(regularized, result), result)[0]
         assert slope.abs().max() <= 1e-11 * 2 * regularized.gamma
 
 

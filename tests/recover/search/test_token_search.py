@@ -75,37 +75,37 @@ def test_trials_repair_a_text(bert):
 def test_sub_layer_output(family):
     model, ids = tiny.model(family), tiny.ids(1, 8, seed=1)
     leak = AttentionOutput(output_of(model, ids), 1)
-    found = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK))
-    assert found.ids == ids[0].tolist()
-    assert found.verified
+    result = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    assert result.ids == ids[0].tolist()
+    assert result.verified
 
 
 def test_sub_layer_output_rounded_and_with_gaps(bert):
     ids = tiny.ids(1, 8, seed=2)
     leak = AttentionOutput(output_of(bert, ids).bfloat16(), 1)
-    found = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(QUICK))
-    assert found.ids == ids[0].tolist()
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    assert result.ids == ids[0].tolist()
     values = output_of(bert, ids)
     values[3] = torch.nan
-    found = recover_text(bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF))
-    assert len(found.ids) == 8
-    assert not found.verified or found.ids == ids[0].tolist()
+    result = recover_text(bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF))
+    assert len(result.ids) == 8
+    assert not result.verified or result.ids == ids[0].tolist()
 
 
 def test_another_models_output_is_never_verified(bert):
     ids = tiny.ids(1, 7, seed=3)
     leak = AttentionOutput(output_of(tiny.model("bert", seed=1), ids), 1)
-    found = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF))
-    assert not found.verified
-    assert found.status is not Status.RECOVERED
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF))
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
 
 
 def test_a_pooled_embedding_of_two_words(bert):
     """One vector says two words of 200; of ten it does not, and that is not called verified."""
     ids = tiny.ids(1, 4, seed=4)
     pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
-    found = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=4), method=PooledEmbedding(BRIEF))
-    assert found.ids == ids[0].tolist()
+    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=4), method=PooledEmbedding(BRIEF))
+    assert result.ids == ids[0].tolist()
     unknown = PooledEmbedding(BRIEF, lengths=(3, 4))
     assert recover_text(bert, TOKENIZER, Pooled(pooled), method=unknown).ids == ids[0].tolist()
 
@@ -113,10 +113,10 @@ def test_a_pooled_embedding_of_two_words(bert):
 def test_a_pooled_embedding_of_a_longer_text_is_not_overclaimed(bert):
     ids = tiny.ids(1, 14, seed=5)
     pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
-    found = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=14), method=PooledEmbedding(BRIEF))
-    assert found.ids != ids[0].tolist()
-    assert not found.verified
-    assert found.status is not Status.RECOVERED
+    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=14), method=PooledEmbedding(BRIEF))
+    assert result.ids != ids[0].tolist()
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
 
 
 def test_lengths_are_checked():

@@ -32,15 +32,15 @@ def test_there_is_exactly_one_covariance_wherever_one_begins():
     W = torch.randn(4, 4, generator=stream, dtype=torch.float64)
     M = torch.randn(4, 4, generator=stream, dtype=torch.float64)
     S = M @ M.mT
-    found = _covariance(W, S)
-    assert torch.allclose(found @ W.mT @ found @ W @ found, S, rtol=1e-9, atol=1e-9)
+    result = _covariance(W, S)
+    assert torch.allclose(result @ W.mT @ result @ W @ result, S, rtol=1e-9, atol=1e-9)
     for _ in range(5):
         N = torch.randn(4, 4, generator=stream, dtype=torch.float64)
         covariance = N @ N.mT + 0.01 * torch.eye(4, dtype=torch.float64)
         distances = []
         for _ in range(50):
             covariance = _geometric_mean(torch.linalg.inv(W.mT @ covariance @ W), S)
-            distances.append(_thompson(covariance, found))
+            distances.append(_thompson(covariance, result))
         assert distances[-1] < 1e-9
         # Each step halves the distance, to the precision at which it can be told.
         for before, after in itertools.pairwise(distances):

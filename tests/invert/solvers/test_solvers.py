@@ -45,17 +45,17 @@ def near(X, distance=1e-3):
 @pytest.mark.parametrize("name", ["L-BFGS", "Newton–CG"])
 def test_near_the_input_it_finds_the_input(name, options):
     problem, X = invert.plant(4, 3, seed=5, **options)
-    found = METHODS[name](problem, start=near(X))
-    assert found.status is Status.RECOVERED, found.reason
-    assert float((found.X - X).abs().max()) < 1e-8
+    result = METHODS[name](problem, start=near(X))
+    assert result.status is Status.RECOVERED, result.reason
+    assert float((result.X - X).abs().max()) < 1e-8
 
 
 @pytest.mark.parametrize("name", ["gradient descent", "Adam"])
 def test_first_order_methods_come_down(name):
     problem, X = invert.plant(3, 2, residual=True, value_scale=0.2, seed=5)
-    found = METHODS[name](problem, start=near(X, 0.1))
-    assert found.status is Status.RECOVERED, found.reason
-    assert float((found.X - X).abs().max()) < 1e-8
+    result = METHODS[name](problem, start=near(X, 0.1))
+    assert result.status is Status.RECOVERED, result.reason
+    assert float((result.X - X).abs().max()) < 1e-8
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,10 +63,10 @@ def test_many_problems_at_once_are_as_good_as_one_by_one(name):
     pairs = [invert.plant(3, 2, residual=True, value_scale=0.1, seed=seed) for seed in range(3)]
     method = replace(METHODS[name], starts=2)
     together = method.many([problem for problem, _ in pairs])
-    for found, (problem, X) in zip(together, pairs, strict=True):
-        assert found.status is Status.RECOVERED
-        assert residual_of(problem, found.X) < 1e-12
-        assert float((found.X - X).abs().max()) < 1e-8
+    for result, (problem, X) in zip(together, pairs, strict=True):
+        assert result.status is Status.RECOVERED
+        assert residual_of(problem, result.X) < 1e-12
+        assert float((result.X - X).abs().max()) < 1e-8
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -92,9 +92,9 @@ def test_nan_and_hopeless_problems_end_in_a_status(name):
     broken = replace(problem, B=problem.B * torch.nan)
     assert METHODS[name](broken).status is Status.NOT_APPLICABLE
     unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))
-    found = replace(METHODS[name], starts=2, steps=20)(unreachable)
-    assert found.status is Status.UNSOLVED
-    assert found.X is not None
+    result = replace(METHODS[name], starts=2, steps=20)(unreachable)
+    assert result.status is Status.UNSOLVED
+    assert result.X is not None
 
 
 def test_known_entries_stay():
@@ -102,9 +102,9 @@ def test_known_entries_stay():
     known = torch.full_like(X, torch.nan)
     known[1] = X[1]
     for name in ("L-BFGS", "Newton–CG"):
-        found = METHODS[name](replace(problem, known=known), start=near(X))
-        assert torch.equal(found.X[1], X[1])
-        assert found.status is Status.RECOVERED
+        result = METHODS[name](replace(problem, known=known), start=near(X))
+        assert torch.equal(result.X[1], X[1])
+        assert result.status is Status.RECOVERED
 
 
 def test_the_inner_iterations_solve_the_damped_least_squares():
@@ -134,9 +134,9 @@ def test_a_residual_stream_is_followed_from_the_output():
     solved = 0
     for seed in range(4):
         problem, X = invert.plant(12, 12, residual=True, value_scale=0.5 / 12**0.5, seed=seed)
-        found = invert.ResidualStream()(problem)
-        assert found.status is Status.RECOVERED
-        solved += float((found.X - X).abs().max()) < 1e-9
+        result = invert.ResidualStream()(problem)
+        assert result.status is Status.RECOVERED
+        solved += float((result.X - X).abs().max()) < 1e-9
     assert solved >= 3
 
 
@@ -144,9 +144,9 @@ def test_a_stream_with_heads_mask_and_biases():
     problem, X = invert.plant(
         6, 4, heads=2, residual=True, causal=True, biases=True, value_scale=0.15, seed=2
     )
-    found = invert.ResidualStream()(problem)
-    assert found.status is Status.RECOVERED
-    assert float((found.X - X).abs().max()) < 1e-9
+    result = invert.ResidualStream()(problem)
+    assert result.status is Status.RECOVERED
+    assert float((result.X - X).abs().max()) < 1e-9
 
 
 def test_a_stream_needs_a_residual_connection():

@@ -44,7 +44,7 @@ def test_a_residual_stack_comes_back(method, depth):
     stack, X = plant_stack(5, 4, depth, seed=1)
     result = method(stack)
     assert result.status is Status.RECOVERED, result.reason
-    assert min(off(found, X) for found in result.solutions) <= 1e-9
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-9
     assert result.residual <= 1e-12
     assert len(result.layers) == depth
     assert result.method == repr(method)
@@ -55,15 +55,15 @@ def test_bare_layers_have_some_input_with_the_output(depth):
     stack, _ = plant_stack(3, 4, depth, residual=False)
     result = invert.Peel(replace(ONE, starts=32, solutions=1))(stack)
     assert result.status is Status.RECOVERED, result.reason
-    for found in result.solutions:
-        assert float((stack.output(found) - stack.B).abs().max()) <= 1e-10
+    for solution in result.solutions:
+        assert float((stack.output(solution) - stack.B).abs().max()) <= 1e-10
 
 
 def test_causal_layers_are_peeled_token_by_token():
     stack, X = plant_stack(4, 4, 2, causal=True)
     result = invert.Peel(invert.TokenByToken(beam=8), branches=4)(stack)
     assert result.status is Status.RECOVERED
-    assert min(off(found, X) for found in result.solutions) <= 1e-8
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-8
 
 
 def test_layers_of_other_widths():
@@ -78,7 +78,7 @@ def test_layers_of_other_widths():
         invert.Layers(layers, B)
     )
     assert result.solved
-    assert min(off(found, X) for found in result.solutions) <= 1e-8
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-8
 
 
 def test_amplification_is_that_of_finite_differences():
@@ -145,7 +145,7 @@ def test_a_tolerance_is_allowed_for():
     rounded = replace(stack, B=(1e6 * stack.B).round() / 1e6, tolerance=1e-6)
     result = PEEL(rounded)
     assert result.status is Status.RECOVERED
-    assert min(off(found, X) for found in result.solutions) <= 1e-3
+    assert min(off(solution, X) for solution in result.solutions) <= 1e-3
 
 
 def test_wrong_stacks_are_errors():
@@ -158,9 +158,18 @@ def test_wrong_stacks_are_errors():
         invert.Layers((layer,), torch.zeros(2, 3))
 
 
-def test_the_result_is_json():
+def test_the_result_is_saved_and_loaded(tmp_path):
     stack, _ = plant_stack(3, 3, 2)
-    data = json.loads(json.dumps(PEEL(stack).to_dict(), allow_nan=False))
-    assert data["kind"] == "layers"
-    assert data["solutions"] >= 1
-    assert len(data["layers"]) == 2
+    result = PEEL(stack)
+    result.save(tmp_path / "stack.json")
+    data = json.loads((tmp_path / "stack.json").read_text())
+    assert data["kind"] == "layers inversion"
+    assert data["solutions"] == len(result.solutions) >= 1
+    assert data["bound"] == result.bound
+    again = invert.LayersInversion.load(tmp_path / "stack.json")
+    assert again.to_dict() == result.to_dict()
+    assert torch.equal(again.X, result.X)
+    assert all(map(torch.equal, again.solutions, result.solutions))
+    assert len(again.layers) == 2
+    assert repr(again).startswith("LayersInversion: recovered: residual")
+    assert len(repr(again).splitlines()) <= 3

@@ -30,11 +30,13 @@ def test_the_first_layer_is_closed_form(family, layer):
     model, ids = tiny.model(family), tiny.ids(texts=3, length=14, causal=causal)
     texts = [ids[:1], ids[1:2, :9], ids[2:]]
     leaks = [leaks_of(model, layer, text)[0] for text in texts]
-    for found, text in zip(recover_texts(model, tiny.tokenizer(causal), leaks), texts, strict=True):
-        assert found.ids == text[0].tolist()
-        assert found.verified
+    for result, text in zip(
+        recover_texts(model, tiny.tokenizer(causal), leaks), texts, strict=True
+    ):
+        assert result.ids == text[0].tolist()
+        assert result.verified
         # Either no token was tried at all, or the first one was right everywhere.
-        assert found.tested in (0, text.shape[1])
+        assert result.tested in (0, text.shape[1])
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "gpt2"])
@@ -65,19 +67,19 @@ def test_least_squares_gives_the_attentions_input(family):
         [leak.keys.transpose(0, 1).flatten(1), leak.values.transpose(0, 1).flatten(1)], 1
     )
     witness = np.linalg.lstsq(weight.T, (flat.numpy() - bias).T, rcond=None)[0].T
-    found = attention_inputs(Target.of(model, tiny.tokenizer(causal)), leak, 2)
-    assert np.allclose(found.numpy(), witness, atol=1e-4)
-    assert torch.allclose(found, truth, atol=1e-4)
+    result = attention_inputs(Target.of(model, tiny.tokenizer(causal)), leak, 2)
+    assert np.allclose(result.numpy(), witness, atol=1e-4)
+    assert torch.allclose(result, truth, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_deeper_layers_of_an_encoder(family):
     model, ids = tiny.model(family), tiny.ids(texts=2, length=10)
-    for found, text in zip(
+    for result, text in zip(
         recover_texts(model, tiny.tokenizer(), leaks_of(model, 2, ids)), ids.tolist(), strict=True
     ):
-        assert found.ids == text
-        assert found.verified
+        assert result.ids == text
+        assert result.verified
 
 
 def test_noise_and_a_missing_position():
@@ -86,28 +88,28 @@ def test_noise_and_a_missing_position():
     stream = torch.Generator().manual_seed(0)
     sigma = 0.05 * float(leak.keys.std())
     noisy = {n: t + sigma * torch.randn(t.shape, generator=stream) for n, t in leak.tensors.items()}
-    found = recover_text(model, tiny.tokenizer(), replace(leak, **noisy, noise=sigma))
-    assert found.ids == ids[0].tolist()
+    result = recover_text(model, tiny.tokenizer(), replace(leak, **noisy, noise=sigma))
+    assert result.ids == ids[0].tolist()
     gap = {name: tensor.clone() for name, tensor in leak.tensors.items()}
     for tensor in gap.values():
         tensor[:, 4] = torch.nan
-    found = recover_text(model, tiny.tokenizer(), replace(leak, **gap))
-    assert [a for n, a in enumerate(found.ids) if n != 4] == ids[
+    result = recover_text(model, tiny.tokenizer(), replace(leak, **gap))
+    assert [a for n, a in enumerate(result.ids) if n != 4] == ids[
         0, [0, 1, 2, 3, *range(5, 10)]
     ].tolist()
-    assert not found.verified
+    assert not result.verified
 
 
 def test_another_models_keys_are_not_believed():
     ids = tiny.ids(texts=1, length=10)
     leak = leaks_of(tiny.model("bert", seed=7), 1, ids)[0]
-    found = recover_text(tiny.model("bert"), tiny.tokenizer(), leak)
-    assert not found.verified
-    assert found.status is not Status.RECOVERED
+    result = recover_text(tiny.model("bert"), tiny.tokenizer(), leak)
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
 
 
 def test_another_kind_of_leak():
     model = tiny.model("bert")
     leak = HiddenStates(torch.zeros(5, 32), 1)
-    found = recover_text(model, tiny.tokenizer(), leak, method=CachedKeys())
-    assert found.status is Status.NOT_APPLICABLE
+    result = recover_text(model, tiny.tokenizer(), leak, method=CachedKeys())
+    assert result.status is Status.NOT_APPLICABLE

@@ -74,10 +74,10 @@ def test_towards_zero_temperature_the_map_is_linear_in_the_scores():
 
 
 def test_problems_of_different_kinds_are_not_stacked():
-    one, _ = invert.plant(3, 3)
+    first, _ = invert.plant(3, 3)
     other, _ = invert.plant(3, 3, causal=True)
     with pytest.raises(InputError, match=r"expected problems of one kind .* causal"):
-        Equations.of([one, other])
+        Equations.of([first, other])
 
 
 def test_a_stack_answers_row_by_row_as_each_problem_does():

@@ -78,7 +78,7 @@ def true_solution(problem, X):
         causal=problem.causal, residual=problem.residual,
     )  # fmt: skip
     pairs = zip(solution, decimals(X), strict=True)
-    return max(abs(s - x) for found, given in pairs for s, x in zip(found, given, strict=True))
+    return max(abs(s - x) for result, given in pairs for s, x in zip(result, given, strict=True))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -305,9 +305,9 @@ def test_ball_residuals_are_those_of_the_layer(name):
     M = torch.eye(problem.outputs) if name == "plain" else M
     with balls.precision(128):
         column = balls.Balls.of(problem, M).residuals(balls.exact(elsewhere))
-    found = torch.tensor([float(entry) for entry in column.entries()], dtype=torch.float64)
+    result = torch.tensor([float(entry) for entry in column.entries()], dtype=torch.float64)
     naive = (reference_output(problem, elsewhere) - problem.B) @ M.double()
-    torch.testing.assert_close(found.reshape(naive.shape), naive, rtol=0, atol=1e-13)
+    torch.testing.assert_close(result.reshape(naive.shape), naive, rtol=0, atol=1e-13)
     assert max(float(entry.rad()) for entry in column.entries()) < 1e-33
 
 

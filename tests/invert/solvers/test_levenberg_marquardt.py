@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,9 @@ from keyhole.invert.judge import judge, residual_of
 from keyhole.results import Status
 
 
-def error(found, X):
+def error(result, X):
     """Distance of the nearest input found to the planted one."""
-    return min(float((one - X).abs().max()) for one in found.solutions)
+    return min(float((solution - X).abs().max()) for solution in result.solutions)
 
 
 VARIANTS = {
@@ -42,18 +41,18 @@ VARIANTS = {
 def test_near_the_input_it_finds_the_input(options, n, d):
     problem, X = invert.plant(n, d, seed=7, **options)
     start = X + 0.01 * torch.randn(X.shape, generator=torch.Generator().manual_seed(1)).double()
-    found = invert.LevenbergMarquardt()(problem, start=start)
-    assert found.status is Status.RECOVERED, found.reason
-    assert error(found, X) < 1e-9
-    assert found.residual < 1e-14
-    assert residual_of(problem, found.X) == found.residual
+    result = invert.LevenbergMarquardt()(problem, start=start)
+    assert result.status is Status.RECOVERED, result.reason
+    assert error(result, X) < 1e-9
+    assert result.residual < 1e-14
+    assert residual_of(problem, result.X) == result.residual
 
 
 @pytest.mark.parametrize("seed", [0, 2])
 def test_digits_double_near_the_solution(seed):
     problem, X = invert.plant(6, 4, symmetric=True, seed=seed)
-    found = invert.LevenbergMarquardt()(problem, start=X + 1e-2)
-    sizes = [size for _, size in found.trace]
+    result = invert.LevenbergMarquardt()(problem, start=X + 1e-2)
+    sizes = [size for _, size in result.trace]
     assert len(sizes) <= 5
     assert sizes[-1] < 1e-13
     for before, after in itertools.pairwise(sizes):
@@ -64,49 +63,49 @@ def test_digits_double_near_the_solution(seed):
 def test_without_a_prior(n, d):
     for seed in range(2):
         problem, X = invert.plant(n, d, seed=seed)
-        found = invert.LevenbergMarquardt(starts=48, solutions=20)(problem)
-        assert found.status is Status.RECOVERED
-        for one in found.solutions:
-            assert residual_of(problem, one) < 1e-12
-        assert error(found, X) < 1e-6  # the planted input is among those found
-        norms = [float(one.norm()) for one in found.solutions]
+        result = invert.LevenbergMarquardt(starts=48, solutions=20)(problem)
+        assert result.status is Status.RECOVERED
+        for solution in result.solutions:
+            assert residual_of(problem, solution) < 1e-12
+        assert error(result, X) < 1e-6  # the planted input is among those result
+        norms = [float(solution.norm()) for solution in result.solutions]
         assert norms == sorted(norms)
-        assert torch.equal(found.X, found.solutions[0])
+        assert torch.equal(result.X, result.solutions[0])
 
 
 def test_many_problems_at_once_are_as_good_as_one_by_one():
     pairs = [invert.plant(5, 4, seed=seed) for seed in range(6)]
     method = invert.LevenbergMarquardt(starts=12, seed=3)
     together = method.many([problem for problem, _ in pairs])
-    assert [found.status for found in together] == [Status.RECOVERED] * 6
-    for found, (problem, _) in zip(together, pairs, strict=True):
-        assert residual_of(problem, found.X) < 1e-12
+    assert [result.status for result in together] == [Status.RECOVERED] * 6
+    for result, (problem, _) in zip(together, pairs, strict=True):
+        assert residual_of(problem, result.X) < 1e-12
 
 
 def test_problems_of_several_shapes_and_broken_ones_keep_their_order():
     good, _ = invert.plant(4, 3, seed=0)
     wide, _ = invert.plant(3, 5, seed=1)
     broken = replace(good, B=good.B * torch.nan)
-    found = invert.LevenbergMarquardt(starts=24).many([good, broken, wide])
+    results = invert.LevenbergMarquardt(starts=24).many([good, broken, wide])
     statuses = [Status.RECOVERED, Status.NOT_APPLICABLE, Status.RECOVERED]
-    assert [one.status for one in found] == statuses
-    assert found[2].X.shape == (3, 5)
+    assert [result.status for result in results] == statuses
+    assert results[2].X.shape == (3, 5)
 
 
 def test_the_same_seed_gives_the_same_digits():
     problem, _ = invert.plant(5, 5, seed=3)
-    one, other = (invert.LevenbergMarquardt(starts=16, seed=9)(problem) for _ in range(2))
-    assert torch.equal(one.X, other.X)
+    first, other = (invert.LevenbergMarquardt(starts=16, seed=9)(problem) for _ in range(2))
+    assert torch.equal(first.X, other.X)
 
 
 def test_known_tokens_stay_and_leave_one_solution():
     problem, X = invert.plant(6, 4, seed=1)
     known = torch.full_like(X, torch.nan)
     known[:3] = X[:3]
-    found = invert.LevenbergMarquardt(starts=64, solutions=9)(replace(problem, known=known))
-    assert found.status is Status.RECOVERED
-    assert torch.equal(found.X[:3], X[:3])
-    assert error(found, X) < 1e-9
+    result = invert.LevenbergMarquardt(starts=64, solutions=9)(replace(problem, known=known))
+    assert result.status is Status.RECOVERED
+    assert torch.equal(result.X[:3], X[:3])
+    assert error(result, X) < 1e-9
     everything = invert.LevenbergMarquardt(starts=4)(replace(problem, known=X))
     assert everything.status is Status.RECOVERED
 
@@ -117,10 +116,10 @@ def test_a_singular_v_leaves_a_family():
     V[:, 3] = V[:, 2]
     problem = replace(problem, V=V)
     problem = replace(problem, B=problem.output(X))
-    found = invert.LevenbergMarquardt(starts=8)(problem)
-    assert found.status is Status.NOT_IDENTIFIABLE
-    assert "X is one of a family" in found.reason
-    assert found.residual < 1e-12
+    result = invert.LevenbergMarquardt(starts=8)(problem)
+    assert result.status is Status.NOT_IDENTIFIABLE
+    assert "X is one of a family" in result.reason
+    assert result.residual < 1e-12
 
 
 def test_an_unreachable_output_is_a_mismatch():
@@ -129,43 +128,43 @@ def test_an_unreachable_output_is_a_mismatch():
     wide = invert.Problem(problem.W, V, torch.cat([problem.B, problem.B[:, :1]], 1))
     assert invert.LevenbergMarquardt(starts=32)(wide).status is Status.RECOVERED
     off = replace(wide, B=wide.B + torch.tensor([0.0, 0, 0, 1.0]))
-    found = invert.LevenbergMarquardt(starts=4)(off)
-    assert found.status is Status.MISMATCH
-    assert "no input has this output" in found.reason
+    result = invert.LevenbergMarquardt(starts=4)(off)
+    assert result.status is Status.MISMATCH
+    assert "no input has this output" in result.reason
 
 
 def test_an_output_that_no_start_reaches_is_unsolved_with_the_best():
     # With W = 0 every token attends to all alike: outputs that differ cannot come about.
     problem, _ = invert.plant(4, 3, scale=0.0)
     unreachable = replace(problem, B=torch.arange(12.0).reshape(4, 3))
-    found = invert.LevenbergMarquardt(starts=2, steps=30)(unreachable)
-    assert found.status is Status.UNSOLVED
-    assert found.X is not None
-    assert "after 2 starts of at most 30 steps" in found.reason
-    assert found.advice
+    result = invert.LevenbergMarquardt(starts=2, steps=30)(unreachable)
+    assert result.status is Status.UNSOLVED
+    assert result.X is not None
+    assert "after 2 starts of at most 30 steps" in result.reason
+    assert result.advice
 
 
 def test_duplicate_tokens_are_found_as_duplicates():
     problem, X = invert.plant(8, 4, symmetric=True, seed=3)
     X[1] = X[0]
     problem = replace(problem, B=problem.output(X))
-    found = invert.LevenbergMarquardt(starts=32)(problem)
-    assert found.status is Status.RECOVERED
-    assert torch.allclose(found.X[0], found.X[1], rtol=0, atol=1e-8)
+    result = invert.LevenbergMarquardt(starts=32)(problem)
+    assert result.status is Status.RECOVERED
+    assert torch.allclose(result.X[0], result.X[1], rtol=0, atol=1e-8)
 
 
 def test_one_token_is_a_linear_solve():
     problem, X = invert.plant(1, 5, seed=3)
-    found = invert.LevenbergMarquardt(starts=1)(problem)
-    assert torch.allclose(found.X, X, rtol=0, atol=1e-10)
+    result = invert.LevenbergMarquardt(starts=1)(problem)
+    assert torch.allclose(result.X, X, rtol=0, atol=1e-10)
 
 
 def test_noise_within_the_tolerance_still_gives_an_exact_input_of_the_noisy_output():
     problem, X = invert.plant(6, 4, symmetric=True, seed=5)
     noisy = replace(problem, B=problem.B.round(decimals=3), tolerance=5e-4)
-    found = invert.LevenbergMarquardt(starts=32)(noisy)
-    assert found.status is Status.RECOVERED
-    assert error(found, X) < 5e-4 * found.condition
+    result = invert.LevenbergMarquardt(starts=32)(noisy)
+    assert result.status is Status.RECOVERED
+    assert error(result, X) < 5e-4 * result.condition
 
 
 def test_a_tolerance_accepts_what_rounding_leaves():
@@ -181,15 +180,15 @@ def test_a_tolerance_accepts_what_rounding_leaves():
 def test_ctrl_c_gives_the_best_so_far():
     problem, _ = invert.plant(8, 8, seed=1)
 
-    def impatient(done, total, best):
+    def impatient(done, total, note):
         raise KeyboardInterrupt
 
-    found = invert.LevenbergMarquardt(starts=4)(
-        problem, start=torch.ones(2, 8, 8).double(), watch=impatient
+    result = invert.LevenbergMarquardt(starts=4)(
+        problem, start=torch.ones(2, 8, 8).double(), progress=impatient
     )
-    assert found.status is Status.INTERRUPTED
-    assert found.X is not None
-    assert found.reason.startswith("stopped; best residual")
+    assert result.status is Status.INTERRUPTED
+    assert result.X is not None
+    assert result.reason.startswith("stopped; best residual")
 
 
 def test_a_time_limit_ends_the_search():
@@ -201,24 +200,13 @@ def test_a_time_limit_ends_the_search():
 def test_progress_counts_starts():
     problem, _ = invert.plant(4, 4, seed=0)
     seen = []
-    invert.LevenbergMarquardt(starts=10, solutions=99)(problem, watch=lambda *a: seen.append(a))
-    assert seen[-1][:2] == (10, 10)
-    assert seen[-1][2] < 1e-10
+    invert.LevenbergMarquardt(starts=10, solutions=99)(problem, progress=lambda *a: seen.append(a))
+    done, total, note = seen[-1]
+    assert (done, total) == (10, 10)
+    assert float(note.removeprefix("best ")) < 1e-10
 
 
 def test_a_start_of_the_wrong_shape_is_one_clear_line():
     problem, _ = invert.plant(4, 3)
     with pytest.raises(InputError, match=r"expected starts of shape n×d = 4×3, got 3×4"):
         invert.LevenbergMarquardt()(problem, start=torch.ones(3, 4))
-
-
-def test_a_result_survives_json(tmp_path):
-    problem, _ = invert.plant(4, 3)
-    found = invert.LevenbergMarquardt(starts=8)(problem)
-    found.save(tmp_path / "found.json")
-    data = json.loads((tmp_path / "found.json").read_text())
-    assert data["status"] == "recovered"
-    assert data["residual"] == found.residual
-    from safetensors.torch import load_file
-
-    assert torch.equal(load_file(tmp_path / data["inputs"])["X"], found.X)

@@ -38,26 +38,26 @@ def leaks_of(model, exposure, ids, **about):
 @pytest.mark.parametrize("exposure", ["hidden:0", "hidden:1", "hidden:3", "kv:2", "attention:2"])
 def test_every_token_of_every_family(family, exposure):
     model, ids = tiny.model(family, **SMALL), tiny.ids(texts=2, length=9, causal=True, seed=3)
-    for found, truth in zip(
+    for result, truth in zip(
         recover_texts(model, TOKENIZER, leaks_of(model, exposure, ids), method=QUICK),
         ids.tolist(),
         strict=True,
     ):
-        assert found.ids == truth
-        assert found.verified
-        assert found.status is Status.RECOVERED
-        assert set(found.marks) == {Mark.VERIFIED}
-        assert len(truth) <= found.tested < len(truth) * tiny.SHAPE["vocab_size"]
+        assert result.ids == truth
+        assert result.verified
+        assert result.status is Status.RECOVERED
+        assert set(result.marks) == {Mark.VERIFIED}
+        assert len(truth) <= result.tested < len(truth) * tiny.SHAPE["vocab_size"]
 
 
 def test_texts_of_different_lengths_side_by_side():
     model, ids = tiny.model("llama", **SMALL), tiny.ids(texts=3, length=12, causal=True)
     leaks = [leaks_of(model, "hidden:2", ids[n : n + 1, : 12 - 4 * n])[0] for n in range(3)]
-    one = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=1))
+    single = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=1))
     many = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=3))
     for n in range(3):
-        assert one[n].ids == many[n].ids == ids[n, : 12 - 4 * n].tolist()
-        assert one[n].tested == many[n].tested
+        assert single[n].ids == many[n].ids == ids[n, : 12 - 4 * n].tolist()
+        assert single[n].tested == many[n].tested
 
 
 def test_padding_before_the_text():
@@ -67,9 +67,9 @@ def test_padding_before_the_text():
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     values = capture(model, Exposure("hidden", 2), ids=ids, mask=mask)["values"]
-    found = recover_text(model, TOKENIZER, HiddenStates(values, 2, mask=mask), method=QUICK)
-    assert found.ids[3:] == ids[0, 3:].tolist()
-    assert found.verified
+    result = recover_text(model, TOKENIZER, HiddenStates(values, 2, mask=mask), method=QUICK)
+    assert result.ids[3:] == ids[0, 3:].tolist()
+    assert result.verified
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -78,9 +78,9 @@ def test_a_first_token_that_the_tokenizer_adds(known):
     model, framed = tiny.model("llama", **SMALL), tiny.tokenizer(causal=False)
     ids = tiny.ids(texts=1, length=8, causal=True)
     ids[0, 0] = 2 if known else 17
-    found = recover_text(model, framed, leaks_of(model, "hidden:3", ids)[0], method=QUICK)
-    assert found.ids == ids[0].tolist()
-    assert found.verified
+    result = recover_text(model, framed, leaks_of(model, "hidden:3", ids)[0], method=QUICK)
+    assert result.ids == ids[0].tolist()
+    assert result.verified
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "int8", "noise", "unknown noise"])
@@ -100,27 +100,27 @@ def test_rounded_and_noisy_leaks(precision, exposure):
             sigma = 0.02 * float(leak.rows(leak.tensors).std())
             changed[name] = tensor + sigma * torch.randn(tensor.shape, generator=stream)
             about = {"noise": sigma} if precision == "noise" else {}
-    found = recover_text(model, TOKENIZER, replace(leak, **changed, **about), method=QUICK)
-    assert found.ids == ids[0].tolist()
+    result = recover_text(model, TOKENIZER, replace(leak, **changed, **about), method=QUICK)
+    assert result.ids == ids[0].tolist()
 
 
 def test_a_leak_of_another_model_is_not_believed():
     ids = tiny.ids(texts=1, length=8, causal=True)
     leak = leaks_of(tiny.model("llama", seed=7, **SMALL), "hidden:3", ids)[0]
-    found = recover_text(tiny.model("llama", **SMALL), TOKENIZER, leak, method=QUICK)
-    assert not found.verified
-    assert found.status is not Status.RECOVERED
-    assert len(found.ids) == 8
+    result = recover_text(tiny.model("llama", **SMALL), TOKENIZER, leak, method=QUICK)
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
+    assert len(result.ids) == 8
 
 
 def test_the_search_gives_up_and_says_so():
     """Numbers of no model at all: two positions are searched, not all."""
     model = tiny.model("llama", **SMALL)
     values = 50 * torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
-    found = recover_text(model, TOKENIZER, HiddenStates(values, 3), method=QUICK)
-    assert not found.verified
-    assert "the search ended at" in found.reason
-    assert found.tested <= 2 * tiny.SHAPE["vocab_size"] + 32
+    result = recover_text(model, TOKENIZER, HiddenStates(values, 3), method=QUICK)
+    assert not result.verified
+    assert "the search ended at" in result.reason
+    assert result.tested <= 2 * tiny.SHAPE["vocab_size"] + 32
 
 
 def test_a_position_that_did_not_leak():
@@ -129,17 +129,17 @@ def test_a_position_that_did_not_leak():
     leak = leaks_of(model, "hidden:2", ids)[0]
     values = leak.values.clone()
     values[5] = torch.nan
-    found = recover_text(model, TOKENIZER, replace(leak, values=values), method=QUICK)
-    assert found.ids[:5] == ids[0, :5].tolist()
-    assert found.ids[5] == ids[0, 5] or not found.verified
+    result = recover_text(model, TOKENIZER, replace(leak, values=values), method=QUICK)
+    assert result.ids[:5] == ids[0, :5].tolist()
+    assert result.ids[5] == ids[0, 5] or not result.verified
 
 
 def test_an_encoder_is_not_read_left_to_right():
     model = tiny.model("bert")
     leak = leaks_of(model, "hidden:1", tiny.ids(texts=1))[0]
-    found = recover_text(model, tiny.tokenizer(), leak, method=QUICK)
-    assert found.status is Status.NOT_APPLICABLE
-    assert "causal" in found.reason
+    result = recover_text(model, tiny.tokenizer(), leak, method=QUICK)
+    assert result.status is Status.NOT_APPLICABLE
+    assert "causal" in result.reason
 
 
 def test_the_model_is_left_as_it_was():

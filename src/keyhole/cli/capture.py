@@ -1,0 +1,73 @@
+"""`keyhole capture`: parse, one library call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.app import AllowPickle, Device, ModelName, Seed, app, interruptible
+from keyhole.cli.console import say
+from keyhole.data import read_texts
+from keyhole.errors import InputError
+from keyhole.recover.run import capturing
+
+
+@app.command(
+    epilog="\b\nExample:\n"
+    '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
+    "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks"
+)
+def capture(
+    model: ModelName,
+    expose: Annotated[
+        str,
+        typer.Option(
+            help="What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled."
+        ),
+    ],
+    text: Annotated[
+        list[str] | None, typer.Option(help="A text to run the model on; may be repeated.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file of texts: .txt (one a line), or .tsv, .csv, .jsonl with a column of them.",
+        ),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="The column that holds the texts.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Take only this many texts of the file.")
+    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
+            "scale for each row)."
+        ),
+    ] = "float32",
+    noise: Annotated[
+        float, typer.Option(help="How much noise to add, in standard deviations of the leak.")
+    ] = 0.0,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="PATH", help="The file to write the leak to, or a folder for several leaks."
+        ),
+    ] = Path("leak.safetensors"),
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
+    seed: Seed = 0,
+) -> None:
+    """Write down what a model leaks about a text, to try an attack on."""
+    texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
+    if not texts:
+        raise InputError("expected --text or --data, got neither")
+    with interruptible():
+        for path, leak in capturing(
+            model, texts, expose, out=out, precision=precision, noise=noise, device=device,
+            allow_pickle=allow_pickle, seed=seed,
+        ):  # fmt: skip
+            say(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")

@@ -1,0 +1,228 @@
+"""Where a model was tried: lengths and norms up to which it agrees with the target, and no further.
+
+A judge that asks only short questions of ordinary size calls a head recovered whose attention ends
+after eight tokens, or whose server clips long ones. So a model that passed is tried further out: on
+sequences of up to 64 tokens, on tokens a hundred times shorter and longer, on repeated tokens, on
+both at once. What is said of it is said for the domain in which it agrees; where the target answers
+differently beyond, that is an outcome of its own. A target that refuses a question (a limit on
+lengths, say) ends the domain too, but contradicts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.counted import Counted
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
+from keyhole.results import Status
+
+_STREAM = 0x444F4D41  # keeps these questions apart from every attack's
+_LONGER = (16, 32, 64)
+_FACTORS = (
+    (0.1, 0.01),
+    (10.0, 100.0),
+)  # shorter and longer tokens, from the ordinary ones outwards
+_LENGTHS = (2, 5)  # at which other norms are tried
+_EACH = 2
+
+_COARSE = 0.1  # of the answers: a model that may be further off cannot contradict a target
+_FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
+
+Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Lengths of sequences and norms of tokens, both inclusive."""
+
+    lengths: tuple[int, int]
+    norms: tuple[float, float]
+
+    @classmethod
+    def of(cls, questions: Sequence[Tensor]) -> Domain:
+        """What sequences (b, n, d) cover."""
+        norms = [torch.linalg.vector_norm(part, dim=-1) for part in questions]
+        lengths = [part.shape[1] for part in questions]
+        low, high = min(float(n.min()) for n in norms), max(float(n.max()) for n in norms)
+        return cls((min(lengths), max(lengths)), (low, high))
+
+    def joined(self, other: Domain) -> Domain:
+        low, high = zip(self.lengths, other.lengths, strict=True)
+        least, most = zip(self.norms, other.norms, strict=True)
+        return Domain((min(low), max(high)), (min(least), max(most)))
+
+    def __str__(self) -> str:
+        (short, long), (low, high) = self.lengths, self.norms
+        tokens = f"{short} to {long} tokens" if long > short else f"{short} token"
+        return f"{tokens} of norm {low:.2g} to {high:.2g}"
+
+
+class Reply(Enum):
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    REFUSED = "refused"
+
+
+@dataclass
+class Explorer:
+    """Tries a model beyond the domain in which it is known to agree."""
+
+    oracle: Oracle
+    model: Oracle
+    agrees: Agrees
+    error: float  # of the model, relative, at tokens of ordinary size
+    stream: torch.Generator
+    longest: float = math.inf  # of tokens, where the target is known to take no longer ones
+
+    def ask(self, length: int, factor: float, repeats: bool = False) -> tuple[Reply, Domain]:
+        """One kind of question: tokens of norm about `factor` and about `factor·√d`.
+
+        An error of W counts for more in longer tokens, since scores grow with the square: where
+        the model's own may be too large, nothing is asked.
+        """
+        dim = self.oracle.dim
+        sequences = torch.randn(2, _EACH, length, dim, generator=self.stream, dtype=torch.float64)
+        sequences[0] /= math.sqrt(dim)
+        sequences = factor * sequences.flatten(0, 1)
+        if repeats:
+            sequences[:, 1::2] = sequences[:, 1:2]
+        norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
+        # In spite of rounding, no token is longer than the target takes.
+        sequences = sequences * (self.longest * (1 - 1e-12) / norms).clamp(max=1.0)
+        domain, error = Domain.of([sequences]), self.error * max(1.0, factor**2)
+        if error > _COARSE:
+            return Reply.REFUSED, domain
+        try:
+            answers = ask(self.oracle, sequences)
+        except (OracleError, InputError, BudgetExhausted):
+            return Reply.REFUSED, domain
+        try:
+            given = ask(self.model, sequences)
+        except OracleError:
+            return Reply.DIFFERS, domain
+        same = given.shape == answers.shape and self.agrees(given, answers, error)
+        return (Reply.AGREES if same else Reply.DIFFERS), domain
+
+
+def explore(
+    oracle: Oracle,
+    model: Oracle,
+    seed: int,
+    known: Domain,
+    agrees: Agrees,
+    error: float,
+    *,
+    longest: float = math.inf,
+) -> tuple[Domain, bool]:
+    """The domain in which the model agrees, grown from `known`; does the target differ beyond it?
+
+    `error` is the model's own, relative. A model known at one length alone is tried at other norms
+    alone.
+    """
+    stream = torch.Generator().manual_seed(seed ^ _STREAM)
+    explorer = Explorer(oracle, model, agrees, error, stream, longest)
+    several = known.lengths[1] > 1
+    domain, differs = known, False
+    if several:
+        reply, _ = explorer.ask(known.lengths[1], 1.0, repeats=True)
+        differs |= reply is Reply.DIFFERS
+    ways: list[list[tuple[int, float]]] = [[(length, 1.0) for length in _LONGER if several]]
+    for factors in _FACTORS:
+        lengths = _LENGTHS if several else (1,)
+        ways.append([(length, factor) for factor in factors for length in lengths])
+    for way in ways:
+        for length, factor in way:
+            reply, tried = explorer.ask(length, factor)
+            differs |= reply is Reply.DIFFERS
+            if reply is not Reply.AGREES:
+                break
+            domain = domain.joined(tried)
+    if several and not differs and domain.lengths[1] > known.lengths[1]:
+        # Long sequences of long, and of short, tokens: both at once.
+        for factor in (_FACTORS[0][-1], _FACTORS[1][-1]):
+            reply, _ = explorer.ask(domain.lengths[1], factor)
+            if reply is not Reply.AGREES:
+                differs |= reply is Reply.DIFFERS
+                domain = Domain(known.lengths, domain.norms)
+    return domain, differs
+
+
+class Witness:
+    """Keeps a few of the attack's own questions with their answers, the early ones first."""
+
+    def __init__(self, inner: Counted) -> None:
+        self.inner = inner
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self._batches = 0
+
+    @property
+    def dim(self) -> int:
+        return self.inner.dim
+
+    @property
+    def queries(self) -> int:
+        return self.inner.queries
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        answers = self.inner(sequences)
+        self._batches += 1
+        if self._batches & (self._batches - 1) == 0 and len(answers):  # 1, 2, 4, 8, …
+            self.kept.append((sequences[:1].clone(), answers[:1].clone()))
+        return answers
+
+    def contradicted(self, agrees: Agrees, error: float) -> int:
+        """How many of the kept questions have another answer now."""
+        changed = 0
+        sizes = [float(answers.abs().max()) for _, answers in self.kept]
+        norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
+        gain = max(
+            (size / norm for size, norm in zip(sizes, norms, strict=True) if norm), default=0
+        )
+        with suppress(BudgetExhausted, OracleError, InputError):
+            for (sequences, answers), norm in zip(self.kept, norms, strict=True):
+                now = ask(self.inner, sequences)
+                largest = max(float(now.abs().max()), float(answers.abs().max()))
+                if largest <= _FAINT * gain * norm:  # answers that cancel are all rounding
+                    continue
+                changed += now.shape != answers.shape or not agrees(now, answers, error)
+        return changed
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a result holds: its domain, whether the target differs beyond, and over time."""
+
+    domain: Domain
+    differs: bool
+    changed: int
+    kept: int
+
+    def applied(self, status: Status, reason: str) -> tuple[Status, str]:
+        if self.changed:
+            return Status.MISMATCH, (
+                f"asked again, {self.changed} of {self.kept} questions had other answers: "
+                "the target changes, or answers at random"
+            )
+        reason = f"{reason}, tried on {self.domain}"
+        if not self.differs:
+            return status, reason
+        within = Status.WITHIN if status is Status.RECOVERED else status
+        return within, f"{reason}; beyond that the target answers differently"
+
+
+def scope(
+    witness: Witness, model: Oracle, seed: int, known: Domain, agrees: Agrees, error: float,
+    longest: float,
+) -> Scope:  # fmt: skip
+    """Try a model that passed further out, and the target's early answers once more."""
+    changed = witness.contradicted(agrees, error)
+    domain, differs = explore(witness.inner, model, seed, known, agrees, error, longest=longest)
+    return Scope(domain, differs, changed, len(witness.kept))

@@ -1,0 +1,105 @@
+"""Every attack on a leaked text under the name that people type, and what it reads.
+
+To add one, write the attack in its own module and add one line to ATTACKS. Of several that read the
+same leak, the first is the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from keyhole.models.anatomy import Anatomy
+from keyhole.recover.attack import Attack
+from keyhole.recover.attacks.decoder import DecoderStates
+from keyhole.recover.attacks.encoder import EncoderStates
+from keyhole.recover.attacks.key_values import CachedKeys
+from keyhole.recover.attacks.maps import EncoderMaps
+from keyhole.recover.attacks.pooled import PooledEmbedding
+from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.search.token_search import TokenSearch
+from keyhole.registry import Entry, Registry
+
+NOISE = "noise of 10%"
+PRECISIONS = ("float32", "bfloat16", "int8", NOISE)  # that the audit tries
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
+
+    `exposure` is what people call it; `layers` says which ones are tried of a model, in which
+    `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
+    take an audit too long.
+    """
+
+    kind: str
+    causal: bool
+    exposure: str
+    remedy: str
+    layers: Callable[[Anatomy], Sequence[int | None]]
+    precisions: tuple[str, ...] = PRECISIONS
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __str__(self) -> str:
+        return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"
+
+
+def spread(parts: Anatomy) -> list[int]:
+    """All layers of a small model; of a large one the first, the middle and the last."""
+    last = parts.layers
+    return list(range(1, last + 1)) if last <= 6 else sorted({1, last // 2, last})
+
+
+def caches(parts: Anatomy) -> list[int]:
+    """The first layer and the middle one."""
+    first = 0 if parts.causal else 1
+    return sorted({first, first + (parts.layers - 1) // 2})
+
+
+_KEEP = "Do not return hidden states: rounding and noise hardly help, a later layer neither."
+_CACHE = "Treat a KV cache as the text itself: encrypt it, and never share it between clients."
+_MAPS = "Do not return attention maps; for explanations return one number for each token."
+_INNER = "Keep the outputs of sub-layers inside."
+_POOLED = "What is measured here is one attack: treat embeddings of secrets as secret all the same."
+_BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
+_BRIEFEST = TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1)
+
+_hidden = partial(Line, "hidden", exposure="hidden states", remedy=_KEEP, layers=spread)
+_cached = partial(Line, "kv", exposure="keys and values", remedy=_CACHE, layers=caches)
+_inner = partial(
+    Line, "attention", exposure="attention output before the residual", remedy=_INNER,
+    layers=lambda _: [1], precisions=("float32",),
+)  # fmt: skip
+
+ATTACKS: Registry[Attack, Line] = Registry(
+    "method",
+    Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
+    Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
+    Entry("encoder-maps", EncoderMaps, (
+        Line(
+            "maps", False, "attention maps", _MAPS, lambda parts: [1, 2][: parts.layers],
+            ("float32",), {"deeper": _BRIEF},
+        ),
+    )),
+    Entry("sublayer-output", SubLayerOutput, (
+        _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
+    )),
+    Entry("pooled-embedding", PooledEmbedding, (
+        Line(
+            "pooled", False, "pooled embedding", _POOLED, lambda _: [None], ("float32",),
+            {"search": _BRIEFEST},
+        ),
+    )),
+    Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
+)  # fmt: skip
+
+
+def readers(kind: str, causal: bool) -> list[str]:
+    """The names of the attacks that read a kind of leak, the default one first."""
+    names = [
+        entry.name for entry, line in ATTACKS.lines() if (line.kind, line.causal) == (kind, causal)
+    ]
+    return list(dict.fromkeys(names))

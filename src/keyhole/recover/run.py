@@ -1,0 +1,207 @@
+"""`keyhole capture` and `keyhole invert text` as functions: leaks made, and leaks read.
+
+Each comes as a list, when all is done, and as an iterator, which gives results as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import InputError
+from keyhole.models.capture import Exposure
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded
+from keyhole.progress import Track, untracked
+from keyhole.recover.attack import Attack, Target
+from keyhole.recover.leaks import Leak, load_leak
+from keyhole.recover.recover_text import checked, recovering
+from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.registry import ATTACKS, readers
+from keyhole.recover.simulate import degrade, leak_of
+from keyhole.resume import Journal
+
+Source = str | Path | Leak  # a file, a folder of files, or a leak
+
+
+@dataclass(frozen=True, eq=False)
+class LeakRead:
+    """Leak `number` of a run, known by the digest of what is in it, and the text read from it.
+
+    `before` says that an earlier run had read it.
+    """
+
+    number: int
+    leak: str
+    digest: str
+    recovery: TextRecovery
+    before: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"leak": self.leak, "digest": self.digest, **self.recovery.to_dict()}
+
+
+def run(
+    model: str | Loaded,
+    leaks: Source | Sequence[Source],
+    *,
+    method: str | Attack | None = None,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    out: str | Path | None = None,
+    track: Track = untracked,
+) -> list[TextRecovery]:
+    """The texts behind leaks of one exposure, in the order of the leaks.
+
+    `model` is what the command line takes (a folder, a .gguf file, a name on the hub, `demo`) or a
+    model that is loaded already; `leaks` are files, folders of files or leaks. `method` is a name
+    of the registry or an attack with hyperparameters of your own; without one the leak decides.
+    `out` is the file that takes every result as it comes; leaks that are in it are not read again.
+    """
+    loaded = model
+    if isinstance(loaded, str):
+        loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
+    read = recovering_files(loaded, leaks, method=method, out=out, track=track)
+    return [text.recovery for text in sorted(read, key=lambda text: text.number)]
+
+
+def recovering_files(
+    loaded: Loaded,
+    leaks: Source | Sequence[Source],
+    *,
+    method: str | Attack | None = None,
+    out: str | Path | None = None,
+    track: Track = untracked,
+) -> Iterator[LeakRead]:
+    """The same as they come: what an earlier run had read, then each text once it is recovered."""
+    names, opened = zip(*_opened(leaks), strict=True)
+    target = Target.of(loaded.model, loaded.tokenizer)
+    checked(target, opened)  # before anything is written
+    attack = _attack(target, opened[0], method)
+    digests = [leak.digest for leak in opened]
+    settings = method if isinstance(method, str | None) else repr(method)
+    identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
+    with Journal(out, identity) as journal:
+        fresh: list[int] = []
+        for number, digest in enumerate(digests):
+            if digest in journal:
+                recovery = TextRecovery.from_dict(journal.records[digest])
+                yield LeakRead(number, names[number], digest, recovery, before=True)
+            else:
+                fresh.append(number)
+        texts = [opened[number] for number in fresh]
+        tokens = sum(leak.length or 0 for leak in texts)
+        progress = track(f"{opened[0].exposure} of {len(texts)} texts", tokens or None)
+        for place, recovery in recovering(
+            loaded.model, loaded.tokenizer, texts, method=attack, progress=progress
+        ):
+            number = fresh[place]
+            read = LeakRead(number, names[number], digests[number], recovery)
+            journal.add({read.digest: read.to_dict()})
+            yield read
+
+
+def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
+    """Each leak with its name: that of its file, where there is one."""
+    sources = leaks if isinstance(leaks, Sequence) and not isinstance(leaks, str) else [leaks]
+    opened: list[tuple[str, Leak]] = []
+    for source in sources:
+        if isinstance(source, str | Path):
+            opened += [(str(path), load_leak(path)) for path in _files(Path(source))]
+        else:
+            opened.append((f"leak {len(opened) + 1}", source))
+    if not opened:
+        raise InputError("expected one leak or more, got none")
+    return opened
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    inside = sorted(path.glob("*.safetensors"))
+    if not inside:
+        raise InputError(f"expected leaks (.safetensors) in {path}, got none")
+    return inside
+
+
+def _attack(target: Target, leak: Leak, method: str | Attack | None) -> Attack | None:
+    """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
+    if not isinstance(method, str):
+        return method
+    names = readers(leak.kind, target.parts.causal)
+    if ATTACKS[method].name not in names:
+        kind = "a causal model" if target.parts.causal else "an encoder"
+        known = " or ".join(names) or "none"
+        raise InputError(f"expected --method {known} for {leak.exposure} of {kind}, got {method}")
+    return ATTACKS.make(method)
+
+
+def capture(
+    model: str | Loaded,
+    texts: str | Sequence[str],
+    expose: str | Exposure,
+    *,
+    out: str | Path = "leak.safetensors",
+    precision: str = "float32",
+    noise: float = 0.0,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    seed: int = 0,
+) -> list[Path]:
+    """Run a model on texts and write down what it would leak, to hand to an attacker.
+
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1` or `pooled`. `out` is the file, or a
+    folder where there are several texts. The leak is rounded to `precision` after noise of `noise`
+    times its standard deviation was added.
+    """
+    return [
+        path
+        for path, _ in capturing(
+            model, texts, expose, out=out, precision=precision, noise=noise, device=device,
+            allow_pickle=allow_pickle, seed=seed,
+        )
+    ]  # fmt: skip
+
+
+def capturing(
+    model: str | Loaded,
+    texts: str | Sequence[str],
+    expose: str | Exposure,
+    *,
+    out: str | Path = "leak.safetensors",
+    precision: str = "float32",
+    noise: float = 0.0,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[Path, Leak]]:
+    """The same as they come: each leak and the file that holds it."""
+    exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    paths = _paths(Path(out), len(texts))
+    loaded = model
+    if isinstance(loaded, str):
+        loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
+    for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
+        leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
+        leak = degrade(leak, precision, noise, seed + number)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"expected a folder to write to, got {path.parent}: {error}"
+            ) from error
+        leak.save(path)
+        yield path, leak
+
+
+def _paths(out: Path, count: int) -> list[Path]:
+    if count == 0:
+        raise InputError("expected one text or more, got none")
+    if count == 1:
+        return [out]
+    if out.suffix:
+        raise InputError(f"expected a folder for {count} leaks, got {out}")
+    return [out / f"leak-{number:04d}.safetensors" for number in range(count)]

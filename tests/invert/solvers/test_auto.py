@@ -1,0 +1,83 @@
+"""Auto: the structure decides, what was chosen is said, several solutions are all named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keyhole import invert
+from keyhole.invert.judge import residual_of
+from keyhole.results import Status
+
+CHOICES = {
+    "residual connection": {"residual": True, "value_scale": 0.2},
+    "mask is causal": {"causal": True},
+    "mean field": {"symmetric": True},
+}
+
+
+@pytest.mark.parametrize(("word", "options"), CHOICES.items(), ids=CHOICES)
+def test_the_structure_decides_and_is_named(word, options):
+    problem, X = invert.plant(5, 4, seed=4, **options)
+    result = invert.Auto(starts=16, seed=1)(problem)
+    assert result.status is Status.RECOVERED, result.reason
+    assert word in result.reason or "starts" in result.reason
+    assert min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+    assert result.method.startswith("Auto(")
+
+
+def test_leaked_maps_leave_one_input():
+    problem, X = invert.plant(6, 6, seed=2)
+    result = invert.Auto()(replace(problem, maps=problem.maps_of(X)))
+    assert result.status is Status.RECOVERED
+    assert "closed form" in result.reason
+    assert float((result.X - X).abs().max()) < 1e-9
+
+
+def test_several_inputs_with_one_output_are_all_named():
+    problem, X = invert.plant(4, 8, seed=1)
+    result = invert.Auto(starts=96)(problem)
+    assert len(result.solutions) >= 2
+    assert f"{len(result.solutions)} different inputs have this output" in result.reason
+    for solution in result.solutions:
+        assert residual_of(problem, solution) < 1e-12
+    assert min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+
+
+def test_the_curve_helps_where_starts_do_not():
+    from keyhole.invert.solvers import auto
+
+    problem, _ = invert.plant(8, 4, seed=3)
+    # Without steps no start succeeds; the curve does.
+    result = auto.Auto(starts=4, steps=1, solutions=1)(replace(problem, tolerance=0.0))
+    assert result.status is Status.RECOVERED
+
+
+def test_a_broken_problem_is_a_status():
+    problem, _ = invert.plant(3, 3)
+    for change in ({}, {"causal": True}, {"residual": True}):
+        broken = replace(problem, B=problem.B * torch.nan, **change)
+        result = invert.Auto(starts=2)(broken)
+        assert result.status is Status.NOT_APPLICABLE
+        assert result.reason == "expected finite numbers in B, got 9 NaN or infinite"
+
+
+def test_ctrl_c_between_two_searches(monkeypatch):
+    from keyhole.invert.solvers import auto
+
+    def impatient(*args, **options):
+        raise KeyboardInterrupt
+
+    problem, _ = invert.plant(4, 3, causal=True)
+    monkeypatch.setattr(auto.TokenByToken, "__call__", impatient)
+    result = invert.Auto()(problem)
+    assert result.status is Status.INTERRUPTED
+    assert result.reason == "stopped before a start"
+
+
+def test_time_runs_out():
+    problem, _ = invert.plant(10, 10, seed=1)
+    result = invert.Auto(starts=10**4, solutions=10**6, seconds=1.0)(problem)
+    assert result.seconds < 30

@@ -1,0 +1,99 @@
+"""Methods by name: what each takes, what is refused, and a new one in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from command_line import inside
+from keyhole import invert, oracle
+from keyhole.audit import audit
+from keyhole.errors import InputError
+from keyhole.invert.registry import METHODS, Line
+from keyhole.registry import Entry
+from keyhole.results import Status
+
+PLANTS = {
+    "closed-form": {"symmetric": True},
+    "token-by-token": {"causal": True},
+    "residual-stream": {"residual": True, "value_scale": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_name_is_a_method(name):
+    problem, X = invert.plant(3, 2, seed=1, **PLANTS.get(name, {"symmetric": True}))
+    if name == "closed-form":
+        problem = replace(problem, maps=problem.maps_of(X))
+    options = {"starts": 2, "solutions": 1, "seconds": 1.0}
+    known = {option: options[option] for option in METHODS[name].options & set(options)}
+    result = invert.run(problem, name, **known)
+    assert result.X is not None
+    if name != "regularized-newton":  # which goes to another place, and says so
+        assert result.residual < 1e-2
+
+
+def test_the_defaults_of_the_names():
+    assert METHODS.make("auto") == invert.Auto(starts=256, solutions=16)
+    assert METHODS.make("newton-cg") == invert.NewtonCG(starts=256)
+    assert METHODS.make("token-by-token") == invert.TokenByToken()
+    assert METHODS.make("adam", seed=3, starts=8) == invert.Adam(starts=8, seed=3)
+    assert METHODS["closed-form"].source == "keyhole.invert.solvers.closed_form"
+    assert METHODS["lbfgs"].about.startswith("L-BFGS: what people try second.")
+
+
+def test_names_and_options_that_are_none():
+    problem, _ = invert.plant(3, 2)
+    with pytest.raises(InputError, match="expected a method among auto, "):
+        invert.run(problem, "newton")
+    with pytest.raises(InputError, match="expected attention maps"):
+        invert.run(problem, "closed-form")
+    with pytest.raises(InputError, match=r"expected --starts with auto or .*, got closed-form"):
+        invert.run(problem, "closed-form", starts=4)
+    with pytest.raises(InputError, match=r"expected --seconds with .*, got residual-stream"):
+        invert.run(problem, "residual-stream", seconds=1.0)
+    with pytest.raises(InputError, match="expected at least one start, got 0"):
+        invert.run(problem, starts=0)
+    with pytest.raises(InputError, match="expected at least one solution, got 0"):
+        invert.run(problem, solutions=0)
+    with pytest.raises(InputError, match="expected more than 0 seconds"):
+        invert.run(problem, seconds=-1.0)
+    with pytest.raises(InputError, match="expected a device of this machine"):
+        invert.run(problem, device="abacus")
+
+
+@dataclass(frozen=True)
+class Zero:
+    """An attack that always answers with zeros."""
+
+    seed: int = 0
+
+    def __call__(self, problem, *, progress=None):
+        X = torch.zeros(problem.length, problem.dim, dtype=torch.float64)
+        return invert.Inversion(Status.UNSOLVED, "only zeros", repr(self), X, 1.0, 0, 0.0)
+
+
+@pytest.fixture
+def zero():
+    METHODS.add(Entry("zero", Zero, (Line("a layer's output, guessed", "Do nothing."),)))
+    yield
+    METHODS.remove("zero")
+
+
+@pytest.mark.usefixtures("zero")
+def test_one_line_adds_a_method(tmp_path, monkeypatch, capsys):
+    layer = oracle.plant("attention", dim=4, every_token=True, seed=1)
+    findings = {finding.exposure: finding for finding in audit(layer).findings}
+    finding = findings["a layer's output, guessed"]
+    assert (finding.attack, finding.status, finding.reason) == (
+        "Zero", Status.UNSOLVED, "only zeros",
+    )  # fmt: skip
+    invert.plant(3, 2)[0].save(tmp_path / "p.safetensors")
+    done = inside(
+        "invert", "p.safetensors", "--method", "zero",
+        cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "only zeros" in done.stderr
