@@ -1,6 +1,6 @@
 """The prediction from a little attention cut, the text left alone: one row for each attacker.
 
-Part IV of ALGORITHMS.md. Whoever can touch a model's attention (a mask that a client may send, a
+Whoever can touch a model's attention (a mask that a client may send, a
 pruned cache, a fault in memory) and cuts one unit in a hundred: how many right answers become
 wrong? Which attackers are tried stands in disrupt/registry.py. One of them cuts at random; what the
 others flip beyond that is the attack's own. Where an example has no label, the model's own answer

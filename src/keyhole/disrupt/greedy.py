@@ -1,6 +1,6 @@
 """HackAttend as released: heads join one by one, each with its top units, until the answer flips.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Algorithm 1; ALGORITHMS.md IV.1.
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Algorithm 1.
 One backward pass ranks units. Layers are ranked by how far the confidence falls without the layer,
 heads inside a layer likewise, one at a time. Then heads are added cumulatively, layer by layer, the
 top `k` units of each cut, and the model is asked after each; the first flip ends it.

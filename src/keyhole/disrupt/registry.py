@@ -40,17 +40,22 @@ def rerank(
 
 _BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
 
+_STRONGEST = "Ours: ranked by the effect of removal, re-ranked often, with swaps and a restart."
+_RERANK = "Ours, shorter: the same schedule with fewer rankings and no restart."
+_RELEASED = "HackAttend as released: ranked once by the gradient, heads added one by one."
+_RANDOM = "The control: heads and units in a random order."
+
 ATTACKERS: Registry[Attacker, Line] = Registry(
     "method",
-    Entry("strongest", HackAttend.strongest, method=HackAttend),
+    Entry("strongest", HackAttend.strongest, method=HackAttend, note=_STRONGEST),
     Entry("rerank", rerank, (
         Line("a share of each head's attention", _BRIEF),
         Line("a share of all attention", {**_BRIEF, "scope": "model"}),
-    ), HackAttend),
+    ), HackAttend, _RERANK),
     Entry("as-released", HackAttend.as_released, (
         Line("a share of each head's attention"),
-    ), HackAttend),
+    ), HackAttend, _RELEASED),
     Entry("random", HackAttend.random, (
         Line("a share of each head's attention, as a control"),
-    ), HackAttend),
+    ), HackAttend, _RANDOM),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Stronger at the same budget: rank by the effect of removal, again and again, and swap.
 
-ALGORITHMS.md IV.2. Each round takes the gradient under the mask so far, because gradients change
+Ours. Each round takes the gradient under the mask so far, because gradients change
 once units are gone; orders the units by what their removal does to the loss; and asks for the
 prefixes of that ordering in one batch. The smallest that flips is kept. In round t of T a share t/T
 of the budget may be gone, so that late rankings still have something to spend.

@@ -11,6 +11,7 @@ from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
+from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
@@ -35,5 +36,6 @@ __all__ = [
     "canonical",
     "choose",
     "judge",
+    "run",
     "same_function",
 ]

@@ -1,6 +1,6 @@
 """What a model withstands: clean accuracy, every attack, and masks that it did not help to choose.
 
-ALGORITHMS Part V; the attacks are HackAttend's (arXiv 2402.16470, Part IV). A model that was
+The attacks are HackAttend's (arXiv 2402.16470). A model that was
 trained on masks may have learnt to read the label off a mask, or to hide its gradients: the attack
 then fails, and nothing was gained. So two more kinds of masks are tried:
 

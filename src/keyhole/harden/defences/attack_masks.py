@@ -1,4 +1,4 @@
-"""Training on masks that the attack finds: ALGORITHMS Part V, after HackAttend (arXiv 2402.16470).
+"""Training on masks that the attack finds: after HackAttend (arXiv 2402.16470).
 
     min_θ  E [ CE(f_θ(x), y) + λ·D ]        D = KL(f_θ(x) ‖ f_θ(x; M))  or  CE(f_θ(x; M), y)
 
