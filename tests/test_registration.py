@@ -1,8 +1,8 @@
 """Adding an attack is one file and one line: a dummy of each family shows up everywhere.
 
-The files are tests/dummies/*.py, the lines are in DUMMIES. Each dummy must appear in the help of its
-command, run through the command's function, have its row in the audit, and stand in docs/methods.md.
-The way of one parameter, from the command's function to the attack, is counted too.
+The files are tests/dummies/*.py, the lines are in DUMMIES. Each dummy must appear in the help of
+its command, run through the command's function, have its row in the audit, and stand in
+docs/methods.md. The way of one parameter, from the command's function to the attack, is counted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import inside
 
 import keyhole
+from command_line import inside
 from keyhole.registry import Entry, Registry
 
 sys.path.insert(0, str(Path(__file__).parent / "dummies"))

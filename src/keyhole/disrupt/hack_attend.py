@@ -1,9 +1,9 @@
 """HackAttend: flip a prediction by cutting a small share of attention, the text left alone.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). There are two schedules: `Greedy`, as
-released (greedy.py), and `Rerank`, stronger at the same budget (rerank.py). A ranking says which units go first (rankings.py), a scope what the share is a share of
-(budget.py). Examples that the model gets wrong are skipped and counted; the judge decides what is a
-flip (judge.py).
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). There are two schedules: `Greedy`,
+as released (greedy.py), and `Rerank`, stronger at the same budget (rerank.py). A ranking says which
+units go first (rankings.py), a scope what the share is a share of (budget.py). Examples that the
+model gets wrong are skipped and counted; the judge decides what is a flip (judge.py).
 """
 
 from __future__ import annotations
