@@ -20,15 +20,16 @@ from keyhole.results import Finding, Skip, Status
 def check(surface: str, oracle: Oracle, seed: int, track: Track) -> Checked:
     """Every attack that reads what this endpoint gives; the others are skipped."""
     try:
-        kind = choose(oracle, seed).kind
+        choice = choose(oracle, seed)
     except OracleError as error:
         return Checked((_unanswered(surface, str(error)),))
+    kind, view = choice.kind, choice.view(oracle)
     findings: list[Finding] = []
     skips: list[Skip] = []
     for entry, line in METHODS.lines():
         method = METHODS.make(entry.name, seed=seed, **line.settings)
         if line.reads is kind:
-            findings.append(_run(line, method, surface, oracle, track))
+            findings.append(_run(line, method, surface, view, track))
         else:
             reason = f"it reads {line.reads}; this target gives {kind}"
             skips.append(Skip(line.exposure, type(method).__name__, reason))

@@ -2,6 +2,7 @@
 
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.heads.canonical import canonical, same_function
 from keyhole.extract.judge import Method, judge
@@ -21,6 +22,7 @@ __all__ = [
     "Auto",
     "Check",
     "Extraction",
+    "Fitted",
     "FullOutput",
     "LowRank",
     "Method",
