@@ -75,7 +75,12 @@ def singly(model: str, examples: list[Example], quick: bool) -> list[Row]:
     times = f"{seconds[0]:.2f} s / {seconds[1]:.3f} s = {ratio:.1f}"
     goal = ("", None) if quick else (">= 10", ratio >= 10)
     return [
-        Row(f"greedy one query at a time / in batches, an example, {CHOSEN.device}", times, *goal),
+        Row(
+            f"greedy one query at a time / in batches, an example, {CHOSEN.device}",
+            times,
+            *goal,
+            promise=False,
+        ),
         Row("  the same masks", f"{same} of {len(ordered)}", "all", same == len(ordered)),
     ]
 
@@ -99,7 +104,7 @@ def processes(model: str, examples: list[Example]) -> Row:
         rates.append((after - before) / (last - first))
     ratio = rates[1] / rates[0]
     measured = f"{rates[1]:.2f} / {rates[0]:.2f} examples a second = {ratio:.2f}"
-    return Row("two processes / one", measured, ">= 1.7", ratio >= 1.7)
+    return Row("two processes / one", measured, ">= 1.7", ratio >= 1.7, promise=False)
 
 
 INLINE = [Example(str(i), i % 2, " ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(8)))

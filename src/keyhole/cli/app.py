@@ -46,7 +46,9 @@ class _OnDemand(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         about = COMMANDS.get(cmd_name)
-        return None if about is None else typer.core.TyperCommand(cmd_name, help=about)
+        if about is None:
+            return None
+        return typer.core.TyperCommand(cmd_name, help=about, short_help=about)  # not cut off
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
