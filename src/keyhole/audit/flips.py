@@ -148,25 +148,18 @@ def finding(
         surface=surface,
         sought="prediction",
         cuts=tuple(cuts),
+        control=bool(disruption.method["control"]),
     )
 
 
 def verdict(disruption: Disruption) -> tuple[Status, str]:
-    """All, some or none of the right answers flipped."""
-    right = len(disruption.attacked)
-    if right == 0:
-        return Status.NOT_APPLICABLE, f"the model gets none of {len(disruption.outcomes)} right"
-    reason = f"{disruption.flips} of {right} right answers flipped"
+    """All, some or none of the right answers flipped, or why nothing could be tried."""
+    if disruption.obstacle:
+        return disruption.status, disruption.obstacle
+    reason = f"{disruption.flips} of {len(disruption.attacked)} right answers flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
-    reason += f"; {disruption.queries:.0f} queries an example"
-    return status_of(disruption.flips, right), reason
-
-
-def status_of(flips: int, right: int) -> Status:
-    if flips == right:
-        return Status.RECOVERED
-    return Status.INEXACT if flips else Status.UNSOLVED
+    return disruption.status, f"{reason}; {disruption.queries:.0f} queries an example"
 
 
 def cuts_of(

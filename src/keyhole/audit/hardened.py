@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from keyhole.audit.flips import cuts_of, finding, status_of
+from keyhole.audit.flips import cuts_of, finding
+from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
 from keyhole.harden.hardening import Hardening
 from keyhole.models.loading import load_config, load_tokenizer

@@ -62,6 +62,8 @@ def _run(line: Line, method: Method, surface: str, oracle: Oracle, track: Track)
         check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
+    if budget is not None and extraction.status is Status.BUDGET:
+        extraction = replace(extraction, status=Status.UNSOLVED)  # here the budget is the defence
     return _finding(line, surface, type(method).__name__, extraction)
 
 

@@ -72,7 +72,7 @@ def command(name: str) -> Any:
     return registered.commands[name]
 
 
-CLEAN, FINDINGS, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
+USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: results/outcome.py
 
 
 def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as Typer calls it

@@ -10,9 +10,6 @@ import typer
 from keyhole import report
 from keyhole.audit.flips import audit_of
 from keyhole.cli.app import (
-    CLEAN,
-    FAILURE,
-    FINDINGS,
     AllowPickle,
     Classes,
     Device,
@@ -35,7 +32,7 @@ from keyhole.disrupt.run import run
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.models.tasks import Task
-from keyhole.results import dump
+from keyhole.results import dump, exit_code
 
 _RELEASED = "as-released"
 
@@ -157,9 +154,7 @@ def disrupt(
     if as_json:
         typer.echo(dump(result.to_dict()))
     say(f"{model}: {result.method['words']}\n{result.summary()}")
-    if result.failed and not result.outcomes:
-        raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if result.flips else CLEAN)
+    raise typer.Exit(exit_code([result.status]))
 
 
 def _method(name: str | None, as_released: bool) -> str:

@@ -10,7 +10,6 @@ import typer
 from keyhole import report
 from keyhole.audit.hardened import audit_of
 from keyhole.cli.app import (
-    CLEAN,
     AllowPickle,
     Classes,
     Device,
@@ -137,7 +136,6 @@ def harden(
     if result.after:
         people.print(report.hardening(result))
     say(f"{'model' if seeds == 1 else 'models'}: {out}")
-    raise typer.Exit(CLEAN)
 
 
 def _kept(checkpoint: Path | None) -> str:

@@ -17,7 +17,7 @@ from keyhole.data import Example
 from keyhole.disrupt.units import Unit
 from keyhole.errors import InputError
 from keyhole.percent import percent
-from keyhole.results import Result, environment
+from keyhole.results import Result, Status, environment
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,25 @@ class Disruption(Result):
         return sum(outcome.flipped for outcome in self.attacked)
 
     @property
+    def status(self) -> Status:
+        """All, some or none of the right answers flipped; or nothing was there to attack."""
+        cut = sum(outcome.masked for outcome in self.attacked)
+        if not self.attacked or not (self.flips or cut):
+            return Status.NOT_APPLICABLE
+        return status_of(self.flips, len(self.attacked))
+
+    @property
+    def obstacle(self) -> str:
+        """Why there was nothing to attack; empty where there was."""
+        if self.status is not Status.NOT_APPLICABLE:
+            return ""
+        if not self.outcomes:
+            return "no example has an outcome"
+        if not self.attacked:
+            return f"the model gets none of {len(self.outcomes)} right"
+        return "the texts are too short: the share allowed is less than one unit of a head"
+
+    @property
     def success(self) -> float:
         """Flips over examples that the model got right."""
         return self.flips / max(1, len(self.attacked))
@@ -145,6 +164,8 @@ class Disruption(Result):
     def summary(self) -> str:
         right = len(self.attacked)
         lines = [f"{self.flips} of {right} right answers flipped ({percent(self.success, 1)})"]
+        if self.obstacle:
+            lines = [f"could not check: {self.obstacle}"]
         if self.flips:
             lines[0] += f", by {percent(self.share, 2)} of all units on average"
         lines.append(
@@ -176,6 +197,13 @@ class Disruption(Result):
             failed=tuple((name, reason) for name, reason in data["failed"]),
             **{name: data[name] for name in _PLAIN},
         )
+
+
+def status_of(flips: int, right: int) -> Status:
+    """All, some or none."""
+    if flips == right:
+        return Status.RECOVERED
+    return Status.INEXACT if flips else Status.UNSOLVED
 
 
 _PLAIN = ("method", "seconds", "model", "device", "dtype", "identity", "task", "data",
