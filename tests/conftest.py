@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 _seconds: dict[str, float] = {}
+
+
+@pytest.fixture
+def root() -> Path:
+    """The repository."""
+    return Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
