@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Bytecode is kept: torch is compiled once, and not by every process that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test check timings lint bench docs clean
 
 # The lock first, so that nothing looser is resolved; then the package itself, without looking.
 $(READY): requirements.lock pyproject.toml
@@ -15,8 +17,21 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)
 	@$(BIN)/keyhole audit demo || [ $$? -eq 1 ]  # 1: something was given away, as it should be
 
+# Workers that have nothing left to do take tests from those that have.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile  # a file stays together: some share a server
+	$(PYTEST)
+
+# The quick loop, in less than a minute: something of every package.
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PYTEST) -m "not slow"
+
+# All tests again, to write down which of them are slow (tests/slow.txt).
+timings: $(READY)
+	$(PYTEST) --timings
 
 lint: $(READY)
 	$(BIN)/ruff check .

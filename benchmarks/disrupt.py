@@ -20,8 +20,9 @@ import torch
 import show
 from keyhole import disrupt
 from keyhole.data import read_examples
-from keyhole.disrupt import HackAttend
+from keyhole.disrupt import HackAttend, Rerank
 from keyhole.models.demo import FOLDER
+from keyhole.progress import Progress
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,9 +51,7 @@ def attacks(share: float, batch: int) -> dict[str, HackAttend]:
         f"as released, {per}": HackAttend.as_released(share, batch=batch),
         f"as released, half scale, {per}": HackAttend.as_released(share, "half", batch=batch),
         f"attention score, {per}": HackAttend.as_released(share, ranking="attention", batch=batch),
-        f"random, {per}": HackAttend.as_released(
-            share, ranking="random", order="random", batch=batch
-        ),
+        f"random, {per}": HackAttend.random(share, batch=batch),
         f"stronger, {per}": HackAttend.strongest(share, batch=batch),
         f"stronger, {model}": HackAttend.strongest(share, "model", batch=batch),
         **{
@@ -74,8 +73,8 @@ TARGETS = {"random": ("<= 2%", lambda rate: rate <= 0.02),
 
 
 def row(name: str, found: disrupt.Disruption, seconds: float) -> Row:
-    worst = max((one.worst_head for one in found.attacked), default=0.0)
-    most = max((one.share for one in found.attacked), default=0.0)
+    worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
+    most = max((outcome.share for outcome in found.attacked), default=0.0)
     details = (
         f"{found.flips} of {len(found.attacked)} right ({found.skipped} skipped); flips took "
         f"{found.share:.2%} of all units; most {most:.2%} of all, {worst:.2%} of a head; "
@@ -108,15 +107,18 @@ def run(quick: bool) -> list[Row]:
         started = time.perf_counter()
         found = disrupt.sweep(
             method, source, examples, workers=CHOSEN.workers, together=CHOSEN.together,
-            resume=memory, watch=show_progress(name),
+            resume=memory, progress=show_progress(name),
         )  # fmt: skip
         rows.append(row(name, found, time.perf_counter() - started))
         print(f"\n{rows[-1].what}: {rows[-1].measured}; {rows[-1].details}", file=sys.stderr)
     return rows
 
 
-def show_progress(name: str):
-    return lambda done, total: print(f"\r{name}: {done}/{total}", end="", file=sys.stderr)
+def show_progress(name: str) -> Progress:
+    def progress(done: int, total: int | None = None, note: str = "") -> None:
+        print(f"\r{name}: {done}/{total} {note}", end="", file=sys.stderr)
+
+    return progress
 
 
 def quickly() -> list[Row]:
@@ -138,10 +140,14 @@ def quickly() -> list[Row]:
     rows: list[Row] = []
     for name, method in attacks(0.01, 32).items():
         started = time.perf_counter()
-        short = replace(method, rounds=2, refine=1, restarts=0)
+        short = method
+        if isinstance(method.schedule, Rerank):
+            short = replace(
+                method, schedule=replace(method.schedule, rounds=2, refine=1, restarts=0)
+            )
         found = short(model, {"input_ids": ids}, labels)
         rows.append(row(name, found, time.perf_counter() - started))
-    return [Row(one.what, one.measured, details=one.details) for one in rows]
+    return [Row(made.what, made.measured, details=made.details) for made in rows]
 
 
 if __name__ == "__main__":

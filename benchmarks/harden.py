@@ -25,7 +25,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,9 @@ import show
 import texts
 from keyhole import harden
 from keyhole.data import Example, read_examples
-from keyhole.disrupt import Disruption, HackAttend
+from keyhole.disrupt import Disruption, HackAttend, Rerank
 from keyhole.harden import Defence, Evaluation, Plain
 from keyhole.models import load_model
-from keyhole.results import dump, read
 from seeds import tell
 from show import Row
 
@@ -125,7 +123,7 @@ class Bench:
 
     def chosen(self) -> dict[str, HackAttend]:
         names = [name.replace("-", " ") for name in self.options.attacks]
-        return {name: one for name, one in self.attacks().items() if name in names}
+        return {name: attack for name, attack in self.attacks().items() if name in names}
 
     def wrong_label(self) -> HackAttend:
         return HackAttend(self.options.share, batch=self.options.queries)
@@ -151,7 +149,7 @@ class Bench:
     def found(self, model: Any) -> Disruption:
         """The units that the stronger attack cuts on the dev sentences."""
         return harden.attack(
-            model, self.dev[: self.options.dev], self.tokenizer(), self.attacks()["stronger"],
+            model, self.tokenizer(), self.dev[: self.options.dev], self.attacks()["stronger"],
             together=self.options.together,
         )  # fmt: skip
 
@@ -169,10 +167,10 @@ class Bench:
         folder = Path(self.options.donor)
         kept = folder / "masks.json"
         if kept.is_file():
-            masks = Disruption.from_dict(read(kept))
+            masks = Disruption.load(kept)
             have = {outcome.id for outcome in masks.outcomes}
             same = masks.method["share"] == self.options.share
-            if same and have >= {one.id for one in self.dev[: self.options.dev]}:
+            if same and have >= {example.id for example in self.dev[: self.options.dev]}:
                 return masks
         loaded = load_model(folder, task="classification", device=self.device)
         self.words = self.words or texts.Texts(loaded.tokenizer)
@@ -186,11 +184,11 @@ class Bench:
         brief = self.options.quick or self.options.reduced
         size = self.options.batch * (2 if brief else 8)
         for repeat in range(1 if brief else 4):
-            for name, one in (("plain", Plain()), ("defended", method)):
+            for name, defence in (("plain", Plain()), ("defended", method)):
                 used = copy.deepcopy(model)
                 cuda = self.device.type == "cuda"
                 before = torch.cuda.memory_allocated(self.device) if cuda else 0
-                done = self.fit(used, one, seed, size, 1)
+                done = self.fit(used, defence, seed, size, 1)
                 if repeat or brief:  # the first is a warm-up
                     seconds[name].append(done.seconds)
                 memory[name] = max(memory[name], done.peak - before)
@@ -200,14 +198,14 @@ class Bench:
 
     def run(self, name: str, seed: int) -> Iterator[Row]:
         method = methods.defence(name)
-        settings = {one: getattr(self.options, one) for one in SETTINGS}
+        settings = {setting: getattr(self.options, setting) for setting in SETTINGS}
         known: dict[str, Any] = {
             "method": name, "seed": seed, "defence": repr(method), "settings": settings,
         }  # fmt: skip
         RUNS.append(known)
         model = self.fresh(seed)
         done = self.fit(model, method, seed, self.options.sentences, self.options.epochs)
-        known["training"] = asdict(done)
+        known["training"] = done.to_dict()
         tell(f"{name}, seed {seed}: {done.steps} steps in {done.seconds:.0f} s {done.reason}")
         if self.options.save_only:
             self.save(model, name, seed)
@@ -215,15 +213,15 @@ class Bench:
             return
         donors = {} if self.options.donor == "none" else {seeds.DONOR: self.donor(seed)}
 
-        def watch(found: Evaluation) -> None:
+        def remember(found: Evaluation) -> None:
             known["evaluation"] = found.to_dict()
             keep(self.options)
             tell(f"{name}, seed {seed}: {words(found)}")
 
         found = harden.evaluate(
-            model, self.dev, self.tokenizer(), attacks=self.chosen(), donors=donors,
+            model, self.tokenizer(), self.dev, attacks=self.chosen(), donors=donors,
             wrong_label=self.wrong_label() if "wrong-label" in self.options.attacks else None,
-            attacked=self.options.dev, seed=seed, together=self.options.together, watch=watch,
+            attacked=self.options.dev, seed=seed, together=self.options.together, keep=remember,
         )  # fmt: skip
         if self.options.save:
             self.save(model, name, seed)
@@ -244,17 +242,19 @@ class Bench:
         masks = self.found(model)
         copy.deepcopy(model).half().save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
-        (folder / "masks.json").write_text(dump(masks.to_dict()), "utf-8")
+        masks.save(folder / "masks.json")
 
 
 def words(found: Evaluation) -> str:
     shown = [f"clean {found.accuracy:.1%}"]
     shown += [
-        f"{name} {one.success:.1%} ({one.queries:.0f} queries, {one.seconds:.0f} s)"
-        for name, one in found.attacks.items()
+        f"{name} {flips.success:.1%} ({flips.queries:.0f} queries, {flips.seconds:.0f} s)"
+        for name, flips in found.attacks.items()
     ]
-    shown += [f"transferred {one.success:.1%}" for one in found.transferred.values()]
-    shown += [f"wrong label {name} {one.success:.1%}" for name, one in found.wrong_label.items()]
+    shown += [f"transferred {flips.success:.1%}" for flips in found.transferred.values()]
+    shown += [
+        f"wrong label {name} {flips.success:.1%}" for name, flips in found.wrong_label.items()
+    ]
     return "; ".join(shown)
 
 
@@ -287,7 +287,7 @@ class Quick(Bench):
         return {**super().attacks(), "stronger": self.wrong_label()}
 
     def wrong_label(self) -> HackAttend:
-        return HackAttend(self.options.share, rounds=2, prefixes=2, refine=1)
+        return HackAttend(self.options.share, schedule=Rerank(rounds=2, prefixes=2, refine=1))
 
     def fresh(self, seed: int) -> Any:
         import transformers
@@ -325,7 +325,7 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     ]
     rows = texts.collect(parts, strict=quick)
     tell(f"{time.perf_counter() - started:.0f} s")
-    rows += seeds.table([one for one in RUNS if "evaluation" in one])
+    rows += seeds.table([known for known in RUNS if "evaluation" in known])
     # A few sentences and a model that learnt little say nothing about the figures to be met.
     small = quick or options.reduced
     return [Row(row.what, row.measured, details=row.details) for row in rows] if small else rows

@@ -90,6 +90,7 @@ def against_autodiff(size: int, target: float | None) -> list[Row]:
             f"{1e3 * slow:.1f} ms / {1e3 * fast:.1f} ms = {slow / fast:.1f}",
             f">= {target:.0f}" if target else "",
             slow / fast >= target if target else None,
+            promise=False,
         ),
     ]
 
@@ -116,6 +117,7 @@ def gauss_newton(size: int, judged: bool) -> list[Row]:
             f"{1e3 * slow:.1f} ms / {1e3 * fast:.1f} ms = {slow / fast:.1f}, error {error:.0e}",
             "> 1" if judged else "",
             slow > fast if judged else None,
+            promise=False,
         )
     ]
 
@@ -135,6 +137,7 @@ def products(size: int, judged: bool) -> list[Row]:
             f"{product / slope:.1f}, {error:.0e} from differences of gradients",
             "<= 6" if judged else "",
             product <= 6 * slope if judged else None,
+            promise=False,
         )
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keyhole import harden
-from keyhole.harden import Defence, Plain
+from keyhole.harden import DEFENCES, Defence
 
 PRESETS = (
     "attack-masks:0.35:0.01:random:2:labels",
@@ -22,7 +22,7 @@ METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:
 
 def defence(name: str) -> Defence:
     if "+" in name:
-        return harden.Together(tuple(defence(one) for one in name.split("+")))
+        return harden.Combined(tuple(defence(part) for part in name.split("+")))
     kind, *given = name.split(":")
     if kind == "attack-masks":
         makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
@@ -33,14 +33,12 @@ def defence(name: str) -> Defence:
     if kind in ("sattend", "sattend-token"):
         mode = "token" if kind == "sattend-token" else "unit"
         return harden.SAttend(float(given[0]) if given else 0.2, mode)
-    known = {"plain": Plain, "freelb": harden.FreeLB, "smart": harden.SMART, "r3f": harden.R3F,
-             "asa": harden.ASA}  # fmt: skip
-    if kind not in known or given:
+    if kind not in DEFENCES or given:
         raise SystemExit(f"expected methods as --help names them, got {name}")
-    return known[kind]()
+    return DEFENCES.make(kind)
 
 
 def chosen(names: str) -> list[str]:
     """`sweep` among them stands for all presets."""
     given = [name for name in names.split(",") if name]
-    return [one for name in given for one in (PRESETS if name == "sweep" else (name,))]
+    return [part for name in given for part in (PRESETS if name == "sweep" else (name,))]

@@ -5,51 +5,58 @@ The attacker is a process of its own; the target writes down every question put 
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from torch import Tensor
+
 import show
+from keyhole import extract, oracle
 from show import Row
 
-ATTACKER = """
-import hashlib, os, signal, sys
-from keyhole import extract, oracle
-
-folder, dim, life = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-target = oracle.plant(dim=dim, seed=5)
 
 class Diary:
-    dim, identity, calls = target.dim, target.identity, 0
-    def __call__(self, sequences):
-        self.calls += 1
-        if self.calls > life:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with open(f"{folder}/diary", "a") as file:
-            for question in sequences:
-                file.write(hashlib.sha256(question.numpy().tobytes()).hexdigest() + "\\n")
-        return target(sequences)
+    """A target that writes down every question, and kills its process after so many calls."""
 
-with oracle.Ledger(Diary(), f"{folder}/run.db") as ledger:
-    print(extract.SingleHead()(ledger).status.value)
-"""
+    def __init__(self, folder: str, dim: int, life: int) -> None:
+        self.target = oracle.plant(dim=dim, seed=5)
+        self.dim, self.identity = self.target.dim, self.target.identity
+        self.path, self.left = Path(folder, "diary"), life
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with self.path.open("a") as file:
+            for question in sequences:
+                file.write(hashlib.sha256(question.numpy().tobytes()).hexdigest() + "\n")
+        return self.target(sequences)
+
+
+def attack(folder: str, dim: int, life: int) -> None:
+    with oracle.Ledger(Diary(folder, dim, life), f"{folder}/run.db") as ledger:
+        Path(folder, "status").write_text(extract.SingleHead()(ledger).status.value)
 
 
 def run(quick: bool) -> list[Row]:
     dim = 24 if quick else 64
+    forked = multiprocessing.get_context("fork")  # torch is loaded once
     with tempfile.TemporaryDirectory() as folder:
         lives = 0
         for life in range(3, 60):
-            command = [sys.executable, "-c", ATTACKER, folder, str(dim), str(life)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            process = forked.Process(target=attack, args=(folder, dim, life))
+            process.start()
+            process.join()
             lives += 1
-            if done.returncode != -signal.SIGKILL:
+            if process.exitcode != -signal.SIGKILL:
                 break
+        status = Path(folder, "status").read_text()
         asked = Counter(Path(folder, "diary").read_text().split())
-    status = done.stdout.strip()
     twice = sum(count - 1 for count in asked.values())
     return [
         Row(

@@ -51,8 +51,8 @@ FIGURES: dict[str, Callable[[dict[str, Any]], float | None]] = {
 
 
 def rate(run: dict[str, Any], kind: str, name: str) -> float | None:
-    one = run["evaluation"][kind].get(name)
-    return None if one is None else one["flips"] / max(1, one["examples"])
+    measured = run["evaluation"][kind].get(name)
+    return None if measured is None else measured["flips"] / max(1, measured["examples"])
 
 
 def values(runs: list[dict[str, Any]], name: str, figure: str) -> list[float]:
@@ -83,8 +83,8 @@ def table(runs: list[dict[str, Any]]) -> list[Row]:
 
 def settings(runs: list[dict[str, Any]]) -> list[str]:
     """How the runs were made; a mean over runs that were made in several ways says so."""
-    told = (run.get("settings", {}) for run in runs)
-    lines = [", ".join(f"{name} {value}" for name, value in one.items()) for one in told]
+    known = (run.get("settings", {}) for run in runs)
+    lines = [", ".join(f"{name} {value}" for name, value in given.items()) for given in known]
     ways = [line for line in dict.fromkeys(lines) if line]
     return ways if len(ways) < 2 else ["settings differ: " + " | ".join(ways)]
 

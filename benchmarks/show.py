@@ -23,13 +23,23 @@ from keyhole.results import environment
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `met` is None where a figure is only reported."""
+    """One line of the table; `met` is None where a figure is only reported.
+
+    Errors, counts and exactness are promises: they hold on every machine, and a test fails where
+    one is not met. Seconds and ratios of them are none (`promise=False`): machines are noisy.
+    """
 
     what: str
     measured: str
     target: str = ""
     met: bool | None = None
     details: str = ""
+    promise: bool = True
+
+
+def broken(rows: list[Row]) -> list[str]:
+    """The promises that were not met."""
+    return [f"{row.what}: {row.measured}" for row in rows if row.promise and row.met is False]
 
 
 class Stopwatch:
@@ -68,6 +78,8 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
     seconds = time.perf_counter() - started
     print(_table(title.splitlines()[0], rows))
     print(f"{seconds:.0f} s, commit {_commit()}, {torch.get_num_threads()} threads")
+    if missed := broken(rows):
+        print(f"promises not met: {'; '.join(missed)}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         data = {

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 from playwright.sync_api import sync_playwright
 
+from keyhole.cli import app
 from keyhole.report.page import plot
 from keyhole.results import Finding
 
@@ -40,13 +44,10 @@ def cli_reference() -> str:
     ]
     for name in ("", *ORDER):
         title = f"keyhole {name}".strip()
-        command = [sys.executable, "-m", "keyhole", *name.split(), "--help"]
-        environment = {**os.environ, "COLUMNS": "90", "TERMINAL_WIDTH": "90"}
-        text = subprocess.run(
-            command, capture_output=True, text=True, check=True, env=environment
-        ).stdout
-        text = text.replace("python -m keyhole", "keyhole").rstrip()
-        parts.append(f"\n## {title}\n\n```text\n{text}\n```\n")
+        out = io.StringIO()  # in this process: each of its own would load torch again
+        with patch.dict(os.environ, COLUMNS="90"), redirect_stdout(out), suppress(SystemExit):
+            app([*name.split(), "--help"], prog_name="keyhole")
+        parts.append(f"\n## {title}\n\n```text\n{out.getvalue().rstrip()}\n```\n")
     return "\n".join(parts)
 
 

@@ -1,21 +1,78 @@
-"""Keyhole as a process, for the tests of its commands; and in this process, where that will do."""
+"""Keyhole as a process, for the tests of its commands; and in this process, where that will do.
+
+What a test starts, it starts here: when the test ends, however it ends, nothing of it is left.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from keyhole.cli import main
+from keyhole.cli.app import command
+
+PYTHON = (sys.executable, "-W", "error")
+KEYHOLE = (*PYTHON, "-m", "keyhole")
+
+
+@contextmanager
+def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own; what is left of the group at the end is killed."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    command = [str(word) for word in command]
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):  # all of them have ended by themselves
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def finished(
+    command: Sequence[object], timeout: float = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A process that runs to its end: its code and what it wrote."""
+    with started(command, **options) as process:
+        out, words = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, words)
 
 
 def keyhole(
     *arguments: object, cwd: Path, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "keyhole", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return finished([*KEYHOLE, *arguments], timeout, cwd=cwd)
+
+
+def interrupted(
+    *arguments: object,
+    cwd: Path,
+    ready: Callable[[subprocess.Popen[str]], bool],
+    timeout: float = 100,
+) -> subprocess.CompletedProcess[str]:
+    """A command that is sent Ctrl-C as soon as it is `ready`: its code and what it wrote."""
+    with started([*KEYHOLE, *arguments], cwd=cwd) as process:
+        deadline = time.monotonic() + timeout
+        while not ready(process):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "it was not ready in time"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, words = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, words)
+
+
+def parts(name: str) -> dict[str, Any]:
+    """The commands of a group (`invert problem`, `invert text`), or the command itself, by name."""
+    made = command(name)
+    inner: dict[str, Any] = getattr(made, "commands", {})
+    return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 
 
 def inside(*arguments: object, cwd: Path, monkeypatch, capsys) -> subprocess.CompletedProcess[str]:

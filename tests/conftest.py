@@ -1,32 +1,71 @@
-"""Shared by all tests: two witnesses of how far a stolen head is from the planted one."""
+"""Shared by all tests: threads, seeds, signals, and which tests the quick loop leaves out.
+
+`make check` runs what is not slow. Slow is what is marked so, because it starts processes that load
+torch, and what took long when all tests were last timed (timings.py).
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
+
+from timings import TESTS, name_of, slow_names, write
 
 # Commands that tests start take one thread each: tests run beside each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same cases everywhere: what fails for one fails for all, and a landing is not a lottery.
 settings.register_profile("keyhole", derandomize=True)
 settings.load_profile("keyhole")
+# A shell that starts the tests in the background has them ignore Ctrl-C, and whatever they start
+# inherits that; here it must work. Ended from outside, tests unwind and end what they started.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-ROOT = Path(__file__).parent.parent
+_seconds: dict[str, float] = {}
 
 
 @pytest.fixture
 def root() -> Path:
-    return ROOT
+    """The repository."""
+    return Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Small matrices: a second thread only waits."""
+    import torch  # not for the process that only hands tests to workers
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--timings", action="store_true", help="write down in slow.txt what is slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is slow; remember all that was collected, before any of it is deselected."""
+    slow = slow_names()
+    for item in items:
+        if name_of(item.nodeid) in slow:
+            item.add_marker(pytest.mark.slow)
+    config.stash[TESTS] = {item.nodeid: item for item in items}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        name = name_of(report.nodeid)
+        _seconds[name] = max(report.duration, _seconds.get(name, 0.0))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--timings") and not is_worker:
+        write(_seconds)

@@ -1,14 +1,15 @@
-"""Every benchmark runs in its quick mode, so that none rots; speed is not judged here."""
+"""Every benchmark runs in its quick mode, so that none rots, and keeps its promises."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import warm_process
+
+pytestmark = pytest.mark.slow  # processes
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SHARED = {"show", "texts", "methods", "mismatches", "seeds"}
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
@@ -16,15 +17,34 @@ BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not i
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_quick(name, tmp_path):
-    command = [sys.executable, "-W", "error", f"{name}.py", "--quick", "--json"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "rows.json")],
-        cwd=FOLDER, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    file = tmp_path / "rows.json"
+    done = warm_process.finished(
+        warm_process.script, f"{name}.py", "--quick", "--json", str(file), cwd=FOLDER
+    )
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = json.loads(file.read_text())["rows"]
     assert rows
     assert all(row["what"] in done.stdout for row in rows)
+    missed = [row for row in rows if row["promise"] and row["met"] is False]
+    assert not missed
+    assert "promises not met" not in done.stdout
+
+
+def test_a_promise_that_is_not_met_is_said(tmp_path):
+    code = """
+import show
+from show import Row
+rows = [
+    Row("error", "1e-3", "<= 1e-9", False), Row("queries", "7", "7", True),
+    Row("ratio", "0.9", "> 1", False, promise=False), Row("seconds", "3 s"),
+]
+show.main(lambda quick: rows, "A benchmark")
+"""
+    (tmp_path / "broken.py").write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{code}")
+    done = warm_process.finished(warm_process.script, "broken.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "promises not met: error: 1e-3"
+    assert done.stdout.count("NOT MET") == 2
 
 
 def measured(flips):
@@ -47,13 +67,14 @@ def test_harden_joins_what_many_processes_wrote(tmp_path):
     for file, run in zip(files, runs, strict=True):
         file.write_text(json.dumps({"runs": [run]}))
     (tmp_path / "early.json").write_text('{"runs": [{"method": "smart", "seed": 7}]}')
-    command = [sys.executable, "harden.py", "--json", str(tmp_path / "rows.json"), "--join"]
-    done = subprocess.run(
-        [*command, *files, tmp_path / "early.json"],
-        cwd=FOLDER, capture_output=True, text=True, timeout=240, check=True,
+    rows = tmp_path / "rows.json"
+    done = warm_process.finished(
+        warm_process.script, "harden.py", "--json", str(rows), "--join", *map(str, files),
+        str(tmp_path / "early.json"), cwd=FOLDER,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     assert "smart, seed 7 ended before its evaluation" in done.stderr
-    rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    rows = {row["what"]: row for row in json.loads(rows.read_text())["rows"]}
     assert list(rows)[:3] == ["plain", "r3f", "asa"]
     assert rows["plain"]["measured"] == "stronger 41.0% (40.0%–42.0%)"
     assert rows["plain"]["details"].endswith("; seeds 0, 1, 2; rate 0.1")

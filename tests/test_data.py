@@ -1,4 +1,4 @@
-"""Examples from files of every kind, and one clear line for a wrong one."""
+"""Examples and texts from files of every kind, and one clear line for a wrong one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import tiny_models
-from keyhole.data import Example, encode, from_rows, read_examples
+from keyhole.data import Example, encode, from_rows, read_examples, read_texts
 from keyhole.errors import InputError
 
 
@@ -114,3 +114,48 @@ def test_encoding_texts_pairs_and_choices():
     assert batch["input_ids"].shape[:2] == (1, 2)
     with pytest.raises(InputError, match="as many choices"):
         encode(tokenizer, [Example("a", 1, "w1"), *choices])
+
+
+TEXT_FILES = {
+    "lines": ("t.txt", 'one "text"\n\n two \n', ['one "text"', "two"]),
+    "tsv": ("t.tsv", 'sentence\tlabel\na "quoted" one\t1\ntwo\t0\n', ['a "quoted" one', "two"]),
+    "csv": ("t.csv", 'text,label\n"a, b",1\nc,0\n', ["a, b", "c"]),
+    "strings": ("t.jsonl", '"a"\n', ["a"]),
+    "jsonl": ("t.jsonl", '{"text": "a"}\n\n{"text": "b"}\n', ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "texts"), TEXT_FILES.values(), ids=TEXT_FILES)
+def test_texts_are_read(tmp_path, name, content, texts):
+    (tmp_path / name).write_text(content)
+    assert read_texts(tmp_path / name) == texts
+    assert read_texts(tmp_path / name, limit=1) == texts[:1]
+
+
+def test_texts_of_a_column(tmp_path):
+    (tmp_path / "t.csv").write_text("question,text\nwhy,x\n")
+    assert read_texts(tmp_path / "t.csv", "question") == ["why"]
+
+
+WRONG_TEXTS = {
+    "nothing": ("t.txt", "\n\n", "expected texts in"),
+    "no column": (
+        "t.tsv",
+        "a\tb\nx\ty\n",
+        "expected a column sentence or text in t.tsv:2, got a, b",
+    ),
+    "broken": ("t.jsonl", '{"text": "a"}\n{"text\n', r"expected JSON in t.jsonl:2"),
+    "a number": ("t.jsonl", '{"text": 3}\n', "expected a column"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "words"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_what_is_wrong_with_texts_is_said(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=words):
+        read_texts(tmp_path / name)
+
+
+def test_no_file_of_texts(tmp_path):
+    with pytest.raises(InputError, match=r"^expected a file with texts, got .*none\.txt"):
+        read_texts(tmp_path / "none.txt")

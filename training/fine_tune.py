@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)  # the head's first weights
     examples = read_examples(args.data, limit=args.examples)
-    classes = max(one.label for one in examples) + 1
+    classes = max(example.label for example in examples) + 1
     loaded = load_model(args.model, task=args.task, device=args.device, new_head=classes)
     done = harden.train(
         loaded.model, loaded.tokenizer, examples, harden.Plain(), epochs=args.epochs,
@@ -44,7 +44,7 @@ def main() -> None:
     print(f"{len(examples)} examples, {done.steps} steps in {done.seconds:.0f} s {done.reason}")
     if args.dev:
         found = harden.evaluate(
-            loaded.model, read_examples(args.dev), loaded.tokenizer, attacks={},
+            loaded.model, loaded.tokenizer, read_examples(args.dev), attacks={},
             longest=args.longest,
         )  # fmt: skip
         print(f"{args.dev}: {found.accuracy:.1%}", flush=True)

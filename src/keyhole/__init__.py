@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from keyhole.audit.run import audit
 
+    __version__: str
+
 __all__ = [
     "__version__", "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models",
     "oracle", "recover", "report", "results",

@@ -31,10 +31,13 @@ class Entry(Generic[Method, Line]):
     make: Callable[..., Method]
     lines: tuple[Line, ...] = ()
     method: type[Method] | None = None  # where `make` is a function: the class that it gives
+    note: str = ""  # what it is, where its module holds several methods
 
     @property
     def about(self) -> str:
-        """What it is, in one line: the first of its module's docstring."""
+        """What it is, in one line: the first of its module's docstring, or the note."""
+        if self.note:
+            return self.note
         first = (inspect.getdoc(sys.modules[self.source]) or "").split("\n\n")[0]
         return " ".join(first.split())
 

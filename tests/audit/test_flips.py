@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,11 +14,21 @@ from keyhole import report
 from keyhole.audit import Audit, audit, flips
 from keyhole.audit.texts import TextTarget
 from keyhole.data import encode
-from keyhole.disrupt import HackAttend
+from keyhole.disrupt import (
+    ATTACKERS,
+    Control,
+    Disruption,
+    HackAttend,
+    Outcome,
+    Rerank,
+    sweep,
+)
+from keyhole.disrupt.registry import Line
 from keyhole.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.report import pictures
+from keyhole.registry import Entry
+from keyhole.report import pictures, wording
 from keyhole.results import Finding, Status
 from keyhole.results.cuts import Cut
 
@@ -35,19 +45,19 @@ def target(**options):
 @pytest.fixture
 def easily(monkeypatch):
     """A larger share: eight words leave 1% of a head no unit at all."""
-    stronger = tuple(
-        lambda seed, make=make: replace(make(seed), share=0.2) for make in flips.ATTACKERS
+    usual = flips.attackers
+    monkeypatch.setattr(
+        flips, "attackers", lambda seed: [replace(made, share=0.2) for made in usual(seed)]
     )
-    monkeypatch.setattr(flips, "ATTACKERS", stronger)
 
 
 def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
     asked = target()
-    found = flips.check("", asked, 0, None)
+    found = flips.check("", asked)
     assert [one.exposure for one in found.findings] == [
         "20% of each head's attention cut",
         "20% of all attention cut",
-        "20% of each head's attention cut, as in the paper",
+        "20% of each head's attention cut, as released",
         "20% of each head's attention cut at random",
     ]
     batch, labels = encode(asked.loaded.tokenizer, asked.examples)
@@ -72,26 +82,74 @@ def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
                 assert 0 < key < len(cut.tokens) - 1
 
 
-def test_an_ablation_is_not_called_the_papers_attack():
-    released = HackAttend.as_released
-    assert flips.words_of(released(0.005)) == "0.5% of each head's attention cut, as in the paper"
-    assert flips.words_of(released(ranking="magnitude")).endswith("cut, ranked by magnitude")
-    assert flips.words_of(HackAttend(schedule="greedy")).endswith("attention cut")
-    assert flips.words_of(HackAttend(ranking="random", scope="model")).endswith("cut at random")
+@dataclass(frozen=True)
+class Whole:
+    """A dummy attacker: says that all attention was cut, and that every answer flipped."""
+
+    words = "all of it cut"
+    control = False
+    seed: int = 0
+
+    def __call__(self, model, batch, labels=None, *, ids=()):
+        outcomes = [
+            Outcome(name, True, True, (int(label),), (1 - int(label),), 0.9, 0.1, queries=1)
+            for name, label in zip(ids, labels, strict=True)
+        ]
+        return Disruption({}, tuple(outcomes), Control(0.0, 0.0, 0), 0.0)
 
 
-def test_without_labels_the_models_own_answers_count():
+def test_an_attacker_in_one_line_is_in_the_audit():
+    ATTACKERS.add(Entry("whole", Whole, (Line("everything"),)))
+    try:
+        findings = flips.check("", target(), seed=3).findings
+    finally:
+        ATTACKERS.remove("whole")
+    assert [finding.exposure for finding in findings][-1] == "all of it cut"
+    assert findings[-1].attack == "Whole"
+    assert findings[-1].reason.startswith("6 of 6 right answers flipped")
+    assert findings[-1].queries == 6
+    assert len(findings) == 5
+
+
+def test_the_audit_tries_what_the_registry_says():
+    made = flips.attackers(seed=7)
+    assert made == [
+        HackAttend(schedule=Rerank(prefixes=8, refine=4), seed=7),
+        HackAttend(schedule=Rerank(prefixes=8, refine=4), scope="model", seed=7),
+        HackAttend.as_released(seed=7),
+        HackAttend.as_released(ranking="random", order="random", seed=7),
+    ]
+    assert [attacker.control for attacker in made] == [False, False, False, True]
+
+
+def test_a_disruption_is_an_audit_of_one_finding(tmp_path):
+    model = tiny_classifiers.model(seed=2, labels=2)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    found = sweep(HackAttend(0.5, seed=4), str(tmp_path), tiny_classifiers.examples(6), workers=0)
+    assert found.flips
+    made = flips.audit_of(found, "my model")
+    (finding,) = made.findings
+    assert (made.target, made.identity, made.seed) == ("my model", found.identity, 4)
+    assert finding.known == found.success
+    assert len(finding.cuts) == min(found.flips, flips.SHOWN)
+    again = flips.audit_of(Disruption.from_dict(found.to_dict()))
+    assert again.findings == (replace(finding, cuts=()),)  # files hold no texts
+    assert again.target == str(tmp_path)
+
+
+def test_without_labels_the_models_own_answers_count(easily):
     asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(3)])
-    for finding in flips.check("", asked, 0, None).findings:
+    for finding in flips.check("", asked).findings:
         assert " of 3 right answers flipped" in finding.reason
     bare = replace(asked, examples=())
-    assert " of 3 right" in flips.check("", bare, 0, None).findings[0].reason
+    assert " of 3 right" in flips.check("", bare).findings[0].reason
 
 
-def test_the_twin_stands_beside_it():
+def test_the_twin_stands_beside_it(easily):
     asked = target()
     twin = replace(asked.loaded, name="the hardened twin")
-    found = flips.check("", replace(asked, twin=twin), 0, None).findings[0]
+    found = flips.check("", replace(asked, twin=twin)).findings[0]
     first, second = found.reason.split("; of the hardened twin: ")
     assert first.split(" right")[0] == second.split(" (")[0]  # the same model, so the same figures
 
@@ -99,29 +157,29 @@ def test_the_twin_stands_beside_it():
 def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     bare = tiny.model("bert")
     loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
-    skipped = flips.check("", TextTarget(loaded, ["w1 w2"]), 0, None)
+    skipped = flips.check("", TextTarget(loaded, ["w1 w2"]))
     assert skipped.findings == ()
     assert "expected a head for classes or text, got BertModel" in skipped.skips[0].reason
     with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
-        flips.check("", target(examples=[tiny_classifiers.Example("a", 4, "w1")]), 0, None)
+        flips.check("", target(examples=[tiny_classifiers.Example("a", 4, "w1")]))
 
 
 def test_none_right_is_not_a_clean_bill():
     asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(2)])
     labelled = flips._labelled(asked.loaded, asked.examples)
     wrong = [replace(one, label=1 - one.label) for one in labelled]
-    found = flips.check("", replace(asked, examples=wrong), 0, None).findings[0]
+    found = flips.check("", replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
-    assert report.words.outcome(found) == "nothing to flip"
+    assert wording.outcome(found) == "could not check"
 
 
 def test_json_page_and_verdict(easily):
-    found = flips.check("", target(), 0, None)
-    made = Audit("t", "t", found.findings, (), 0, 0.0, "now")
+    found = flips.check("", target())
+    made = Audit("t", "t", found.findings)
     assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     page = report.render(made)
     exposed = sum(one.exposed for one in found.findings)
-    assert f"The prediction can be flipped through {exposed} of 4 exposures checked." in page
+    assert f"The prediction can be flipped through {exposed} of 3 exposures checked." in page
     cuts = [cut for one in found.findings for cut in one.cuts]
     assert page.count('class="unit"') == sum(len(cut.units) for cut in cuts)
     assert page.count('class="head"') == sum(cut.layers * cut.heads for cut in cuts)
@@ -131,7 +189,7 @@ def test_json_page_and_verdict(easily):
 def test_hostile_tokens_are_escaped():
     cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
     finding = Finding("x", "HackAttend", Status.INEXACT, "", "", None, 1, 0.0, cuts=(cut,))
-    page = report.render(Audit("t", "t", (finding,), (), 0, 0.0, "now"))
+    page = report.render(Audit("t", "t", (finding,)))
     assert "<script>window" not in page
     assert "<img src=x" not in page
     assert "&lt;script&gt;" in page
@@ -153,10 +211,11 @@ def test_a_model_that_hides_its_attention_is_skipped(monkeypatch):
     def refuse(*_, **__):
         raise InputError("expected attention that can be reached, got none")
 
-    monkeypatch.setattr(flips.HackAttend, "__call__", refuse)
-    found = flips.check("", target(), 0, None)
+    monkeypatch.setattr(HackAttend, "__call__", refuse)
+    found = flips.check("", target())
     assert found.findings == ()
-    assert "can be reached" in found.skips[0].reason
+    (skip,) = found.skips  # said once, and not by every attacker
+    assert "can be reached" in skip.reason
 
 
 def test_the_box_gets_its_examples_right_and_some_flip():
@@ -165,7 +224,7 @@ def test_the_box_gets_its_examples_right_and_some_flip():
     batch.pop("special_tokens_mask")
     with torch.no_grad():
         assert (box.model(**batch).logits.argmax(-1) == labels).all()
-    found = audit(models=TextTarget(box, ["a"], [1], ("float32",), EXAMPLES[3:6]))
+    found = audit(TextTarget(box, ["a"], [1], ("float32",), EXAMPLES[3:6]))
     rates = [one.known for one in found.findings if one.sought == "prediction"]
     assert rates[0] > 0
     assert rates[1] > 0

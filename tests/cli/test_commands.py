@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from command_line import inside, keyhole
+from command_line import inside, interrupted, keyhole
 from keyhole import invert, oracle
 from keyhole.extract.extraction import Extraction
 
@@ -37,6 +33,7 @@ def here(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
+@pytest.mark.slow
 def test_extract_writes_json_to_stdout_and_words_to_stderr(target, tmp_path):
     arguments = ("--method", "single-head", "--json", "--out", "r.json")
     done = keyhole("extract", target, *arguments, cwd=tmp_path)
@@ -91,12 +88,12 @@ def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
     assert json.loads(second.stdout)["remembered"] == 30
 
 
-def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path):
-    done = keyhole("audit", target, "--json", cwd=tmp_path)
+def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, here):
+    done = here("audit", target, "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout) == json.loads((tmp_path / "keyhole-report.json").read_text())
     page = (tmp_path / "keyhole-report.html").read_text()
-    again = keyhole("report", "keyhole-report.json", "--page", "again.html", cwd=tmp_path)
+    again = here("report", "keyhole-report.json", "--page", "again.html")
     assert again.returncode == 0
     assert (tmp_path / "again.html").read_text() == page
 
@@ -142,30 +139,36 @@ def test_a_nan_in_a_problem_could_not_be_checked(tmp_path, here):
     assert json.loads(done.stdout)["reason"].startswith("expected finite numbers in B")
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
     problem, _ = invert.plant(12, 12, scale=2.0, seed=1)
     problem.save(tmp_path / "p.safetensors")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keyhole", "invert", "p.safetensors", "--starts", "100000",
-         "--json", "--method", "levenberg-marquardt", "--out", "best.json"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+
+    def begun(process):
+        assert "144 unknowns" in process.stderr.readline()
+        time.sleep(2)  # some steps of the first starts
+        return True
+
+    done = interrupted(
+        "invert", "p.safetensors", "--starts", 100_000, "--json", "--method",
+        "levenberg-marquardt", "--out", "best.json", cwd=tmp_path, ready=begun,
     )  # fmt: skip
-    assert "144 unknowns" in process.stderr.readline()
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    out, words = process.communicate(timeout=60)
-    assert process.returncode == 130, words
-    assert json.loads(out)["status"] == "interrupted"
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["status"] == "interrupted"
     assert load_file(tmp_path / "best.safetensors")["X"].shape == (12, 12)
-    assert "stopped; best residual" in words
+    assert "stopped; best residual" in done.stderr
 
 
-def test_a_server_that_is_not_there_is_a_failure(tmp_path):
+def test_a_server_that_is_not_there_is_a_failure(tmp_path, here, monkeypatch):
+    waits = []
+    monkeypatch.setattr("keyhole.oracle.open_inference.time.sleep", waits.append)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = keyhole("extract", f"http://127.0.0.1:{port}/v2/models/m", cwd=tmp_path)
+    done = here("extract", f"http://127.0.0.1:{port}/v2/models/m")
     assert done.returncode == 3
+    assert waits == sorted(waits)
+    assert waits  # it was asked again, later and later
     assert re.fullmatch(r"keyhole: expected an answer from .*, got ConnectError.*\n", done.stderr)
 
 
@@ -175,21 +178,18 @@ def test_version(tmp_path):
     )
 
 
-def test_ctrl_c_leaves_a_ledger_that_resumes(tmp_path):
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_ledger_that_resumes(tmp_path, here):
     oracle.save(oracle.plant(dim=192, seed=1), tmp_path / "big.safetensors")
-    command = [sys.executable, "-m", "keyhole", "extract", "big.safetensors", "--ledger", "run.db"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 60
+    command = ("extract", "big.safetensors", "--ledger", "run.db")
     ledger = tmp_path / "run.db-wal"
-    while time.monotonic() < deadline and not (ledger.exists() and ledger.stat().st_size > 1 << 18):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    _, words = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.search(r"stopped; [\d,]+ answers are in run.db: the same command resumes", words)
-    assert "Traceback" not in words
-    again = keyhole(*command[3:], "--json", cwd=tmp_path)
+    done = interrupted(
+        *command, cwd=tmp_path,
+        ready=lambda _: ledger.exists() and ledger.stat().st_size > 1 << 18,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert re.search(r"; [\d,]+ answers are in run.db: the same command resumes", done.stderr)
+    assert "Traceback" not in done.stderr
+    again = here(*command, "--json")
     assert json.loads(again.stdout)["status"] == "recovered"
     assert json.loads(again.stdout)["remembered"] > 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from typer.testing import CliRunner
 import tiny_classifiers
 import tiny_heads
 import tiny_models
-from keyhole import harden
+from keyhole import disrupt, harden
 from keyhole.cli import app
-from keyhole.disrupt import Disruption, HackAttend
+from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
 from keyhole.errors import KeyholeError
 from keyhole.models import load_model
 from tiny_classifiers import classifier
@@ -49,11 +51,14 @@ def keyhole(monkeypatch, tmp_path):
 def lightly(monkeypatch):
     """The stronger attack with few rounds, and a share at which eight words lose some units."""
 
-    def light(share=0.01, scope="head", **changes):
+    def light(share=0.01, scope="head", *, seed=0):
         del share
-        return HackAttend(0.2, scope=scope, rounds=2, prefixes=2, refine=1, **changes)
+        return HackAttend(0.2, scope=scope, schedule=Rerank(2, 2, 1), seed=seed)
 
     monkeypatch.setattr(HackAttend, "strongest", light)
+    monkeypatch.setitem(
+        ATTACKERS._entries, "strongest", replace(ATTACKERS["strongest"], make=light)
+    )
 
 
 def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
@@ -71,6 +76,49 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     assert max(one.worst_head for one in found.attacked) <= 0.2
     assert "right answers flipped" in done.stderr
     assert "became <b>LABEL_" in page.read_text()
+
+
+def test_any_method_by_its_name(keyhole, place):
+    view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--examples", 3, "--share", 0.2)
+    released = ("--method", "as-released", "--scale", "half", "--order", "random")
+    methods = {
+        ("--method", "random"): HackAttend.random(0.2),
+        released: HackAttend.as_released(0.2, "half", order="random"),
+        ("--as-released", "--ranking", "attention"): HackAttend.as_released(
+            0.2, ranking="attention"
+        ),
+        ("--method", "rerank", "--scope", "model", "--spare", "padding"): HackAttend(
+            0.2, scope="model", spare="padding"
+        ),
+    }
+    for options, method in methods.items():
+        data = json.loads(keyhole(*view, *options, "--json", cwd=place).stdout)
+        assert HackAttend.from_dict(data["method"]) == method
+        assert (data["kind"], data["data"], data["task"]) == (
+            "disruption", "dev.tsv", "classification",
+        )  # fmt: skip
+
+
+def test_from_python_without_the_command_line(place, tmp_path):
+    """The commands' functions, with an attacker and a defence of one's own."""
+    model, rows = place / "my-classifier", []
+
+    def track(name, total=None):
+        return lambda done, whole=None, note="": rows.append((name, done, whole or total))
+
+    light = HackAttend(0.2, schedule=Rerank(2, 2, 1), seed=5)
+    found = disrupt.run(model, place / "dev.tsv", method=light, examples=4, track=track)
+    assert rows == [("HackAttend", 4, 4)]
+    assert HackAttend.from_dict(found.method) == light
+    rows.clear()
+    done = harden.run(
+        model, place / "train.tsv", tmp_path / "new", method=harden.SAttend(0.3), epochs=1,
+        batch=4, track=track,
+    )  # fmt: skip
+    assert rows == [("training", step, 3) for step in (1, 2, 3)]
+    assert (done.method, done.before, done.after) == ("SAttend", None, ())
+    assert harden.Hardening.load(tmp_path / "new" / "hardening.json") == done
+    assert repr(done).splitlines()[0].endswith("my-classifier: SAttend, 12 examples")
 
 
 def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
@@ -98,8 +146,9 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     done = keyhole(
         "disrupt", "lm", "--data", "t.txt", "--share", 0.3, "--json", "--page", "p.html",
     )  # fmt: skip
-    assert done.exit_code in (0, 1), done.stderr
-    assert json.loads(done.stdout)["accuracy"] == 1.0
+    data = json.loads(done.stdout)
+    assert done.exit_code == (1 if data["success"] else 0), done.stderr
+    assert data["accuracy"] == 1.0
     assert (tmp_path / "p.html").exists()
 
 
@@ -130,11 +179,12 @@ def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, t
     words = stopped(
         command, lambda: journal.exists() and journal.read_text().count("\n") > 1, tmp_path
     )
-    assert "stopped; what is finished is in run.jsonl: the same command goes on" in words
+    assert "stopped; what is finished is in run.jsonl: the same command resumes" in words
     kept = journal.read_text().splitlines()
     again = keyhole(*command[:-1], 0)
-    assert again.exit_code in (0, 1), again.stderr
-    assert len(json.loads(again.stdout)["outcomes"]) == 12
+    data = json.loads(again.stdout)
+    assert again.exit_code == (1 if data["success"] else 0), again.stderr
+    assert len(data["outcomes"]) == 12
     lines = journal.read_text().splitlines()
     assert lines[: len(kept)] == kept  # nothing was attacked twice
     assert len(lines) == 1 + 12
@@ -212,7 +262,7 @@ def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
     )  # fmt: skip
     kept = tmp_path / "kept"
     words = stopped(command, lambda: any(kept.glob("epoch-*[0-9]")), tmp_path)
-    told = "keyhole: stopped; whole epochs are in kept: the same command goes on"
+    told = "keyhole: stopped; whole epochs are in kept: the same command resumes"
     assert words.splitlines()[-1] == told
     (last,) = (int(path.name.removeprefix("epoch-")) for path in kept.glob("epoch-*[0-9]"))
     assert 1 <= last < 12
@@ -229,7 +279,8 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
         "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
         place / "dev.tsv", "--method", "plain", "--epochs", 1, "--flips", 2, "--out", "new",
     )  # fmt: skip
-    evaluate, calls = harden.evaluate, []
+    module = importlib.import_module("keyhole.harden.run")
+    evaluate, calls = module.evaluate, []
 
     def stop(*given, **named):
         calls.append(given)
@@ -237,13 +288,13 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
             raise KeyboardInterrupt
         return evaluate(*given, **named)
 
-    monkeypatch.setattr(harden, "evaluate", stop)
+    monkeypatch.setattr(module, "evaluate", stop)
     done = keyhole(*command)
     assert done.exit_code == 130
     assert done.stderr.splitlines()[-1] == "keyhole: stopped"
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["before"] is not None
-    assert "after" not in card["runs"][0]
+    assert card["runs"][0]["after"] is None
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
     assert keyhole(*command).exit_code == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
@@ -256,6 +307,11 @@ def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
     done = keyhole(*view, "--out", "new")
     assert done.exit_code == 0, done.stderr
     assert load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
+
+
+def exposed(data):
+    """The exit code that an audit's findings ask for."""
+    return int(any(row["status"] in ("recovered", "inexact") for row in data["findings"]))
 
 
 def written(folder, family, task):
@@ -276,8 +332,8 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     assert cut["accuracy"] == 1.0  # its own answers are what it holds to be right
     assert len(cut["outcomes"]) == 3
     done = keyhole("audit", *view, "--texts", 2)
-    assert done.exit_code in (0, 1), done.stderr
     found = json.loads(done.stdout)
+    assert done.exit_code == exposed(found), done.stderr
     assert {one["sought"] for one in found["findings"]} == {"prediction"}
     (skip,) = found["skips"]
     assert f"got {family}" in skip["reason"]
@@ -297,8 +353,9 @@ def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
         "audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1, "--flips", 4,
         "--layers", 1, "--json",
     )  # fmt: skip
-    assert done.exit_code in (0, 1), done.stderr
-    findings = json.loads(done.stdout)["findings"]
+    data = json.loads(done.stdout)
+    assert done.exit_code == exposed(data), done.stderr
+    findings = data["findings"]
     flips = [one for one in findings if one["sought"] == "prediction"]
     assert len(flips) == 4
     assert all("right answers flipped" in one["reason"] for one in flips)
@@ -310,10 +367,25 @@ WRONG = {
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
     "bad count": (["disrupt", "my-classifier", "--examples", "0"], "expected one example or more"),
     "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
-    "scale": (["disrupt", "my-classifier", "--scale", "half"], "expected --as-released or"),
+    "scale": (
+        ["disrupt", "my-classifier", "--scale", "half"],
+        "expected --scale with as-released, got strongest",
+    ),
+    "no such ranking": (
+        ["disrupt", "my-classifier", "--ranking", "best"],
+        "expected ranking among removal, .*, got best",
+    ),
+    "ranking of chance": (
+        ["disrupt", "my-classifier", "--method", "random", "--ranking", "removal"],
+        "expected --ranking with strongest or rerank or as-released, got random",
+    ),
     "weight": (
-        ["harden", "my-classifier", "--out", "o", "--weight", "1"],
-        "expected --weight with attack-masks or strongest, got sattend",
+        ["harden", "my-classifier", "--out", "o", "--method", "sattend", "--weight", "1"],
+        "expected --weight with strongest or .* or attack-masks, got sattend",
+    ),
+    "mode": (
+        ["harden", "my-classifier", "--out", "o", "--mode", "token"],
+        "expected --mode with sattend, got strongest",
     ),
     "page": (
         ["harden", "my-classifier", "--out", "o", "--page", "p.html"],
@@ -334,12 +406,12 @@ WRONG = {
     ),
     "no such device": (["disrupt", "my-classifier", "--device", "cuda:77"], "expected a device"),
     "two minds": (
-        ["disrupt", "my-classifier", "--as-released", "--schedule", "rerank"],
-        "expected --schedule greedy",
+        ["disrupt", "my-classifier", "--as-released", "--method", "rerank"],
+        "expected --method as-released with --as-released, got rerank",
     ),
     "rate of another method": (
         ["harden", "my-classifier", "--out", "o", "--method", "r3f", "--rate", "0.1"],
-        "expected --rate with --method sattend",
+        "expected --rate with sattend or .*, got r3f",
     ),
     "the model's own folder": (
         ["harden", "my-classifier", "--out", "my-classifier"],
@@ -372,6 +444,15 @@ def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
         keyhole(*arguments, "--data", "dev.tsv", cwd=place)
     assert "\n" not in str(said.value)
     assert not (place / "o").exists()  # what cannot begin leaves nothing behind
+
+
+@pytest.mark.parametrize("command", ["disrupt", "harden"])
+def test_methods_have_names_of_the_registry(keyhole, place, command):
+    done = keyhole(command, "my-classifier", "--data", "dev.tsv", "--method", "weakest", cwd=place)
+    assert done.exit_code == 2
+    assert "weakest" in done.stderr
+    names = {"disrupt": ATTACKERS, "harden": harden.DEFENCES}[command]
+    assert f"[{'|'.join(names)}]" in keyhole(command, "--help").stdout
 
 
 def test_a_cluster_needs_dask(keyhole, place, monkeypatch):

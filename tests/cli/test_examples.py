@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 
 import pytest
 
 import tiny_models as tiny
-from command_line import inside, keyhole
-from keyhole.cli import app
+from command_line import inside, parts
+from keyhole.cli.app import CLEAN, COMMANDS, FINDINGS
 from tiny_classifiers import classifier
 
-COMMANDS = sorted(
-    [command.name or command.callback.__name__ for command in app.registered_commands]
-    + [f"{group.name} {command.name}" for group in app.registered_groups
-       for command in group.typer_instance.registered_commands]
-)  # fmt: skip
+# What these attack gives something away; cutting 1% of so few tokens flips nothing.
+SUCCEED = ("audit", "extract", "invert")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_an_example(command, tmp_path):
-    done = keyhole(*command.split(), "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_an_example(name, here):
+    for words in parts(name):
+        done = here(*words.split(), "--help")
+        assert done.returncode == 0
+        assert "Example:" in done.stdout.rstrip().rsplit("\n\n", 1)[-1]
 
 
 @pytest.mark.timeout(600)  # the demo is audited whole
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "serve"])
-def test_the_examples_run(command, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
+def test_the_examples_run(name, tmp_path, here):
     tiny.save("bert", tmp_path / "my-model")  # the examples' own
     classifier(tmp_path)
     (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
     (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
-
-    def run(*arguments):
-        return inside(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-
-    text = run(*command.split(), "--help").stdout
-    lines = [shlex.split(line)[1:] for line in text.rsplit("Example:", 1)[1].strip().splitlines()]
-    assert lines
-    for arguments in lines:
-        done = run(*arguments)
-        assert done.returncode in (0, 1), done.stderr
+    for words in parts(name):
+        text = here(*words.split(), "--help").stdout
+        lines = text.rsplit("Example:", 1)[1].strip().splitlines()
+        assert lines
+        for line in lines:
+            done = here(*shlex.split(line)[1:])
+            code = FINDINGS if line.split()[1] in SUCCEED else CLEAN
+            assert done.returncode == code, f"{line}: {done.stderr}"

@@ -16,12 +16,32 @@ WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
     "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
     "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
-    "no such method": (["extract", "demo", "--method", "magic"], 2, "magic"),
-    "no such command": (["frobnicate"], 2, "frobnicate"),
-    "rank missing": (["extract", "demo", "--method", "nuclear-norm"], 2, "expected --rank"),
-    "error missing": (["extract", "demo", "--method", "tolerant"], 2, "expected --answer-error"),
-    "bad rank": (["plant", "x.safetensors", "--dim", "3", "--rank", "9"], 2, "expected a rank"),
-    "bad budget": (["extract", "demo", "--budget", "-1"], 2, "expected a budget"),
+    "no such method": (
+        ["extract", "demo", "--method", "magic"],
+        2,
+        "expected a method among auto, .*, got magic",
+    ),
+    "no such command": (["frobnicate"], 2, "No such command .frobnicate."),
+    "rank missing": (
+        ["extract", "demo", "--method", "nuclear-norm"],
+        2,
+        "expected --rank for nuclear-norm, got none",
+    ),
+    "error missing": (
+        ["extract", "demo", "--method", "tolerant"],
+        2,
+        "expected --answer-error for tolerant, got none",
+    ),
+    "bad rank": (
+        ["plant", "x.safetensors", "--dim", "3", "--rank", "9"],
+        2,
+        "expected a rank from 1 to dim = 3, got 9",
+    ),
+    "bad budget": (
+        ["extract", "demo", "--budget", "-1"],
+        2,
+        "expected a budget of 0 queries or more, got -1",
+    ),
     "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
@@ -42,7 +62,11 @@ WRONG = {
     "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
     "nothing of that name": (["audit", "./missing-model"], 2, "a model's folder, .* or demo, got"),
     "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
-    "data for an endpoint": (["audit", "small.safetensors", "--data", "text.txt"], 2, "--data"),
+    "data for an endpoint": (
+        ["audit", "small.safetensors", "--data", "text.txt"],
+        2,
+        "expected --data with a model, got the endpoint",
+    ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),
     "no exposure": (
@@ -74,7 +98,11 @@ WRONG = {
         2,
         "expected a new folder",
     ),
-    "page nowhere": (["audit", "small.safetensors", "--page", "no/p.html"], 2, "expected a file"),
+    "page nowhere": (
+        ["audit", "small.safetensors", "--page", "no/p.html"],
+        2,
+        "expected a file to write, got no/p.html",
+    ),
 }
 
 

@@ -10,11 +10,11 @@ import torch
 import tiny_classifiers as small
 import tiny_models
 from keyhole.data import encode
-from keyhole.disrupt import HackAttend
-from keyhole.disrupt.batches import Table, grouped
+from keyhole.disrupt import HackAttend, Rerank
+from keyhole.disrupt.batches import Batches, grouped
 from keyhole.errors import InputError
 
-LIGHT = HackAttend(share=0.1, rounds=2, prefixes=2, refine=1, batch=32)
+LIGHT = HackAttend(0.1, schedule=Rerank(rounds=2, prefixes=2, refine=1), batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,11 @@ def test_groups_end_where_they_are_full_or_the_choices_differ():
 
 def test_like_lengths_stand_together_unless_the_order_must_stay(words):
     examples = mixed()
-    made = [part for part, _, _ in Table(classifier(), words, examples, 4).batches()]
+    made = [part for part, _, _ in Batches(classifier(), words, examples, 4)]
     assert sorted(one.id for part in made for one in part) == sorted(one.id for one in examples)
     sizes = [len(one.text) for part in made for one in part]
     assert sizes == sorted(sizes)
-    kept = [part for part, _, _ in Table(classifier(), words, examples, 4, alike=False).batches()]
+    kept = [part for part, _, _ in Batches(classifier(), words, examples, 4, alike=False)]
     assert kept == [examples[:4], examples[4:8], examples[8:]]
 
 
@@ -61,13 +61,13 @@ def test_accuracy_is_that_of_one_at_a_time(words, kind):
         batch.pop("special_tokens_mask")
         with torch.no_grad():
             right += int(model(**batch).logits.argmax()) == int(labels)
-    assert Table(model, words, examples, 4).accuracy() == right / len(examples)
+    assert Batches(model, words, examples, 4).accuracy() == right / len(examples)
 
 
 def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
     model = classifier()
     examples = [replace(one, id="same") for one in mixed()]
-    found = Table(model, words, examples, 4).attack(LIGHT)
+    found = Batches(model, words, examples, 4).attack(LIGHT)
     for one, outcome in zip(examples, found.outcomes, strict=True):
         alone = LIGHT(model, *encode(words, [one])).outcomes[0]
         assert (outcome.right, outcome.before) == (alone.right, alone.before)
@@ -77,20 +77,20 @@ def test_outcomes_stand_where_their_examples_do_even_if_names_repeat(words):
 def test_examples_with_two_and_three_choices_are_attacked_beside_each_other(words):
     two = mixed(4, choices=True)
     three = [replace(one, choices=(*one.choices, "w3 w4")) for one in two]
-    found = Table(classifier("choices"), words, [*three, *two]).attack(LIGHT)
+    found = Batches(classifier("choices"), words, [*three, *two]).attack(LIGHT)
     assert len(found.outcomes) == 8
     assert min(one.units for one in found.attacked) > 0
 
 
-def test_the_watch_is_told_after_each_batch_and_of_the_last(words):
-    told = []
-    table = Table(classifier(), words, mixed(), 4, watch=lambda *count: told.append(count))
-    table.accuracy()
-    assert told == [(4, 10), (8, 10), (10, 10)]
-    table.first(3).attack(LIGHT)
-    assert told[3:] == [(3, 3)]
+def test_progress_is_told_after_each_batch_and_of_the_last(words):
+    steps = []
+    batches = Batches(classifier(), words, mixed(), 4, progress=lambda *step: steps.append(step))
+    batches.accuracy()
+    assert steps == [(4, 10), (8, 10), (10, 10)]
+    batches.first(3).attack(LIGHT)
+    assert steps[3:] == [(3, 3)]
 
 
 def test_nothing_to_attack(words):
     with pytest.raises(InputError, match="expected one example or more"):
-        Table(classifier(), words, []).attack(LIGHT)
+        Batches(classifier(), words, []).attack(LIGHT)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import tiny_architectures
 import tiny_heads
-from keyhole.disrupt import RANKINGS, Disruption, HackAttend
+from keyhole.disrupt import RANKINGS, Disruption, Greedy, HackAttend, Rerank
 from keyhole.errors import InputError
 from keyhole.models.masking import Untouched, rewriting
 
-QUICK = {"rounds": 3, "prefixes": 4, "refine": 2, "batch": 32}
+QUICK = {"schedule": Rerank(rounds=3, prefixes=4, refine=2), "batch": 32}
 
 
 class Cut(Untouched):
@@ -90,15 +90,15 @@ def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
 
 @given(
     share=st.floats(0, 0.3), seed=st.integers(0, 5), scope=st.sampled_from(["head", "model"]),
-    ranking=st.sampled_from(RANKINGS), schedule=st.sampled_from(["rerank", "greedy"]),
+    ranking=st.sampled_from(list(RANKINGS)),
+    schedule=st.sampled_from([Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]),
     units=st.sampled_from(["paper", "all"]),
 )  # fmt: skip
 @settings(max_examples=12, deadline=None)
 def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule, units):
     method = HackAttend(
-        share=share, scope=scope, ranking=ranking, schedule=schedule, head_units=units,
-        rounds=2, prefixes=3, refine=1, restarts=1,
-    )  # fmt: skip
+        share=share, scope=scope, ranking=ranking, schedule=schedule, head_units=units
+    )
     _, batch, _, found = attacked(method=method, seed=seed, count=3)
     for row, outcome in enumerate(found.outcomes):
         n = int(batch["attention_mask"][row].sum())
@@ -136,9 +136,9 @@ def test_what_is_spared_is_a_choice():
         assert all(bool(batch["attention_mask"][row, unit.key]) for row, unit in units)
 
 
-@pytest.mark.parametrize("schedule", ["rerank", "greedy"])
+@pytest.mark.parametrize("schedule", [QUICK["schedule"], Greedy()])
 def test_nothing_cut_changes_nothing(schedule):
-    method = HackAttend(share=0.0, schedule=schedule, **QUICK)
+    method = HackAttend(share=0.0, schedule=schedule, batch=32)
     _, _, _, found = attacked(method=method)
     assert found.control.change == found.control.own == found.control.flips == 0
     assert found.success == 0
@@ -172,12 +172,12 @@ def test_targets_are_reached_or_nothing_counts():
 
 
 def test_restarts_aim_at_other_classes_and_lose_nothing():
-    base = {"share": 0.1, "rounds": 2, "prefixes": 3, "refine": 0}
+    base = {"rounds": 2, "prefixes": 3, "refine": 0}
     model = tiny_heads.model("bert", "classes", classes=5, seed=4)
     batch = tiny_heads.texts(8, seed=4)
     labels = tiny_heads.own_labels(model, batch)
-    once = HackAttend(**base)(model, batch, labels)
-    more = HackAttend(**base, restarts=3)(model, batch, labels)
+    once = HackAttend(0.1, schedule=Rerank(**base))(model, batch, labels)
+    more = HackAttend(0.1, schedule=Rerank(**base, restarts=3))(model, batch, labels)
     assert more.flips >= once.flips
     for first, second in zip(once.outcomes, more.outcomes, strict=True):
         assert second.flipped or not first.flipped
@@ -334,7 +334,7 @@ def test_images(family):
 
 @pytest.mark.parametrize("family", ["albert", "modernbert", "distilbert", "roberta", "electra"])
 def test_other_encoders(family):
-    method = HackAttend(share=0.2, rounds=2, prefixes=2, refine=1)
+    method = HackAttend(share=0.2, schedule=Rerank(rounds=2, prefixes=2, refine=1))
     _, batch, _, found = attacked(family, method=method, count=2)
     assert found.control.change == 0
     for row, outcome in enumerate(found.outcomes):
@@ -347,19 +347,69 @@ def test_results_round_trip_through_json():
     *_, found = attacked(count=2)
     again = Disruption.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
     assert again == found
-    for broken in ({}, {"format": 1}, {**found.to_dict(), "outcomes": [{}]}):
-        with pytest.raises(InputError, match="expected"):
+    for broken, words in (
+        ({}, "expected format 1, got None"),
+        ({"format": 1}, "expected a saved disruption, got None"),
+        ({**found.to_dict(), "outcomes": [{}]}, "expected an outcome of a disruption"),
+        ({**found.to_dict(), "control": {}}, "expected a saved disruption"),
+    ):
+        with pytest.raises(InputError, match=words):
             Disruption.from_dict(broken)
 
 
+def test_a_saved_result_loads_and_shows_itself_in_a_few_lines(tmp_path):
+    *_, found = attacked(count=2)
+    found.save(tmp_path / "flips.json")
+    assert Disruption.load(tmp_path / "flips.json") == found
+    lines = repr(found).splitlines()
+    assert lines[0].startswith(f"Disruption: {found.flips} of 2 right answers flipped")
+    assert len(lines) == 3
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [{"share": 2}, {"ranking": "best"}, {"scope": "layer"}, {"rounds": 0}, {"batch": 0},
-     {"spare": "none"}, {"continuation": 0}],
+    "method",
+    [HackAttend(0.3, **QUICK), HackAttend.as_released(0.05, "half", order="random head"),
+     HackAttend.strongest(scope="model", spare="padding", target=1), HackAttend.random(seed=3)],
 )  # fmt: skip
-def test_wrong_settings_are_one_line(wrong):
-    with pytest.raises(InputError, match="expected"):
-        HackAttend(**wrong)
+def test_a_results_method_is_the_attack_again(method):
+    *_, found = attacked(method=method, count=1)
+    saved = json.loads(json.dumps(found.method))
+    assert HackAttend.from_dict(saved) == method
+    with pytest.raises(InputError, match="expected the settings of a HackAttend, got KeyError"):
+        HackAttend.from_dict({"share": 0.1})
+
+
+def test_attacks_say_what_they_cut():
+    released = HackAttend.as_released
+    assert released(0.005).words == "0.5% of each head's attention cut, as released"
+    assert released(ranking="magnitude").words.endswith("cut, ranked by magnitude")
+    assert HackAttend(schedule=Greedy()).words == "1% of each head's attention cut"
+    by_chance = HackAttend(ranking="random", scope="model")
+    assert by_chance.words == "1% of all attention cut at random"
+    assert by_chance.control
+    assert HackAttend.random().control
+    assert not released().control
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: HackAttend(share=2), "expected a share from 0 to 1, got 2"),
+        (lambda: HackAttend(ranking="best"), "expected ranking among removal, .*got best"),
+        (lambda: HackAttend(scope="layer"), "expected scope among head, model, got layer"),
+        (lambda: HackAttend(spare="none"), "expected spare among special, .*got none"),
+        (lambda: HackAttend(batch=0), "expected batch of at least 1, got 0"),
+        (lambda: HackAttend(continuation=0), "expected continuation of at least 1, got 0"),
+        (lambda: HackAttend(schedule="greedy"), "expected a schedule Greedy.. or Rerank.., got"),
+        (lambda: Rerank(rounds=0), "expected rounds of at least 1, got 0"),
+        (lambda: Rerank(restarts=-1), "expected restarts of at least 0, got -1"),
+        (lambda: Greedy(order="best"), "expected order among importance, .*got best"),
+        (lambda: Greedy(scale="third"), "expected scale among full, half, got third"),
+    ],
+)
+def test_wrong_settings_are_one_line(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
 
 
 def test_wrong_problems_are_one_line():
@@ -367,11 +417,13 @@ def test_wrong_problems_are_one_line():
     batch = tiny_heads.texts(2)
     method = HackAttend(**QUICK)
     labels = tiny_heads.own_labels(model, batch)
-    for arguments, options in (
-        ((batch, None), {}), ((batch, labels[:1]), {}), ((batch, labels), {"ids": ["a"]}),
-        ((batch, labels), {"targets": torch.zeros(2, 3)}),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match="expected"):
+    for arguments, options, words in (
+        ((batch, None), {}, "expected labels for a classifier, got none"),
+        ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
+        ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
+        ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),
+    ):
+        with pytest.raises(InputError, match=words):
             method(model, *arguments, **options)
     with pytest.raises(InputError, match="eval"):
         method(model.train(), batch, labels)
@@ -384,19 +436,17 @@ def test_wrong_problems_are_one_line():
 
 def test_what_the_search_calls_a_flip_the_judge_sees(monkeypatch):
     """Search and judge read the same masks: none may lose a flip that the other has."""
-    from keyhole.disrupt import hack_attend
-
     claims = []
+    original = Rerank.__call__
 
     def listening(*arguments):
-        found = original(*arguments)
-        claims.extend(found.flipped.tolist())
-        return found
+        proposal = original(*arguments)
+        claims.extend(proposal.flipped.tolist())
+        return proposal
 
-    original = hack_attend.rerank
-    monkeypatch.setattr(hack_attend, "rerank", listening)
+    monkeypatch.setattr(Rerank, "__call__", listening)
     for prefixes in (1, 3, 50):
-        method = HackAttend(share=0.1, rounds=2, prefixes=prefixes, refine=2)
+        method = HackAttend(share=0.1, schedule=Rerank(rounds=2, prefixes=prefixes, refine=2))
         claims.clear()
         *_, found = attacked(method=method, classes=5, seed=4, count=8)
         assert claims == [outcome.flipped for outcome in found.outcomes]

@@ -8,8 +8,8 @@ import reference_disrupt as reference
 import torch
 
 import tiny_heads
-from keyhole.disrupt.masked_queries import Asker
-from keyhole.disrupt.rankings import RANKINGS, removal, score, worth_of_cut
+from keyhole.disrupt.masked_queries import MaskedQueries
+from keyhole.disrupt.rankings import RANKINGS, removal, worth_of_cut
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
 
@@ -58,7 +58,7 @@ def test_the_simple_rankings():
                 "gradient*attention": -g * a, "removal": removal(a, g)}  # fmt: skip
     assert set(expected) == set(RANKINGS)
     for name, value in expected.items():
-        assert torch.equal(score(name, a, g, noise), value)
+        assert torch.equal(RANKINGS[name](a, g, noise), value)
 
 
 def test_the_gradient_is_that_of_a_bump_on_the_probabilities():
@@ -69,9 +69,9 @@ def test_the_gradient_is_that_of_a_bump_on_the_probabilities():
     batch = tiny_heads.texts(2)
     question = ask(model, batch, tiny_heads.own_labels(model, batch))
     units = survey(model, question)
-    asker = Asker(model, question, units, 8)
-    which = torch.arange(2)
-    a, g, margin = asker.slopes(torch.zeros_like(units.free), which, "cross-entropy")
+    queries = MaskedQueries(model, question, units, 8)
+    indices = torch.arange(2)
+    a, g, margin = queries.slopes(torch.zeros_like(units.free), indices, "cross-entropy")
     small = 1e-6
 
     class Raise(Untouched):
@@ -89,3 +89,16 @@ def test_the_gradient_is_that_of_a_bump_on_the_probabilities():
     slope = float(units.at(g, units.places[0])[0, 0, 1, 4, 5])
     assert slope == pytest.approx(float((after - before)[0]) / small, rel=1e-4)
     assert torch.allclose(units.at(a, units.places[0]).sum(-1), torch.ones((), dtype=torch.float64))
+
+
+def test_a_new_ranking_is_one_function_and_one_line(monkeypatch):
+    from keyhole.disrupt import HackAttend
+
+    monkeypatch.setitem(RANKINGS, "least attention", lambda a, g, noise: -a)
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(2)
+    found = HackAttend.as_released(0.1, ranking="least attention")(
+        model, batch, tiny_heads.own_labels(model, batch)
+    )
+    assert found.method["words"] == "10% of each head's attention cut, ranked by least attention"
+    assert all(outcome.masked for outcome in found.outcomes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,10 @@ import pytest
 import tiny_heads
 import tiny_models
 from keyhole.data import Example
-from keyhole.disrupt import Disruption, HackAttend, ModelSource, sweep
+from keyhole.disrupt import Disruption, HackAttend, ModelSource, Rerank, sweep
 from keyhole.errors import InputError
 
-METHOD = HackAttend(share=0.3, rounds=2, prefixes=3, refine=0)
+METHOD = HackAttend(share=0.3, schedule=Rerank(rounds=2, prefixes=3, refine=0))
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
@@ -54,7 +56,7 @@ def test_here_and_in_threads_and_in_order(folder):
 def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path):
     path = tmp_path / "run.jsonl"
     seen = []
-    options = {"workers": 0, "resume": path, "watch": lambda *told: seen.append(told)}
+    options = {"workers": 0, "resume": path, "progress": lambda *step: seen.append(step)}
     first = sweep(METHOD, folder, examples(4), **options)
     assert seen[-1] == (4, 4)
     seen.clear()
@@ -73,16 +75,44 @@ def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path)
     path.write_text(text[:-20])
     seen = []
     again = sweep(METHOD, folder, examples(3), workers=0, resume=path, together=1,
-                  watch=lambda *a: seen.append(a))  # fmt: skip
+                  progress=lambda *a: seen.append(a))  # fmt: skip
     assert len(seen) == 1
     assert facts(again) == facts(whole)
-    with pytest.raises(InputError, match="another file"):
-        sweep(HackAttend(share=0.2), folder, examples(3), workers=0, resume=path)
-    path.write_text('{"format": 1}\nno\n')
-    with pytest.raises(InputError, match="expected"):
+    header = path.read_text().splitlines()[0]
+    path.write_text(f"{header}\nno\n")
+    with pytest.raises(InputError, match=r"expected JSON in .*run.jsonl:2, got 'no'"):
+        sweep(METHOD, folder, examples(3), workers=0, resume=path)
+    path.write_text(f'{header}\n{{"key": "a"}}\n')
+    with pytest.raises(InputError, match=r"expected an outcome under a in .*run.jsonl"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     with pytest.raises(InputError, match="expected a file"):
         sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")
+
+
+def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
+    """Another option, another cut-off, another model in the same folder."""
+    place, path = tmp_path / "model", tmp_path / "run.jsonl"
+    shutil.copytree(folder, place)
+    options = {"workers": 0, "resume": path}
+    first = sweep(METHOD, str(place), examples(2), **options)
+    shares = r"remember a run with method share 0.2, got one with method share 0.3: choose another"
+    with pytest.raises(InputError, match=shares):
+        sweep(replace(METHOD, share=0.2), str(place), examples(2), **options)
+    seeds = r"remember a run with method seed 1, got one with method seed 0: choose another"
+    with pytest.raises(InputError, match=seeds):
+        sweep(replace(METHOD, seed=1), str(place), examples(2), **options)
+    with pytest.raises(InputError, match="with longest 8, got one with longest None"):
+        sweep(METHOD, ModelSource(str(place), longest=8), examples(2), **options)
+    (place / "README.md").write_text("a card changes nothing")
+    assert sweep(METHOD, str(place), examples(2), **options).outcomes == first.outcomes
+    tiny_heads.model("bert", "classes", seed=2).save_pretrained(place)
+    with pytest.raises(InputError, match=f"with model .*, got one with model {first.identity}"):
+        sweep(METHOD, str(place), examples(2), **options)
+    other = sweep(METHOD, str(place), examples(2), workers=0)
+    assert other.identity != first.identity
+    assert [one.confidence_before for one in other.outcomes] != [
+        one.confidence_before for one in first.outcomes
+    ]  # the process does not go on with the model that was there before
 
 
 def test_killed_in_the_middle_resumes(folder, tmp_path):
@@ -93,7 +123,7 @@ def test_killed_in_the_middle_resumes(folder, tmp_path):
         f"sys.path[:0] = [{str(Path(__file__).parent.parent)!r}, {str(Path(__file__).parent)!r}]\n"
         "import test_sweep as t, time\n"
         f"t.sweep(t.METHOD, {folder!r}, t.examples(), workers=0, together=1,\n"
-        f"        resume={str(path)!r}, watch=lambda *_: time.sleep(0.3))\n"
+        f"        resume={str(path)!r}, progress=lambda *_: time.sleep(0.3))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:
@@ -106,12 +136,19 @@ def test_killed_in_the_middle_resumes(folder, tmp_path):
     assert 2 <= known < 6
     seen = []
     found = sweep(METHOD, folder, examples(), workers=0, together=1, resume=path,
-                  watch=lambda *a: seen.append(a))  # fmt: skip
+                  progress=lambda *a: seen.append(a))  # fmt: skip
     assert len(seen) == 6 - known
     assert facts(found) == facts(sweep(METHOD, folder, examples(), workers=0, together=1))
 
 
-class Deadly(ModelSource):
+class Marked(ModelSource):
+    """A source with a word behind its name, for what happens where it is loaded."""
+
+    def identity(self):
+        return ModelSource(self.name.split("|")[0]).identity()
+
+
+class Deadly(Marked):
     """A source whose loading kills the worker the first time (a marker says it did), or always."""
 
     def load(self):
@@ -123,7 +160,7 @@ class Deadly(ModelSource):
         return ModelSource(name).load()
 
 
-class Telling(ModelSource):
+class Telling(Marked):
     """A source that writes down how many threads its process was born with."""
 
     def load(self):

@@ -1,4 +1,4 @@
-"""Through which modules of Keyhole a call came: what one parameter passes on its way to an attack."""
+"""Through which modules of Keyhole a call came: what a parameter passes on its way down."""
 
 from __future__ import annotations
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-import reference_layers as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_layers import KINDS, layer
 
 from keyhole.extract import FullOutput, Status
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.full_output import key_basis
-from keyhole.extract.vectors.head_values import separate_values
-from keyhole.extract.vectors.probe_sequences import Panel, open_panel, solve_scores
 from keyhole.oracle import Counted, Noisy, Rounded
 from keyhole.oracle.planted import Attention, Head
-from keyhole.oracle.storage import plant
-
-KINDS = [(False, False), (True, False), (True, True)]  # (every token, causal)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     stream = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-
-def layer(d=6, heads=1, m=6, every=True, causal=False, seed=0, **more) -> Attention:
-    planted = plant(
-        "attention", dim=d, heads=heads, outputs=m, every_token=every, causal=causal, seed=seed,
-        **more,
-    )  # fmt: skip
-    assert isinstance(planted, Attention)
-    return planted
 
 
 def worst(found: Attention, truth: Attention) -> float:
@@ -54,52 +39,6 @@ def worst(found: Attention, truth: Attention) -> float:
         )
         for W, V in zip(truth.W, truth.V, strict=True)
     )  # fmt: skip
-
-
-# What the panel measures
-
-
-@pytest.mark.parametrize(("every", "causal"), KINDS)
-def test_answers_are_what_the_formula_says(every, causal):
-    truth = layer(5, 2, 4, every, causal)
-    panel = Panel(truth, 4, every, causal)
-    keys, xs = normal(3, 5, seed=1), normal(2, 5, seed=2)
-    got = panel.respond(keys[None], xs, square=0.5, zeros=2)[0]
-    counts = panel.references(2, zeros=2)
-    for i, x in enumerate(xs):
-        expected = np.zeros(4)
-        for W, V in zip(truth.W.numpy(), truth.V.numpy(), strict=True):
-            weights = reference.weights_of_keys(0.5 * x.numpy(), keys.numpy(), W, float(counts[i]))
-            expected += sum(a * (key @ V) for a, key in zip(weights, keys.numpy(), strict=True))
-        assert np.allclose(got[i].numpy(), expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_planted_layer_is_attention(causal):
-    truth, X = layer(4, 3, 5, True, causal), normal(6, 4)
-    expected = reference.attention(X.numpy(), truth.W.numpy(), truth.V.numpy(), causal)
-    assert np.allclose(truth(X[None])[0].numpy(), expected, atol=1e-12)
-
-
-def test_scores_come_back_through_the_linear_solve():
-    z = normal(7, 2, 3, seed=3)
-    values, references = normal(2, 3, 8, seed=4), torch.arange(1.0, 8.0, dtype=torch.float64)
-    weights = z.exp() / (references[:, None, None] + z.exp().sum(-1, keepdim=True))
-    answers = torch.einsum("khp,hpm->km", weights, values)
-    found, errors = solve_scores(answers, values, references)
-    assert torch.allclose(found, z, atol=1e-12)
-    assert bool(((found - z).abs() <= 100 * errors).all())
-
-
-@pytest.mark.parametrize(("every", "causal"), KINDS)
-@pytest.mark.parametrize("d", [1, 2, 7])
-def test_values_and_causality_are_read_off(every, causal, d):
-    truth = layer(d, 3, 4, every, causal)
-    counted = Counted(truth)
-    panel, total = open_panel(counted)
-    assert (panel.every_token, panel.causal) == (every, causal)
-    assert torch.allclose(total, truth.V.sum(0), atol=1e-13)
-    assert counted.queries == (1 if causal else d)
 
 
 def test_any_rank_keys_in_a_row_have_independent_values():
@@ -261,17 +200,6 @@ def test_proportional_heads_are_not_guessed(every, causal, factor):
 def test_more_heads_than_outputs_are_not_guessed(every, causal):
     truth = layer(6, 4, 2, every, causal)
     assert FullOutput()(truth).status in (Status.NOT_APPLICABLE, Status.MISMATCH)
-
-
-def test_values_are_separated_with_few_queries():
-    truth = layer(10, 3, 10, False)
-    counted = Counted(truth)
-    panel, total = open_panel(counted)
-    V = separate_values(panel, total, torch.Generator().manual_seed(0))
-    assert len(V) == 3
-    for V_h in truth.V:
-        assert min(float((V_h - found).abs().max()) for found in V) < 1e-11
-    assert counted.queries <= 10 + 16 * 3 + 4 * 10
 
 
 # Failure is a value

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-import reference_layers as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted_heads import orthogonal_heads
 
 from keyhole.errors import InputError
 from keyhole.extract import OrthogonalHeads, Status
-from keyhole.extract.bilinear import random_orthogonal, read_values
-from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
+from keyhole.extract.bilinear import random_orthogonal
 from keyhole.oracle import Counted
 from keyhole.oracle.planted import Attention, MultiHead
 
@@ -22,20 +20,6 @@ from keyhole.oracle.planted import Attention, MultiHead
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     stream = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-
-def planted(sizes, seed=0, scale=1.0, unused=0):
-    """Heads in random orthogonal subspaces of the given sizes, and their bases."""
-    stream = torch.Generator().manual_seed(seed)
-    Q = random_orthogonal(sum(sizes) + unused, stream)
-    bases = [part.contiguous() for part in Q[:, : sum(sizes)].split(list(sizes), dim=1)]
-    W, v = [], []
-    for basis in bases:
-        k = basis.shape[1]
-        inner = torch.randn(k, k, generator=stream, dtype=torch.float64) * scale / math.sqrt(k)
-        W.append(basis @ inner @ basis.mT)
-        v.append(basis @ torch.randn(k, generator=stream, dtype=torch.float64))
-    return MultiHead(W, v), bases
 
 
 def worst(found, truth) -> float:
@@ -53,52 +37,12 @@ def worst(found, truth) -> float:
     )
 
 
-# The formulas
-
-
-def test_the_hessian_is_the_one_the_paper_derives():
-    truth, _ = planted([2, 3])
-    Ws, vs, x = [W.numpy() for W in truth.W], [v.numpy() for v in truth.v], normal(5).numpy()
-    numerical = reference.numerical_hessian(lambda d: reference.response(d, x, Ws, vs), 5, 1e-4)
-    assert np.allclose(reference.hessian(x, Ws, vs), numerical, atol=1e-6)
-
-
-@pytest.mark.parametrize(("levels", "accuracy"), [(1, 1e-8), (2, 1e-10), (3, 1e-11)])
-@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_hessians_by_finite_differences(levels, accuracy, size):
-    truth, _ = planted([2, 3, 3], scale=size)
-    counted = Counted(truth)
-    v = read_values(counted)
-    forms = QuadraticForms(counted, v, 1e-16 ** (1 / (2 * levels + 1)), levels)
-    x = normal(8, seed=1)
-    x = x / torch.linalg.vector_norm(x)
-    found = forms.hessian(x, torch.Generator().manual_seed(0)).numpy()
-    exact = reference.hessian(x.numpy(), [W.numpy() for W in truth.W], [v.numpy() for v in truth.v])
-    assert np.abs(found - exact).max() <= accuracy * np.abs(exact).max()
-    assert counted.queries <= 8 + levels * 36 + 12 * 4
-
-
-def test_blocks_of_exact_matrices():
-    Q = random_orthogonal(9, torch.Generator().manual_seed(0))
-    sizes = [1, 2, 2, 4]
-    matrices = []
-    for seed in range(2):
-        parts = [normal(k, k, seed=10 * seed + k + i) for i, k in enumerate(sizes)]
-        matrices.append(Q @ torch.block_diag(*[part + part.mT for part in parts]) @ Q.mT)
-    blocks = finest_blocks(matrices, 1e-13, torch.Generator().manual_seed(1))
-    assert sorted(block.shape[1] for block in blocks) == sizes
-    for block in blocks:
-        for matrix in matrices:
-            moved = matrix @ block
-            assert torch.allclose(moved, block @ (block.mT @ moved), atol=1e-9)
-
-
 # Known bases
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 1, 1], [1, 2, 5], [8, 8, 8, 8]])
 def test_known_bases_take_as_many_queries_as_there_are_unknowns(sizes):
-    truth, bases = planted(sizes)
+    truth, bases = orthogonal_heads(sizes)
     method = OrthogonalHeads(bases)
     result = method(truth)
     assert result.status is Status.RECOVERED
@@ -107,7 +51,7 @@ def test_known_bases_take_as_many_queries_as_there_are_unknowns(sizes):
 
 
 def test_a_head_without_values_is_left_out():
-    truth, bases = planted([3, 2])
+    truth, bases = orthogonal_heads([3, 2])
     silent = MultiHead([truth.W[0], truth.W[1]], [truth.v[0], torch.zeros_like(truth.v[1])])
     result = OrthogonalHeads(bases)(silent)
     assert result.status is Status.RECOVERED
@@ -115,22 +59,32 @@ def test_a_head_without_values_is_left_out():
 
 
 def test_wrong_bases_are_caught():
-    truth, _ = planted([3, 3])
+    truth, _ = orthogonal_heads([3, 3])
     Q = random_orthogonal(6, torch.Generator().manual_seed(5))
     result = OrthogonalHeads([Q[:, :3].contiguous(), Q[:, 3:].contiguous()])(truth)
     assert result.status is not Status.RECOVERED
 
 
 def test_bases_are_checked():
-    _, (first, second) = planted([2, 2])
-    for bad in ([], [first, first], [2 * first], [first[0]], [first, second[:3]], [first.float()]):
-        with pytest.raises(InputError, match="expected"):
+    _, (first, second) = orthogonal_heads([2, 2])
+    with pytest.raises(InputError, match="expected a basis for each head, got none"):
+        OrthogonalHeads([])
+    for bad in ([first, first], [2 * first]):
+        with pytest.raises(InputError, match="expected orthonormal, mutually orthogonal bases"):
+            OrthogonalHeads(bad)
+    for bad in ([first[0]], [first, second[:3]], [first.float()]):
+        with pytest.raises(InputError, match=r"expected float64 bases of shape \(d, k\), got"):
             OrthogonalHeads(bad)
     with pytest.raises(InputError, match="rows"):
-        OrthogonalHeads([first])(planted([3, 3])[0])
-    for wrong in ({"points": 0}, {"levels": 0}, {"precision": 0.0}, {"precision": 2.0}):
-        with pytest.raises(InputError, match="expected"):
-            OrthogonalHeads(**wrong)
+        OrthogonalHeads([first])(orthogonal_heads([3, 3])[0])
+    for name, value, message in (
+        ("points", 0, "expected 1 point or more, got 0"),
+        ("levels", 0, "expected 1 level or more, got 0"),
+        ("precision", 0.0, r"expected a precision between 0 and 1, got 0\.0"),
+        ("precision", 2.0, r"expected a precision between 0 and 1, got 2\.0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            OrthogonalHeads(**{name: value})
 
 
 # Unknown bases
@@ -139,7 +93,7 @@ def test_bases_are_checked():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [[8], [4, 4], [1, 1, 1, 1], [1, 2, 3, 4], [4, 4, 4, 4], [8, 8]])
 def test_unknown_bases(sizes, seed):
-    truth, _ = planted(sizes, seed)
+    truth, _ = orthogonal_heads(sizes, seed)
     result = OrthogonalHeads(seed=seed)(truth)
     assert result.status is Status.RECOVERED, result.reason
     assert worst(result.model, truth) <= 1e-8
@@ -152,7 +106,7 @@ def test_unknown_bases(sizes, seed):
 )
 @settings(max_examples=40, deadline=None)
 def test_never_a_wrong_model_called_right(sizes, size, seed):
-    truth, _ = planted(sizes, seed, 10.0**size)
+    truth, _ = orthogonal_heads(sizes, seed, 10.0**size)
     result = OrthogonalHeads(seed=seed)(truth)
     if result.status is Status.RECOVERED:
         fresh = normal(20, 6, truth.dim, seed=seed)
@@ -162,7 +116,7 @@ def test_never_a_wrong_model_called_right(sizes, size, seed):
 
 @pytest.mark.parametrize("unused", [1, 3])
 def test_dimensions_that_no_head_uses(unused):
-    truth, _ = planted([3, 3], unused=unused)
+    truth, _ = orthogonal_heads([3, 3], unused=unused)
     result = OrthogonalHeads()(truth)
     assert result.status is Status.RECOVERED
     assert worst(result.model, truth) <= 1e-8
@@ -170,7 +124,7 @@ def test_dimensions_that_no_head_uses(unused):
 
 def test_rows_that_lead_nowhere():
     """W_h = c_h·P_h: every row is where it started, so the subspaces cannot be grown."""
-    _, bases = planted([5, 5])
+    _, bases = orthogonal_heads([5, 5])
     W = [c * basis @ basis.mT for c, basis in zip((1.0, -2.0), bases, strict=True)]
     truth = MultiHead(W, [basis @ normal(5, seed=i) for i, basis in enumerate(bases)])
     result = OrthogonalHeads()(truth)
@@ -180,7 +134,7 @@ def test_rows_that_lead_nowhere():
 
 def test_equal_heads_of_one_dimension():
     """Same weights in every subspace: eigenvalues differ only through x, which is random."""
-    _, bases = planted([1] * 6)
+    _, bases = orthogonal_heads([1] * 6)
     truth = MultiHead([b @ b.mT for b in bases], [b[:, 0] for b in bases])
     result = OrthogonalHeads()(truth)
     assert result.status is Status.RECOVERED
@@ -188,7 +142,7 @@ def test_equal_heads_of_one_dimension():
 
 
 def test_a_head_without_scores():
-    truth, _ = planted([3, 2, 3])
+    truth, _ = orthogonal_heads([3, 2, 3])
     flat = MultiHead([truth.W[0], 0 * truth.W[1], truth.W[2]], truth.v)
     result = OrthogonalHeads()(flat)
     assert result.status is Status.RECOVERED
@@ -212,7 +166,7 @@ def test_heads_that_are_not_orthogonal_are_not_guessed():
 def test_no_values():
     zero = MultiHead([normal(4, 4)], [torch.zeros(4, dtype=torch.float64)])
     assert OrthogonalHeads()(zero).status is Status.NOT_IDENTIFIABLE
-    _, bases = planted([2, 2])
+    _, bases = orthogonal_heads([2, 2])
     assert OrthogonalHeads(bases)(zero).status is Status.NOT_IDENTIFIABLE
 
 
@@ -223,7 +177,7 @@ def test_vectors_are_for_another_method():
 
 @pytest.mark.parametrize("known", [False, True])
 def test_every_budget_ends_in_a_status(known):
-    truth, bases = planted([2, 2])
+    truth, bases = orthogonal_heads([2, 2])
     method = OrthogonalHeads(bases if known else None)
     needed = method(truth).queries
     for budget in range(needed):
@@ -267,6 +221,6 @@ ADVERSARIES = {
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_adversaries_end_in_a_status(name, known):
-    bases = planted([3, 3])[1] if known else None
+    bases = orthogonal_heads([3, 3])[1] if known else None
     result = OrthogonalHeads(bases)(Counted(Adversary(ADVERSARIES[name]), budget=20_000))
     assert result.status not in (Status.RECOVERED, Status.INEXACT)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract import Extraction, ReluNetwork, Status, judge
-from keyhole.extract.relu.absolute_terms import Folds, neurons
 from keyhole.oracle import Clipped, Counted, Failing, ReluFfn, Rounded, load, plant, save
 
 
@@ -297,18 +296,3 @@ def test_the_judge_sees_a_wrong_model() -> None:
     assert isinstance(RELU, ReluFfn)
     wrong = ReluFfn(RELU.A + 1e-3, RELU.w)
     assert judge(RELU, wrong).worst > 1e-4
-
-
-@pytest.mark.parametrize(("d", "m"), [(6, 6), (12, 15), (4, 12)])
-def test_neurons_of_any_folds_and_any_linear_part(d: int, m: int) -> None:
-    folds = Folds(normal(0, m, d), normal(1, m).sign())
-    x = normal(2, 50, d)
-    for linear in (normal(3, d), torch.zeros(d, dtype=torch.float64)):
-        model, unknowns = neurons(folds, linear)
-        torch.testing.assert_close(model(x.unsqueeze(1)), folds(x) + x @ linear)
-        assert (len(model.w), unknowns) == (m + 2, (m + 1) * d)
-    true = ReluFfn(folds.normals * normal(4, m).sign().unsqueeze(1), folds.signs)
-    model, unknowns = neurons(folds, 0.5 * true.w @ true.A)
-    torch.testing.assert_close(model(x.unsqueeze(1)), true(x.unsqueeze(1)))
-    if m < 1.5 * d:  # beyond 2d orientations are not looked for in earnest
-        assert (len(model.w), unknowns) == (m, m * d)

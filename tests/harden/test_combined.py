@@ -7,7 +7,7 @@ import torch
 
 import tiny_classifiers as small
 from keyhole.errors import InputError
-from keyhole.harden import AttackMasks, FreeLB, Plain, Together
+from keyhole.harden import AttackMasks, Combined, FreeLB, Plain
 
 
 def gradients(defence, stream):
@@ -20,19 +20,19 @@ def gradients(defence, stream):
 
 def test_losses_add_up_and_draw_one_after_the_other():
     methods = (FreeLB(), AttackMasks(share=0.1, weight=2.0))
-    both = gradients(Together(methods), torch.Generator().manual_seed(3))
+    both = gradients(Combined(methods), torch.Generator().manual_seed(3))
     stream = torch.Generator().manual_seed(3)
     alone = sum(gradients(method, stream) for method in methods)
     assert (both - alone).abs().max() < 1e-6 * alone.abs().max()
 
 
 def test_one_alone_is_itself_and_none_is_refused():
-    both = gradients(Together((Plain(),)), torch.Generator().manual_seed(3))
+    both = gradients(Combined((Plain(),)), torch.Generator().manual_seed(3))
     assert torch.equal(both, gradients(Plain(), torch.Generator().manual_seed(3)))
     with pytest.raises(InputError, match="one method or more"):
-        Together(())
+        Combined(())
 
 
 def test_the_strongest_is_freelb_and_the_masks():
-    method = Together.strongest(weight=0.5)
+    method = Combined.strongest(weight=0.5)
     assert method.methods == (FreeLB(), AttackMasks(share=0.01, weight=0.5))

@@ -10,15 +10,15 @@ import torch
 
 import tiny_classifiers as small
 import tiny_models
-from keyhole.disrupt import HackAttend, Unit
-from keyhole.disrupt.batches import Table
+from keyhole.disrupt import HackAttend, Rerank, Unit
+from keyhole.disrupt.batches import Batches
 from keyhole.errors import InputError
 from keyhole.harden import Evaluation, Plain, attack, evaluate, train
 from keyhole.harden.defences.attack_masks import Cuts
 from keyhole.harden.evaluate import lowered, lowering, raised, transferred, wrong_labels
 from keyhole.models.masking import rewriting
 
-LIGHT = HackAttend(share=0.1, rounds=3, prefixes=4, refine=2, batch=32)
+LIGHT = HackAttend(0.1, schedule=Rerank(rounds=3, prefixes=4, refine=2), batch=32)
 
 
 @pytest.fixture(scope="module")
@@ -32,32 +32,33 @@ def classifier(seed=0, labels=2):
 
 def own(model, words, count=12):
     """Examples whose labels are the model's own answers, but for the last two."""
-    table = Table(model, words, small.examples(count))
-    said = {}
-    for part, batch, _ in table.batches():
-        said.update(zip([one.id for one in part], table.predicted(batch).tolist(), strict=True))
-    kept = [replace(one, label=said[one.id]) for one in table.examples]
+    batches = Batches(model, words, small.examples(count))
+    answers = {}
+    for part, batch, _ in batches:
+        ids = [example.id for example in part]
+        answers.update(zip(ids, batches.predicted(batch).tolist(), strict=True))
+    kept = [replace(example, label=answers[example.id]) for example in batches.examples]
     return [*kept[:-2], *(replace(one, label=1 - one.label) for one in kept[-2:])]
 
 
 def test_masks_transferred_to_the_same_model_flip_what_they_flipped(words):
     model = classifier(seed=1)
     examples = own(model, words)
-    found = attack(model, examples, words, LIGHT, together=5)
+    found = attack(model, words, examples, LIGHT, together=5)
     assert [outcome.id for outcome in found.outcomes] == [one.id for one in examples]
     assert found.flips
     # Other batches, so other padding.
-    again = transferred(Table(model, words, examples, together=7), found)
+    again = transferred(Batches(model, words, examples, together=7), found)
     assert (again.examples, again.flips) == (len(found.attacked), found.flips)
 
 
 def test_only_examples_that_both_get_right_are_counted(words):
     model, donor = classifier(seed=1), classifier(seed=2)
     examples = own(model, words)
-    found = attack(donor, examples, words, LIGHT)
-    mine = attack(model, examples, words, LIGHT)
+    found = attack(donor, words, examples, LIGHT)
+    mine = attack(model, words, examples, LIGHT)
     both = [a.right and b.right for a, b in zip(found.outcomes, mine.outcomes, strict=True)]
-    measured = transferred(Table(model, words, examples), found)
+    measured = transferred(Batches(model, words, examples), found)
     assert measured.examples == sum(both)
     flips = 0
     for one, outcome, counts in zip(examples, found.outcomes, both, strict=True):
@@ -68,7 +69,7 @@ def test_only_examples_that_both_get_right_are_counted(words):
 
 def flips_alone(model, words, example, cut):
     """The donor's units, set one by one, on one sentence without any padding."""
-    (_, batch, labels) = next(iter(Table(model, words, [example]).batches()))
+    (_, batch, labels) = next(iter(Batches(model, words, [example])))
     inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
     n = inputs["input_ids"].shape[1]
     cuts = Cuts()
@@ -82,11 +83,11 @@ def flips_alone(model, words, example, cut):
 def test_a_donor_with_other_layers_is_refused(words):
     model = classifier(seed=1)
     examples = own(model, words)
-    found = attack(model, examples, words, replace(LIGHT, share=0.0))
+    found = attack(model, words, examples, replace(LIGHT, share=0.0))
     deeper = [replace(one, cut=(Unit(2, 0, 1, 1),)) for one in found.outcomes]
     found = replace(found, outcomes=tuple(deeper))
     with pytest.raises(InputError, match="same layers and heads"):
-        transferred(Table(model, words, examples), found)
+        transferred(Batches(model, words, examples), found)
 
 
 @pytest.mark.parametrize("labels", [2, 3])
@@ -96,10 +97,10 @@ def test_wrong_label_masks_never_read_the_labels(words, labels):
     turned = [replace(one, label=1 - one.label) for one in examples]
     made = []
     for given in (examples, turned):
-        part, batch, _ = next(Table(model, words, given).batches())
+        part, batch, _ = next(iter(Batches(model, words, given)))
         wrong = wrong_labels(model, batch, part, seed=3)
         made.append((wrong, lowering(model, batch, wrong, LIGHT).made))
-        assert (wrong != Table(model, words, given).predicted(batch)).all()
+        assert (wrong != Batches(model, words, given).predicted(batch)).all()
     assert torch.equal(made[0][0], made[1][0])
     assert all(torch.equal(a, b) for a, b in zip(made[0][1], made[1][1], strict=True))
     assert sum(int(cut.sum()) for cut in made[0][1]) > 0
@@ -107,7 +108,7 @@ def test_wrong_label_masks_never_read_the_labels(words, labels):
 
 def test_lowered_masks_lower_the_wrong_label(words):
     model = classifier(seed=1)
-    part, batch, _ = next(Table(model, words, small.examples(12)).batches())
+    part, batch, _ = next(iter(Batches(model, words, small.examples(12))))
     wrong = wrong_labels(model, batch, part, seed=0)
     inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
 
@@ -126,8 +127,8 @@ def test_raised_masks_flip_what_a_targeted_attack_flips(words):
     """With two classes the wrong label is the other one."""
     model = classifier(seed=1)
     examples = own(model, words)
-    found = raised(Table(model, words, examples), LIGHT, seed=0)
-    batches = Table(model, words, examples).batches()
+    found = raised(Batches(model, words, examples), LIGHT, seed=0)
+    batches = Batches(model, words, examples)
     flips = sum(
         LIGHT(model, batch, labels, targets=1 - labels).flips for _, batch, labels in batches
     )
@@ -139,42 +140,57 @@ def test_no_budget_flips_nothing(words):
     model = classifier(seed=1)
     examples = own(model, words)
     nothing = replace(LIGHT, share=0.0)
-    donor = attack(classifier(seed=2), examples, words, nothing)
+    donor = attack(classifier(seed=2), words, examples, nothing)
     found = evaluate(
-        model, examples, words, attacks={"k = 0": nothing}, donors={"k = 0": donor},
+        model, words, examples, attacks={"k = 0": nothing}, donors={"k = 0": donor},
         wrong_label=nothing,
     )  # fmt: skip
     parts = [*found.attacks.values(), *found.transferred.values(), *found.wrong_label.values()]
     assert len(parts) == 4
     assert [one.flips for one in parts] == [0, 0, 0, 0]
     assert found.accuracy == pytest.approx(10 / 12)
-    assert lowered(Table(model, words, examples), nothing, 0).examples == 10
+    assert lowered(Batches(model, words, examples), nothing, 0).examples == 10
 
 
 def test_everything_in_one_and_as_json(words):
     model = classifier(seed=1)
     examples = own(model, words)
-    donor = attack(classifier(seed=2), examples[:6], words, LIGHT)
-    told, counted = [], []
+    donor = attack(classifier(seed=2), words, examples[:6], LIGHT)
+    kept, counted = [], []
+
+    def track(name, total=None):
+        return lambda done, whole: counted.append((name, done, total, whole))
+
     found = evaluate(
-        model, examples, words, attacks={"stronger": LIGHT}, donors={"other": donor},
-        wrong_label=LIGHT, attacked=6, watch=told.append, together=8,
-        progress=lambda *count: counted.append(count),
+        model, words, examples, attacks={"stronger": LIGHT}, donors={"other": donor},
+        wrong_label=LIGHT, attacked=6, keep=kept.append, together=8, track=track,
     )  # fmt: skip
     parts = ("stronger", "other", "lowered", "raised")
-    assert counted == [("clean", 8, 12), ("clean", 12, 12), *((name, 6, 6) for name in parts)]
-    assert [len(one.attacks) + len(one.transferred) + len(one.wrong_label) for one in told] == [
+    clean = [("clean", 8, 12, 12), ("clean", 12, 12, 12)]
+    assert counted == [*clean, *((name, 6, 6, 6) for name in parts)]
+    assert [len(one.attacks) + len(one.transferred) + len(one.wrong_label) for one in kept] == [
         1, 2, 3, 4,
     ]  # fmt: skip
-    alone = attack(model, examples[:6], words, LIGHT)
+    alone = attack(model, words, examples[:6], LIGHT)
     assert found.attacks["stronger"].success == alone.success
     assert found.attacks["stronger"].queries == alone.queries
     assert (found.examples, found.attacks["stronger"].examples) == (12, 6)
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     with pytest.raises(InputError, match="format"):
         Evaluation.from_dict({**found.to_dict(), "format": 0})
-    with pytest.raises(InputError, match="expected an evaluation"):
+    with pytest.raises(InputError, match="expected a saved evaluation, got None"):
         Evaluation.from_dict({"format": 1})
+    with pytest.raises(InputError, match="expected a saved evaluation, got KeyError"):
+        Evaluation.from_dict({"format": 1, "kind": "evaluation"})
+
+
+def test_an_evaluation_is_saved_and_shows_itself_in_a_line(words, tmp_path):
+    model = classifier(seed=1)
+    found = evaluate(model, words, own(model, words), attacks={"stronger": LIGHT}, attacked=6)
+    found.save(tmp_path / "evaluation.json")
+    assert Evaluation.load(tmp_path / "evaluation.json") == found
+    assert repr(found).startswith("Evaluation: clean accuracy 83.3%; flips, stronger ")
+    assert "\n" not in repr(found)
 
 
 def test_pools_hold_every_example_once_and_less_padding(words):

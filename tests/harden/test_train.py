@@ -8,11 +8,23 @@ import torch
 import tiny_classifiers as small
 import tiny_models as tiny
 from keyhole.errors import InputError
-from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend, Together, train
+from keyhole.harden import (
+    ASA,
+    DEFENCES,
+    R3F,
+    SMART,
+    AttackMasks,
+    Combined,
+    FreeLB,
+    Plain,
+    SAttend,
+    Training,
+    train,
+)  # fmt: skip
 from keyhole.harden.train import _schedule
 
 ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), AttackMasks(),
-       Together.strongest()]  # fmt: skip
+       Combined.strongest()]  # fmt: skip
 
 
 def weights(model):
@@ -28,12 +40,12 @@ class Stop(Exception):
     pass
 
 
-def stop_in_epoch(epoch):
-    def watch(progress):
-        if progress.epoch == epoch:
+def stop_in_epoch(number):
+    def progress(done, total, note):
+        if note.startswith(f"epoch {number}, "):
             raise Stop
 
-    return watch
+    return progress
 
 
 @pytest.mark.parametrize("defence", ALL, ids=lambda defence: type(defence).__name__)
@@ -48,9 +60,9 @@ def test_every_defence_trains_and_goes_on_bit_for_bit(defence, tmp_path):
 
     stopped = small.model(labels=2)
     with pytest.raises(Stop):
-        run(defence, stopped, examples, checkpoint=tmp_path, watch=stop_in_epoch(1))
+        run(defence, stopped, examples, checkpoint=tmp_path, progress=stop_in_epoch(2))
     torch.manual_seed(99)  # whatever the process drew in between
-    fresh = small.model(labels=2, seed=5)
+    fresh = small.model(labels=2)
     again = run(defence, fresh, examples, checkpoint=tmp_path)
     assert again.resumed == 1
     assert again.losses == done.losses
@@ -60,14 +72,15 @@ def test_every_defence_trains_and_goes_on_bit_for_bit(defence, tmp_path):
 @pytest.mark.parametrize("choices", [False, True])
 def test_it_learns(choices):
     model = small.model("choices" if choices else "classes", labels=2, dropout=0.0)
-    losses = []
-    watch = lambda progress: losses.append(progress.loss)  # noqa: E731
+    steps = []
     done = run(
-        Plain(), model, small.examples(64, choices=choices), epochs=6, rate=3e-3, watch=watch
-    )
+        Plain(), model, small.examples(64, choices=choices), epochs=6, rate=3e-3,
+        progress=lambda *step: steps.append(step),
+    )  # fmt: skip
     assert done.losses[-1] < 0.5 * done.losses[0]
-    assert len(losses) == done.steps == 48
-    assert done.losses[0] == pytest.approx(sum(losses[:8]) / 8)
+    assert [step[:2] for step in steps] == [(number, 48) for number in range(1, 49)]
+    losses = [float(note.removeprefix("epoch 1, loss ")) for _, _, note in steps[:8]]
+    assert done.losses[0] == pytest.approx(sum(losses) / 8, abs=1e-3)
 
 
 def test_seeds_and_data_order():
@@ -82,14 +95,41 @@ def test_seeds_and_data_order():
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path):
+    """Another option, other data, another model."""
     examples = small.examples(8)
     run(Plain(), small.model(labels=2), examples, checkpoint=tmp_path)
-    with pytest.raises(InputError, match="got one of another run"):
+    rates = "remember a run with rate 0.0001, got one with rate 0.001: choose another file"
+    with pytest.raises(InputError, match=rates):
         run(Plain(), small.model(labels=2), examples, checkpoint=tmp_path, rate=1e-4)
+    with pytest.raises(InputError, match=r"a run with data [0-9a-f]{16}, got one with data"):
+        run(Plain(), small.model(labels=2), small.examples(8, seed=1), checkpoint=tmp_path)
+    with pytest.raises(InputError, match=r"a run with model [0-9a-f]{16}, got one with model"):
+        run(Plain(), small.model(labels=2, seed=1), examples, checkpoint=tmp_path)
+    other = small.model(labels=2)
+    with torch.no_grad():
+        other.classifier.bias.add_(1)
+    with pytest.raises(InputError, match=r"a run with model [0-9a-f]{16}, got one with model"):
+        run(Plain(), other, examples, checkpoint=tmp_path)
     done = run(Plain(), small.model(labels=2), examples, checkpoint=tmp_path)
     assert done.resumed == 2
     assert done.steps == 2
+
+
+def test_what_a_run_cost_is_saved_and_shows_itself_in_a_line(tmp_path):
+    done = run(Plain(), small.model(labels=2), small.examples(8))
+    done.save(tmp_path / "training.json")
+    assert Training.load(tmp_path / "training.json") == done
+    assert repr(done) == f"Training: 2 steps in {done.seconds:.1f} s; loss {done.losses[-1]:.3f}"
+
+
+def test_every_defence_has_a_name_and_options_of_its_own():
+    made = {type(DEFENCES.make(name)) for name in DEFENCES}
+    assert made == {type(defence) for defence in ALL}
+    assert DEFENCES.make("sattend", rate=0.5, mode="token") == SAttend(0.5, "token")
+    assert DEFENCES.make("strongest", weight=0.5) == Combined.strongest(weight=0.5)
+    with pytest.raises(InputError, match="expected --mode with sattend, got plain"):
+        DEFENCES.make("plain", mode="token")
 
 
 def test_half_a_checkpoint_is_not_one(tmp_path):
@@ -119,9 +159,16 @@ def test_a_loss_that_is_not_a_number_ends_the_run():
     assert done.losses == ()
 
 
-@pytest.mark.parametrize("changes", [{"epochs": 0}, {"batch": 0}, {"rate": 0.0}])
-def test_wrong_settings(changes):
-    with pytest.raises(InputError, match="expected"):
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 0}, "expected epochs of 1 or more, got 0"),
+        ({"batch": 0}, "expected batch of 1 or more, got 0"),
+        ({"rate": 0.0}, "expected a rate above 0, got 0"),
+    ],
+)
+def test_wrong_settings(changes, words):
+    with pytest.raises(InputError, match=words):
         run(Plain(), small.model(), small.examples(8), **changes)
     with pytest.raises(InputError, match="expected examples of 1 or more, got 0"):
         run(Plain(), small.model(), [])

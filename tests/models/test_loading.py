@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -14,6 +15,7 @@ import tiny_models as tiny
 from keyhole.errors import InputError
 from keyhole.models import Exposure, capture, identity, load_model
 from keyhole.models.loading import load_config, task_of
+from keyhole.models.tasks import head_of, named_task
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,28 @@ def test_the_task_of_a_checkpoint(folder, tmp_path):
     tiny_classifiers.model().save_pretrained(tmp_path)
     assert task_of(tmp_path) == "classification"
     assert load_model(tmp_path, task="classification", tokenizer=False).model.config.num_labels == 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [("BertForSequenceClassification", "classification"), ("ViTForImageClassification",
+     "classification"), ("BertForTokenClassification", "base"), ("BertForMultipleChoice", "choice"),
+     ("GPT2LMHeadModel", "causal"), ("LlamaForCausalLM", "causal"), ("BertModel", "base"),
+     ("T5ForConditionalGeneration", "seq2seq")],
+)  # fmt: skip
+def test_one_vocabulary_of_tasks(architecture, task):
+    config = SimpleNamespace(is_encoder_decoder=task == "seq2seq")
+    model = type(architecture, (), {"config": config})()
+    assert named_task(architecture) == head_of(model) == task
+
+
+def test_an_identity_with_the_head_tells_heads_apart():
+    first, second = (tiny_classifiers.model(seed=1) for _ in range(2))
+    assert identity(first, head=True) == identity(second, head=True)
+    with torch.no_grad():
+        second.classifier.bias.add_(1)
+    assert identity(first) == identity(second)
+    assert identity(first, head=True) != identity(second, head=True)
 
 
 def test_a_device_that_is_not_there(folder):

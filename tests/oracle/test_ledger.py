@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm_process
 from keyhole import extract, oracle
 from keyhole.errors import InputError
+from warm_process import Warm
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=5)
@@ -111,9 +111,18 @@ def test_an_outage_keeps_what_came_before(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (oracle.plant(dim=DIM, seed=6), "expected a ledger of target head:.*, got target head:"),
-        (oracle.plant(dim=DIM + 1, seed=5), "expected a ledger of dim 5, got dim 4"),
-        (oracle.Rounded(TARGET, 3), r"expected a ledger of target .*\|rounded:3"),
+        (
+            oracle.plant(dim=DIM, seed=6),
+            "to remember a run with target head:.*, got one with target head:",
+        ),
+        (
+            oracle.plant(dim=DIM + 1, seed=5),
+            "to remember a run with dim 5, got one with dim 4: choose another file",
+        ),
+        (
+            oracle.Rounded(TARGET, 3),
+            r"to remember a run with target .*\|rounded:3, got one with target head:",
+        ),
     ],
 )
 def test_a_ledger_of_another_target_is_refused(tmp_path, other, message):
@@ -130,7 +139,7 @@ def test_a_ledger_of_another_version_or_dtype_is_refused(tmp_path, name):
     db.execute("UPDATE meta SET value = 'other' WHERE name = ?", [name])
     db.commit()
     db.close()
-    with pytest.raises(InputError, match=f"expected a ledger of {name} .*, got {name} other"):
+    with pytest.raises(InputError, match=f"a run with {name} .*, got one with {name} other"):
         oracle.Ledger(TARGET, tmp_path / "run.db")
 
 
@@ -175,56 +184,61 @@ with oracle.Ledger(Logged(), ledger) as memory:
     result = extract.SingleHead()(memory)
 print(result.status.value, result.queries, result.remembered)
 """
-QUESTIONS = 12 * 12 + 12 + 40  # the attack's and the judge's
+QUESTIONS = 12 * 12 + 12 + 96  # the attack's and the judge's, those asked again counted once
 
 
-def start(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> subprocess.Popen[str]:
-    arguments = [str(tmp_path / "run.db"), str(tmp_path / "log"), str(die_at), str(pause)]
-    command = [sys.executable, "-c", ATTACKER, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def attacker(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> AbstractContextManager[Warm]:
+    arguments = (str(tmp_path / "run.db"), str(tmp_path / "log"), str(die_at), str(pause))
+    return warm_process.started(warm_process.code, ATTACKER, *arguments, cwd=tmp_path)
 
 
-def finish(process: subprocess.Popen[str]) -> list[str]:
-    out, _ = process.communicate(timeout=120)
-    return out.split()
+def finish(process: Warm) -> list[str]:
+    """Status, queries and how many of them were remembered."""
+    done = process.finish()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def asked(tmp_path: Path) -> list[str]:
     return (tmp_path / "log").read_text().split()
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_resumed_asks_nothing_twice(tmp_path):
     for die_at in (2, 4, 3):  # three attackers, each killed at its n-th call to the oracle
-        killed = start(tmp_path, die_at)
-        finish(killed)
-        assert killed.returncode == -signal.SIGKILL
+        with attacker(tmp_path, die_at) as killed:
+            assert killed.finish().returncode == -signal.SIGKILL
     assert 0 < len(asked(tmp_path)) < QUESTIONS
-    status, queries, remembered = finish(start(tmp_path))
+    with attacker(tmp_path) as last:
+        status, queries, remembered = finish(last)
     assert (status, int(queries)) == ("recovered", 156)
     assert int(remembered) > 0
     assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
 
 
+@pytest.mark.slow
 def test_killed_from_outside_at_any_moment(tmp_path):
-    process = start(tmp_path, pause=0.05)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (tmp_path / "log").exists():
-        time.sleep(0.02)
-    time.sleep(0.12)
-    os.kill(process.pid, signal.SIGKILL)
-    finish(process)
+    with attacker(tmp_path, pause=0.05) as killed:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (tmp_path / "log").exists():
+            time.sleep(0.02)
+        time.sleep(0.12)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.finish().returncode == -signal.SIGKILL
     before = len(asked(tmp_path))
     stored = sqlite3.connect(tmp_path / "run.db")
     durable = stored.execute("SELECT count(*) FROM answers").fetchone()[0]
     stored.close()
-    assert finish(start(tmp_path))[0] == "recovered"
+    with attacker(tmp_path) as last:
+        assert finish(last)[0] == "recovered"
     # Only a batch whose answers had not come back yet may be asked again.
     assert len(asked(tmp_path)) - QUESTIONS == before - durable
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
-    both = [start(tmp_path, pause=0.02), start(tmp_path, pause=0.02)]
-    results = [finish(process) for process in both]
+    with attacker(tmp_path, pause=0.02) as one, attacker(tmp_path, pause=0.02) as other:
+        results = [finish(one), finish(other)]
     assert [result[0] for result in results] == ["recovered", "recovered"]
     assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS
 

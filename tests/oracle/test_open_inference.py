@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -14,10 +13,13 @@ import httpx
 import pytest
 import torch
 
+from command_line import started
 from keyhole import extract, oracle
 from keyhole.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 from keyhole.results import Status
+
+pytestmark = pytest.mark.slow  # a server
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +33,22 @@ def served(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
-    for _ in range(300):
-        try:
-            if httpx.get(f"{url}/v2/models/target/ready").is_success:
-                break
-        except httpx.TransportError:
-            time.sleep(0.2)
-    else:
-        process.kill()
-        pytest.fail((folder / "log").read_text())
-    yield url, target
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=30)
+    with (
+        (folder / "log").open("w") as log,
+        started(command, cwd=folder, stdout=log, stderr=log) as process,
+    ):
+        for _ in range(300):
+            try:
+                if httpx.get(f"{url}/v2/models/target/ready").is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.2)
+        else:
+            pytest.fail((folder / "log").read_text())
+        yield url, target
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
     assert "Traceback" not in (folder / "log").read_text()
 
 

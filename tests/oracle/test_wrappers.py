@@ -43,9 +43,9 @@ def test_an_outer_count_does_not_charge_for_what_an_inner_budget_refused():
     assert outer.queries == 2
 
 
-def test_watch_hears_the_count():
+def test_progress_hears_the_count():
     heard: list[int] = []
-    counted = oracle.Counted(TARGET, watch=heard.append)
+    counted = oracle.Counted(TARGET, progress=heard.append)
     counted(draw(2))
     counted(draw(3))
     assert heard == [2, 5]

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from keyhole.harden import Evaluation, Measured
+from keyhole.harden import Evaluation, Hardening, Measured, Trained, Training
 from keyhole.report import hardening
 
 
@@ -16,8 +16,12 @@ def evaluation(accuracy, flips, **kinds):
 
 
 def lines(before, after):
+    training = Training(1, 0.1, 2**20, (0.5,))
+    runs = [Trained(seed, ".", training, evaluation) for seed, evaluation in enumerate(after)]
+    result = Hardening("m", "plain", "Plain()", "d.tsv", 20, {}, "cpu", before=before,
+                       runs=tuple(runs))  # fmt: skip
     console = Console(file=io.StringIO(), width=100)
-    console.print(hardening(before, after))
+    console.print(hardening(result))
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 

@@ -12,7 +12,7 @@ from markupsafe import escape
 from rich.console import Console
 
 from keyhole import oracle, report
-from keyhole.audit import Audit, audit
+from keyhole.audit import Audit, Target, audit
 from keyhole.oracle.target import demo
 from keyhole.report import wording as sentences
 from keyhole.results import Finding, Skip, Status
@@ -23,7 +23,7 @@ HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen =
 
 @pytest.fixture(scope="module")
 def found() -> Audit:
-    return audit(oracle.plant(dim=8, rank=2, seed=1), target="a planted head")
+    return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
 
 
 def hostile(found: Audit) -> Audit:

@@ -51,8 +51,11 @@ def test_findings_read_back_equal():
         ("{", "expected a JSON file"),
         ("[]", "expected a Keyhole JSON file"),
         ('{"format": 99}', "expected format 1 in .*, got 99"),
-        ('{"format": 1}', "expected an extraction"),
-        ('{"format": 1, "status": "splendid"}', "expected an extraction"),
+        ('{"format": 1}', r"^expected a saved extraction, got None in .*r\.json$"),
+        (
+            '{"format": 1, "kind": "extraction", "status": "splendid"}',
+            r"^expected a saved extraction, got .*'splendid' is not a valid Status.* in .*r\.json$",
+        ),
     ],
 )
 def test_files_that_are_no_result(tmp_path, text, message):
@@ -71,7 +74,9 @@ def test_missing_files(tmp_path):
 def test_missing_weights(tmp_path):
     extract.SingleHead()(oracle.plant(dim=2)).save(tmp_path / "r.json")
     (tmp_path / "r.safetensors").unlink()
-    with pytest.raises(InputError, match="expected the weights beside the JSON"):
+    with pytest.raises(
+        InputError, match=r"^expected the weights beside .*r\.json, got .*: there is no"
+    ):
         Extraction.load(tmp_path / "r.json")
 
 

@@ -1,68 +1,45 @@
 """The prediction from a little attention cut, the text left alone: one row for each attacker.
 
-Part IV of ALGORITHMS.md. Whoever can touch a model's attention (a mask that a client may send, a
+Whoever can touch a model's attention (a mask that a client may send, a
 pruned cache, a fault in memory) and cuts one unit in a hundred: how many right answers become
-wrong? The last attacker cuts at random; what the others flip beyond that is the attack's own. Where
-an example has no label, the model's own answer is held to be right.
+wrong? Which attackers are tried stands in disrupt/registry.py. One of them cuts at random; what the
+others flip beyond that is the attack's own. Where an example has no label, the model's own answer
+is held to be right.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from keyhole.audit.check import Checked, Watch
+from keyhole.audit.check import Checked
 from keyhole.audit.texts import TextTarget
 from keyhole.data import NO_LABEL, Example, encode
-from keyhole.disrupt import Disruption, HackAttend, Outcome
-from keyhole.disrupt.batches import Table
+from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
+from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.labels import settled
 from keyhole.errors import InputError
-from keyhole.models.loading import SPEAKING, Loaded, head_of
+from keyhole.models import Loaded
+from keyhole.models.loading import load_config, load_tokenizer
+from keyhole.models.tasks import GENERATES, head_of
 from keyhole.percent import percent
-from keyhole.results import Finding, Skip, Status
-from keyhole.results.cuts import Cut
+from keyhole.progress import Progress, Track, silent, untracked
+from keyhole.results import Audit, Cut, Finding, Skip, Status
 
-SHARE = 0.01
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch
 _LONGEST = 128  # tokens of a text
-_BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many things
-
 
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
-ATTACKERS: tuple[Callable[[int], HackAttend], ...] = (  # by seed
-    lambda seed: HackAttend(SHARE, seed=seed, **_BRIEF),
-    lambda seed: HackAttend(SHARE, scope="model", seed=seed, **_BRIEF),
-    lambda seed: HackAttend.as_released(SHARE, seed=seed),
-    lambda seed: HackAttend.as_released(SHARE, ranking="random", order="random", seed=seed),
-)
 
-
-def words_of(method: HackAttend) -> str:
-    """How attention is cut, in people's words."""
-    what = "each head's attention" if method.scope == "head" else "all attention"
-    match method.schedule, method.ranking:
-        case _, "random":
-            how = " at random"
-        case "greedy", "gradient":
-            how = ", as in the paper"
-        case _, "removal":
-            how = ""
-        case _:
-            how = f", ranked by {method.ranking}"
-    return f"{100 * method.share:g}% of {what} cut{how}"
-
-
-def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> Checked:
+def check(surface: str, target: TextTarget, seed: int = 0, track: Track = untracked) -> Checked:
     """Flips of a classifier, or of the next token; models without such a head are skipped."""
     loaded, task = target.loaded, head_of(target.loaded.model)
-    if task not in ("classification", *SPEAKING):
+    if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"expected a head for classes or text, got {name}: keyhole disrupt takes others"
         return Checked(skips=(Skip("attention cut", "HackAttend", reason),))
@@ -70,104 +47,134 @@ def check(surface: str, target: TextTarget, seed: int, watch: Watch | None) -> C
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
     examples = _labelled(loaded, given) if task == "classification" else given
     findings: list[Finding] = []
-    for attacker in ATTACKERS:
-        method, started = attacker(seed), time.perf_counter()
+    skips: dict[str, Skip] = {}
+    for attacker in attackers(seed):
         try:
-            found = _attack(method, loaded, examples, words_of(method), watch)
-            twin = None
-            if target.twin is not None:
-                words = f"{words_of(method)}, {target.twin.name}"
-                twin = (target.twin.name, _attack(method, target.twin, examples, words, watch))
+            findings.append(_tried(surface, target, attacker, examples, track))
         except InputError as error:  # attention that does not go where it can be cut
-            return Checked(tuple(findings), (Skip("attention cut", "HackAttend", str(error)),))
-        seconds = time.perf_counter() - started
-        cuts = cuts_of(loaded.tokenizer, loaded.model.config, examples, found, task)
-        made = finding(surface, found, cuts, seconds, twin)
-        about = f"; {target.about}" if target.about else ""
-        findings.append(replace(made, reason=made.reason + about))
-    return Checked(tuple(findings))
+            reason = str(error)
+            skips.setdefault(reason, Skip("attention cut", type(attacker).__name__, reason))
+    return Checked(tuple(findings), tuple(skips.values()))
 
 
-def _table(
-    loaded: Loaded, examples: Sequence[Example], watch: Callable[[int, int], None] | None = None
-) -> Table:
+def attackers(seed: int) -> list[Attacker]:
+    """Those that the registry has a line for, in its order."""
+    return [
+        ATTACKERS.make(entry.name, **line.settings, **_seeded(entry.options, seed))
+        for entry, line in ATTACKERS.lines()
+    ]
+
+
+def _seeded(options: frozenset[str], seed: int) -> dict[str, int]:
+    """An attacker that draws nothing at random need not take a seed."""
+    return {"seed": seed} if "seed" in options else {}
+
+
+def _tried(
+    surface: str, target: TextTarget, attacker: Attacker, examples: Sequence[Example], track: Track
+) -> Finding:
+    """One attacker on the model, and on its twin where it has one."""
+    started = time.perf_counter()
+    progress = track(attacker.words, len(examples))
+    disruption = _batches(target.loaded, examples, progress).attack(attacker)
+    twin = None
+    if target.twin is not None:
+        progress = track(f"{attacker.words}, {target.twin.name}", len(examples))
+        other = _batches(target.twin, examples, progress).attack(attacker)
+        twin = (target.twin.name, other)
+    seconds = time.perf_counter() - started
+    cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
+    made = finding(surface, disruption, cuts, seconds, twin)
+    about = f"; {target.about}" if target.about else ""
+    return replace(made, reason=made.reason + about)
+
+
+def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
     longest = min(_LONGEST, getattr(loaded.model.config, "max_position_embeddings", _LONGEST))
-    return Table(
-        loaded.model, loaded.tokenizer, examples, _TOGETHER, longest, alike=False, watch=watch
-    )
+    return Batches(
+        loaded.model, loaded.tokenizer, examples, _TOGETHER, longest, alike=False,
+        progress=progress,
+    )  # fmt: skip
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     return [
         replace(example, label=int(label))
-        for some, batch, labels in _table(loaded, examples).batches()
-        for example, label in zip(some, settled(loaded.model, batch, labels), strict=True)
+        for part, batch, labels in _batches(loaded, examples)
+        for example, label in zip(part, settled(loaded.model, batch, labels), strict=True)
     ]
 
 
-def _attack(
-    method: HackAttend, loaded: Loaded, examples: Sequence[Example], words: str, watch: Watch | None
-) -> Disruption:
-    count = None if watch is None else partial(watch, words)
-    return _table(loaded, examples, count).attack(method)
+def audit_of(disruption: Disruption, target: str = "") -> Audit:
+    """What `disrupt.run` gave as an audit of one finding; `target` is what people call the model.
+
+    Where the disruption still holds its examples, flipped ones are shown.
+    """
+    cuts: tuple[Cut, ...] = ()
+    if disruption.examples:
+        tokenizer, config = load_tokenizer(disruption.model), load_config(disruption.model)
+        cuts = cuts_of(tokenizer, config, disruption)
+    return Audit(
+        target=target or disruption.model,
+        identity=disruption.identity or disruption.model,
+        findings=(finding("", disruption, cuts, disruption.seconds),),
+        seed=int(disruption.method.get("seed", 0)),
+        seconds=disruption.seconds,
+    )
 
 
 def finding(
     surface: str,
-    found: Disruption,
+    disruption: Disruption,
     cuts: Sequence[Cut],
     seconds: float,
     twin: tuple[str, Disruption] | None = None,
 ) -> Finding:
     """What an attack achieved, in the words and numbers of an audit."""
-    status, reason = verdict(found)
-    method = HackAttend(**found.method)
+    status, reason = verdict(disruption)
     if twin is not None:
         name, other = twin
         reason += f"; of {name}: {other.flips} of {len(other.attacked)} ({percent(other.success)})"
     return Finding(
-        exposure=words_of(method),
-        attack="HackAttend",
+        exposure=disruption.method["words"],
+        attack=disruption.method["attack"],
         status=status,
         reason=reason,
-        remedy=_CHANCE if method.ranking == "random" else _REMEDY,
+        remedy=_CHANCE if disruption.method["control"] else _REMEDY,
         error=None,
-        queries=sum(one.queries for one in found.attacked),
+        queries=sum(outcome.queries for outcome in disruption.attacked),
         seconds=seconds,
-        known=found.success,
+        known=disruption.success,
         surface=surface,
         sought="prediction",
         cuts=tuple(cuts),
+        control=bool(disruption.method["control"]),
     )
 
 
-def verdict(found: Disruption) -> tuple[Status, str]:
-    """All, some or none of the right answers flipped."""
-    right = len(found.attacked)
-    if right == 0:
-        return Status.NOT_APPLICABLE, f"the model gets none of {len(found.outcomes)} right"
-    reason = f"{found.flips} of {right} right answers flipped"
-    if found.flips:
-        reason += f", by {percent(found.share, 2)} of all units on average"
-    reason += f"; {found.queries:.0f} queries an example"
-    return status_of(found.flips, right), reason
-
-
-def status_of(flips: int, right: int) -> Status:
-    if flips == right:
-        return Status.RECOVERED
-    return Status.INEXACT if flips else Status.UNSOLVED
+def verdict(disruption: Disruption) -> tuple[Status, str]:
+    """All, some or none of the right answers flipped, or why nothing could be tried."""
+    if disruption.obstacle:
+        return disruption.status, disruption.obstacle
+    reason = f"{disruption.flips} of {len(disruption.attacked)} right answers flipped"
+    if disruption.flips:
+        reason += f", by {percent(disruption.share, 2)} of all units on average"
+    return disruption.status, f"{reason}; {disruption.queries:.0f} queries an example"
 
 
 def cuts_of(
-    tokenizer: Any, config: Any, examples: Sequence[Example], found: Disruption,
-    task: str = "classification", most: int = SHOWN,
-) -> tuple[Cut, ...]:  # fmt: skip
+    tokenizer: Any, config: Any, disruption: Disruption, most: int = SHOWN
+) -> tuple[Cut, ...]:
     """The flipped inputs to show: those that the model had been surest of."""
-    by_id = {example.id: example for example in examples}
-    flipped = [one for one in found.attacked if one.flipped and one.id in by_id]
-    flipped.sort(key=lambda one: -one.confidence_before)
-    return tuple(_cut(tokenizer, config, by_id[one.id], one, task) for one in flipped[:most])
+    by_id = {example.id: example for example in disruption.examples}
+    flipped = [
+        outcome for outcome in disruption.attacked if outcome.flipped and outcome.id in by_id
+    ]
+    flipped.sort(key=lambda outcome: -outcome.confidence_before)
+    return tuple(
+        _cut(tokenizer, config, by_id[outcome.id], outcome, disruption.task)
+        for outcome in flipped[:most]
+    )
 
 
 def _cut(tokenizer: Any, config: Any, example: Example, outcome: Outcome, task: str) -> Cut:

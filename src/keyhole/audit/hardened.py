@@ -1,4 +1,4 @@
-"""A training's evaluation as findings, before and after: the audit's page shows both.
+"""What a training gave as findings, before and after: the audit's page shows both.
 
 The attacks are HackAttend's, with pictures of what the first one cut. Masks that the model did not
 help to choose (harden/evaluate.py) stand beside them: a model that had learnt to read masks would
@@ -7,13 +7,15 @@ withstand the ones and not the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from keyhole.audit.flips import cuts_of, finding, status_of
-from keyhole.data import Example
+from keyhole.audit.flips import cuts_of, finding
+from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
-from keyhole.models.loading import Loaded, head_of
-from keyhole.results import Finding, Status
+from keyhole.harden.hardening import Hardening
+from keyhole.models.loading import load_config, load_tokenizer
+from keyhole.results import Audit, Finding, Status
 
 _WRONG = {
     "lowered": "masks that lower a wrong label",
@@ -21,32 +23,56 @@ _WRONG = {
 }
 
 
+def audit_of(hardening: Hardening, folder: str | Path) -> Audit:
+    """The models before and after as parts of one target; `folder` is where the trained one is."""
+    place = Path(folder) / hardening.runs[-1].folder
+    tokenizer, config = load_tokenizer(place), load_config(place)
+    evaluations = hardening.evaluations()
+    return Audit(
+        target=hardening.model,
+        identity=hardening.identity,
+        findings=tuple(
+            row
+            for name, evaluation in evaluations.items()
+            for row in findings(evaluation, name, tokenizer, config)
+        ),
+        seed=hardening.seed,
+        seconds=sum(evaluation.seconds for evaluation in evaluations.values()),
+    )
+
+
 def findings(
-    found: Evaluation, surface: str, loaded: Loaded, examples: Sequence[Example]
+    evaluation: Evaluation, surface: str, tokenizer: Any, config: Any
 ) -> tuple[Finding, ...]:
-    """One for each kind of mask; `surface` names the model, `examples` are what it was tried on."""
-    made: list[Finding] = []
-    config, task = loaded.model.config, head_of(loaded.model)
-    for one in found.found.values():
-        cuts = () if made else cuts_of(loaded.tokenizer, config, examples, one, task)
-        made.append(finding(surface, one, cuts, one.seconds))
-    others = {f"masks found on {name}": one for name, one in found.transferred.items()}
-    others |= {_WRONG[name]: one for name, one in found.wrong_label.items()}
-    return (*made, *(_counted(words, one, surface) for words, one in others.items()))
+    """One for each kind of mask; `surface` names the model."""
+    attacks: list[Finding] = []
+    others: dict[str, Measured] = {}
+    for name, measured in evaluation.attacks.items():
+        disruption = evaluation.disruptions.get(name)
+        if disruption is None:  # an evaluation from a file has no outcomes
+            others[f"the attack {name}"] = measured
+            continue
+        cuts = () if attacks else cuts_of(tokenizer, config, disruption)
+        attacks.append(finding(surface, disruption, cuts, disruption.seconds))
+    others |= {
+        f"masks found on {name}": measured for name, measured in evaluation.transferred.items()
+    }
+    others |= {_WRONG[name]: measured for name, measured in evaluation.wrong_label.items()}
+    return (*attacks, *(_counted(words, measured, surface) for words, measured in others.items()))
 
 
-def _counted(words: str, one: Measured, surface: str) -> Finding:
-    status = status_of(one.flips, one.examples) if one.examples else Status.NOT_APPLICABLE
+def _counted(words: str, measured: Measured, surface: str) -> Finding:
+    none = measured.examples == 0
     return Finding(
         exposure=words,
         attack="masks that it did not help to choose",
-        status=status,
-        reason=f"{one.flips} of {one.examples} right answers flipped",
+        status=Status.NOT_APPLICABLE if none else status_of(measured.flips, measured.examples),
+        reason=f"{measured.flips} of {measured.examples} right answers flipped",
         remedy="Where these flip more than the attack does, the model reads labels off masks.",
         error=None,
-        queries=round(one.queries * one.examples),
-        seconds=one.seconds,
-        known=one.success,
+        queries=round(measured.queries * measured.examples),
+        seconds=measured.seconds,
+        known=measured.success,
         surface=surface,
         sought="prediction",
     )

@@ -14,7 +14,8 @@ from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.errors import InputError
 from keyhole.models import Loaded, demo
-from keyhole.models.loading import class_names, head_of, load_model, names_model, task_of
+from keyhole.models.loading import class_names, load_model, names_model, task_of
+from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
 

@@ -20,15 +20,16 @@ from keyhole.results import Finding, Skip, Status
 def check(surface: str, oracle: Oracle, seed: int, track: Track) -> Checked:
     """Every attack that reads what this endpoint gives; the others are skipped."""
     try:
-        kind = choose(oracle, seed).kind
+        choice = choose(oracle, seed)
     except OracleError as error:
         return Checked((_unanswered(surface, str(error)),))
+    kind, view = choice.kind, choice.view(oracle)
     findings: list[Finding] = []
     skips: list[Skip] = []
     for entry, line in METHODS.lines():
         method = METHODS.make(entry.name, seed=seed, **line.settings)
         if line.reads is kind:
-            findings.append(_run(line, method, surface, oracle, track))
+            findings.append(_run(line, method, surface, view, track))
         else:
             reason = f"it reads {line.reads}; this target gives {kind}"
             skips.append(Skip(line.exposure, type(method).__name__, reason))
@@ -61,6 +62,8 @@ def _run(line: Line, method: Method, surface: str, oracle: Oracle, track: Track)
         check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
+    if budget is not None and extraction.status is Status.BUDGET:
+        extraction = replace(extraction, status=Status.UNSOLVED)  # here the budget is the defence
     return _finding(line, surface, type(method).__name__, extraction)
 
 

@@ -46,7 +46,9 @@ class _OnDemand(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         about = COMMANDS.get(cmd_name)
-        return None if about is None else typer.core.TyperCommand(cmd_name, help=about)
+        if about is None:
+            return None
+        return typer.core.TyperCommand(cmd_name, help=about, short_help=about)  # not cut off
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
@@ -70,7 +72,7 @@ def command(name: str) -> Any:
     return registered.commands[name]
 
 
-CLEAN, FINDINGS, USAGE, FAILURE, INTERRUPTED = 0, 1, 2, 3, 130
+USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: results/outcome.py
 
 
 def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as Typer calls it

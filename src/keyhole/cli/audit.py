@@ -10,9 +10,6 @@ import typer
 from keyhole import report
 from keyhole.audit.run import audit as run
 from keyhole.cli.app import (
-    CLEAN,
-    FAILURE,
-    FINDINGS,
     Device,
     Json,
     LedgerFile,
@@ -89,9 +86,7 @@ def audit(
         typer.echo(dump(result.to_dict()))
     people.print(report.table(result))
     say(f"page: {page}   findings: {json_file}")
-    if result.failed:
-        raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if result.exposed else CLEAN)
+    raise typer.Exit(result.exit_code)
 
 
 def _numbers(layers: str | None) -> list[int] | None:

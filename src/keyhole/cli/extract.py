@@ -8,9 +8,6 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.app import (
-    CLEAN,
-    FAILURE,
-    FINDINGS,
     Json,
     LedgerFile,
     Seed,
@@ -24,7 +21,7 @@ from keyhole.cli.console import bars, say
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
-from keyhole.results import Status, dump
+from keyhole.results import dump, exit_code
 
 
 @app.command(
@@ -67,10 +64,7 @@ def extract(
     if as_json:
         typer.echo(dump(result.to_dict()))
     say(result.summary())
-    if result.status is Status.ORACLE_FAILED:
-        raise typer.Exit(FAILURE)
-    found = result.status in (Status.RECOVERED, Status.INEXACT)
-    raise typer.Exit(FINDINGS if found else CLEAN)
+    raise typer.Exit(exit_code([result.status]))
 
 
 def kept_in(ledger: Path | None) -> str:

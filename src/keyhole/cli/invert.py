@@ -9,9 +9,6 @@ import typer
 import typer.core
 
 from keyhole.cli.app import (
-    CLEAN,
-    FAILURE,
-    FINDINGS,
     INTERRUPTED,
     Device,
     Json,
@@ -26,7 +23,7 @@ from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
 from keyhole.invert.run import run
-from keyhole.results import Status, dump
+from keyhole.results import Status, dump, exit_code
 
 
 class _Group(typer.core.TyperGroup):
@@ -108,9 +105,7 @@ def invert(
     say(result.summary())
     if result.status is Status.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
-    if result.status is Status.NOT_APPLICABLE:
-        raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if result.status in (Status.RECOVERED, Status.INEXACT) else CLEAN)
+    raise typer.Exit(exit_code([result.status]))
 
 
 group.command("text", epilog=EXAMPLE)(invert_text)

@@ -10,9 +10,6 @@ import typer
 from rich.text import Text
 
 from keyhole.cli.app import (
-    CLEAN,
-    FAILURE,
-    FINDINGS,
     AllowPickle,
     Device,
     Json,
@@ -28,7 +25,7 @@ from keyhole.recover.pieces import written
 from keyhole.recover.recovery import Mark
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.run import LeakRead, recovering_files
-from keyhole.results import Status
+from keyhole.results import exit_code
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -36,7 +33,6 @@ EXAMPLE = (
     "  keyhole invert text demo leak.safetensors --json"
 )
 _STYLES = {Mark.VERIFIED: "green", Mark.LIKELY: "yellow", Mark.UNKNOWN: "red"}
-_GIVEN_AWAY = (Status.RECOVERED, Status.INEXACT, Status.NOT_IDENTIFIABLE)
 
 
 def invert_text(
@@ -79,10 +75,7 @@ def invert_text(
     if as_json:
         data = [text.to_dict() for text in sorted(texts, key=lambda text: text.number)]
         typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
-    statuses = {text.recovery.status for text in texts}
-    if statuses == {Status.NOT_APPLICABLE}:
-        raise typer.Exit(FAILURE)
-    raise typer.Exit(FINDINGS if statuses.intersection(_GIVEN_AWAY) else CLEAN)
+    raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
 def _shown(loaded: Loaded, text: LeakRead) -> Text:

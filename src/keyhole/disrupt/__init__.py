@@ -1,18 +1,29 @@
 """Flip a prediction by cutting a little attention: Part IV. One module per idea."""
 
+from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Control, Disruption, Outcome
+from keyhole.disrupt.greedy import Greedy
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.rankings import RANKINGS
-from keyhole.disrupt.sweep import ModelSource, sweep
+from keyhole.disrupt.registry import ATTACKERS
+from keyhole.disrupt.rerank import Rerank
+from keyhole.disrupt.run import run
+from keyhole.disrupt.source import ModelSource
+from keyhole.disrupt.sweep import sweep
 from keyhole.disrupt.units import Unit
 
 __all__ = [
+    "ATTACKERS",
     "RANKINGS",
+    "Attacker",
     "Control",
     "Disruption",
+    "Greedy",
     "HackAttend",
     "ModelSource",
     "Outcome",
+    "Rerank",
     "Unit",
+    "run",
     "sweep",
 ]

@@ -1,13 +1,13 @@
 """A model and labelled examples for it, in batches of texts of like length: padding is work.
 
-An attack on one batch is HackAttend's (hack_attend.py); here is all that it takes to attack many
+An attack on one batch is an attacker's (attacker.py); here is all that it takes to attack many
 examples in this process: the batches on the model's device, the outcomes in the examples' order.
 For many workers, and files that remember, see sweep.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from keyhole.data import Batch, Example, encode
+from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.disruption import Disruption, joined
-from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.errors import InputError
-from keyhole.models.loading import SPEAKING, head_of
+from keyhole.models.tasks import GENERATES, head_of
+from keyhole.progress import Progress, silent
 
 
 def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:
@@ -34,11 +35,11 @@ def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class Batches:
     """`together` examples make a batch, `longest` is where a text is cut off.
 
     `alike` is False where the examples' order must stay: what an attack draws at random depends on
-    a batch's width. `watch` is told after each batch how many examples are done, and of how many.
+    a batch's width. `progress` is told after each batch how many examples are done.
     """
 
     model: Any
@@ -47,20 +48,19 @@ class Table:
     together: int = 64
     longest: int | None = 128
     alike: bool = True
-    watch: Callable[[int, int], None] | None = None
+    progress: Progress = silent
 
-    def first(self, count: int | None) -> Table:
+    def first(self, count: int | None) -> Batches:
         return replace(self, examples=list(self.examples)[:count])
 
-    def batches(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
         device, done = next(self.model.parameters()).device, 0
         for part in grouped((self.examples[number] for number in self._order()), self.together):
             batch, labels = encode(self.tokenizer, part, longest=self.longest)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
             done += len(part)
-            if self.watch is not None:
-                self.watch(done, len(self.examples))
+            self.progress(done, len(self.examples))
 
     def predicted(self, batch: Batch) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
@@ -68,29 +68,33 @@ class Table:
             return self.model(**inputs).logits.argmax(-1)
 
     def accuracy(self) -> float:
-        right = sum(
-            int((self.predicted(batch) == labels).sum()) for _, batch, labels in self.batches()
-        )
+        right = sum(int((self.predicted(batch) == labels).sum()) for _, batch, labels in self)
         return right / max(1, len(self.examples))
 
-    def attack(self, method: HackAttend) -> Disruption:
+    def attack(self, attacker: Attacker) -> Disruption:
         if not self.examples:
             raise InputError("expected one example or more to attack, got none")
-        speaks = head_of(self.model) in SPEAKING
+        generates = head_of(self.model) in GENERATES
         parts = [
-            method(self.model, batch, None if speaks else labels, ids=[one.id for one in part])
-            for part, batch, labels in self.batches()
-        ]
-        found = joined(parts)
-        place = dict(zip(self._order(), found.outcomes, strict=True))
-        return replace(found, outcomes=tuple(place[number] for number in range(len(place))))
+            attacker(
+                self.model, batch, None if generates else labels,
+                ids=[example.id for example in examples],
+            )
+            for examples, batch, labels in self
+        ]  # fmt: skip
+        result = joined(parts)
+        place = dict(zip(self._order(), result.outcomes, strict=True))
+        return replace(
+            result, method=described(attacker), examples=tuple(self.examples),
+            outcomes=tuple(place[number] for number in range(len(place))),
+        )  # fmt: skip
 
     def _order(self) -> list[int]:
         """The examples' numbers as the batches take them."""
 
         def size(number: int) -> tuple[int, int]:
-            one = self.examples[number]
-            return len(one.choices), len(one.text) + sum(map(len, one.choices))
+            example = self.examples[number]
+            return len(example.choices), len(example.text) + sum(map(len, example.choices))
 
         numbers = range(len(self.examples))
         return sorted(numbers, key=size) if self.alike else list(numbers)

@@ -28,8 +28,8 @@ class Budget:
     rows: Tensor
     total: Tensor
 
-    def part(self, which: Tensor) -> Budget:
-        return Budget(self.heads[which], self.rows[which], self.total[which])
+    def part(self, indices: Tensor) -> Budget:
+        return Budget(self.heads[indices], self.rows[indices], self.total[indices])
 
     def scaled(self, share: float) -> Budget:
         """A part of it, rounded up: what may have gone by some point of the way."""

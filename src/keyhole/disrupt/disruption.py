@@ -7,12 +7,17 @@ head that lost most of its own; `perturbation` is the paper's figure, over the a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
+from keyhole.data import Example
 from keyhole.disrupt.units import Unit
 from keyhole.errors import InputError
-from keyhole.results import FORMAT, environment
+from keyhole.percent import percent
+from keyhole.results import Result, Status, environment
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,14 @@ class Control:
         )
 
 
-@dataclass(frozen=True)
-class Disruption:
-    """All outcomes, in the order of the examples, with the method and the control."""
+@dataclass(frozen=True, repr=False)
+class Disruption(Result):
+    """All outcomes, in the order of the examples, with the method and the control.
+
+    `method` is what `described` (attacker.py) says of the attacker. `model` is where it was loaded
+    from, `identity` what two models share that give the same answers, `data` where the examples
+    came from. `examples` are the examples themselves, for pictures; files leave them out.
+    """
 
     method: dict[str, Any]
     outcomes: tuple[Outcome, ...]
@@ -91,7 +101,13 @@ class Disruption:
     device: str = "cpu"
     dtype: str = "float32"
     failed: tuple[tuple[str, str], ...] = ()  # examples without an outcome, and why
-    environment: dict[str, str] = field(default_factory=lambda: environment())
+    identity: str = ""
+    task: str = "classification"
+    data: str = ""
+    environment: dict[str, str] = field(default_factory=environment)
+    examples: tuple[Example, ...] = field(default=(), compare=False)
+
+    kind: ClassVar[str] = "disruption"
 
     @property
     def attacked(self) -> tuple[Outcome, ...]:
@@ -105,6 +121,25 @@ class Disruption:
     @property
     def flips(self) -> int:
         return sum(outcome.flipped for outcome in self.attacked)
+
+    @property
+    def status(self) -> Status:
+        """All, some or none of the right answers flipped; or nothing was there to attack."""
+        cut = sum(outcome.masked for outcome in self.attacked)
+        if not self.attacked or not (self.flips or cut):
+            return Status.NOT_APPLICABLE
+        return status_of(self.flips, len(self.attacked))
+
+    @property
+    def obstacle(self) -> str:
+        """Why there was nothing to attack; empty where there was."""
+        if self.status is not Status.NOT_APPLICABLE:
+            return ""
+        if not self.outcomes:
+            return "no example has an outcome"
+        if not self.attacked:
+            return f"the model gets none of {len(self.outcomes)} right"
+        return "the texts are too short: the share allowed is less than one unit of a head"
 
     @property
     def success(self) -> float:
@@ -126,10 +161,27 @@ class Disruption:
         """Mean queries of an attacked example."""
         return sum(outcome.queries for outcome in self.attacked) / max(1, len(self.attacked))
 
-    def to_dict(self) -> dict[str, Any]:
+    def summary(self) -> str:
+        right = len(self.attacked)
+        lines = [f"{self.flips} of {right} right answers flipped ({percent(self.success, 1)})"]
+        if self.obstacle:
+            lines = [f"could not check: {self.obstacle}"]
+        if self.flips:
+            lines[0] += f", by {percent(self.share, 2)} of all units on average"
+        lines.append(
+            f"accuracy before: {percent(self.accuracy, 1)} ({self.skipped} of "
+            f"{len(self.outcomes)} were wrong and left alone); {self.queries:.0f} queries an "
+            f"example, {self.seconds:.1f} s"
+        )
+        lines.append(f"control, nothing cut: logits changed by {self.control.change:g}")
+        lines += [f"no outcome for {name}: {reason}" for name, reason in self.failed]
+        return "\n".join(lines)
+
+    def contents(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
-            **asdict(replace(self, outcomes=())),
+            **{name: getattr(self, name) for name in _PLAIN},
+            "control": asdict(self.control),
+            "failed": [list(failure) for failure in self.failed],
             "outcomes": [outcome.to_dict() for outcome in self.outcomes],
             "success": self.success,
             "accuracy": self.accuracy,
@@ -137,21 +189,25 @@ class Disruption:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Disruption:
-        if data.get("format") != FORMAT:
-            raise InputError(f"expected format {FORMAT}, got {data.get('format')}")
-        try:
-            return cls(
-                outcomes=tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"]),
-                control=Control(**data["control"]),
-                failed=tuple((name, why) for name, why in data["failed"]),
-                **{name: data[name] for name in _PLAIN},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"expected a disruption, got {error!r}") from error
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        del tensors
+        return cls(
+            outcomes=tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"]),
+            control=Control(**data["control"]),
+            failed=tuple((name, reason) for name, reason in data["failed"]),
+            **{name: data[name] for name in _PLAIN},
+        )
 
 
-_PLAIN = ("method", "seconds", "model", "device", "dtype", "environment")
+def status_of(flips: int, right: int) -> Status:
+    """All, some or none."""
+    if flips == right:
+        return Status.RECOVERED
+    return Status.INEXACT if flips else Status.UNSOLVED
+
+
+_PLAIN = ("method", "seconds", "model", "device", "dtype", "identity", "task", "data",
+          "environment")  # fmt: skip
 
 
 def joined(parts: list[Disruption]) -> Disruption:

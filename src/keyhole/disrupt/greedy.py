@@ -1,6 +1,6 @@
 """HackAttend as released: heads join one by one, each with its top units, until the answer flips.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Algorithm 1; ALGORITHMS.md IV.1.
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Algorithm 1.
 One backward pass ranks units. Layers are ranked by how far the confidence falls without the layer,
 heads inside a layer likewise, one at a time. Then heads are added cumulatively, layer by layer, the
 top `k` units of each cut, and the model is asked after each; the first flip ends it.
@@ -17,58 +17,58 @@ Departures:
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.budget import Budget, choose
-from keyhole.disrupt.masked_queries import NEVER, Asker, Ordering
-from keyhole.disrupt.prefix_search import Found, first_flip
-from keyhole.disrupt.rankings import score
+from keyhole.disrupt.budget import choose
+from keyhole.disrupt.masked_queries import NEVER, MaskedQueries, Ordering
+from keyhole.disrupt.prefix_search import Proposal, Search, first_flip
+from keyhole.disrupt.settings import expect_among
+
+Order = Literal["importance", "random layer", "random head", "random"]
+Scale = Literal["full", "half"]
 
 
-class Settings(Protocol):
-    """What this schedule reads of the method's hyperparameters."""
+@dataclass(frozen=True)
+class Greedy:
+    """`order` says how layers and heads are ranked; `scale` "half" takes half of both."""
 
-    @property
-    def ranking(self) -> Any: ...
-    @property
-    def order(self) -> Any: ...
-    @property
-    def scale(self) -> Any: ...
-    @property
-    def loss(self) -> Any: ...
-    @property
-    def one_at_a_time(self) -> bool: ...
+    order: Order = "importance"
+    scale: Scale = "full"
+    name: str = field(default="greedy", init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        expect_among("order", self.order, Order)
+        expect_among("scale", self.scale, Scale)
 
-def greedy(settings: Settings, asker: Asker, limits: Budget, noise: Tensor) -> Found:
-    """Attack every example of the asker; random choices are made of `noise` (b, units)."""
-    units = asker.units
-    everyone = torch.arange(asker.question.size, device=noise.device)
-    empty = torch.zeros_like(units.free)
-    a, g, _ = asker.slopes(empty, everyone, settings.loss)
-    scores = units.each(partial(score, settings.ranking), a, g, noise)
-    heads = _head_order(settings, asker, noise)
-    chosen = choose(units, scores, units.free, limits)
-    turn = heads[:, units.head_of]
-    goes = torch.where((chosen < NEVER) & (turn < NEVER), turn, NEVER).to(torch.int32)
-    return first_flip(asker, Ordering(goes), int(heads[heads < NEVER].max()) + 1, settings)
+    def __call__(self, search: Search) -> Proposal:
+        """Attack every example of the search."""
+        queries, noise = search.queries, search.noise
+        units = queries.units
+        everyone = torch.arange(queries.question.size, device=noise.device)
+        a, g, _ = queries.slopes(torch.zeros_like(units.free), everyone, search.loss)
+        scores = search.scores(units, a, g, noise)
+        heads = _head_order(self, queries, noise)
+        chosen = choose(units, scores, units.free, search.limits)
+        turn = heads[:, units.head_of]
+        goes = torch.where((chosen < NEVER) & (turn < NEVER), turn, NEVER).to(torch.int32)
+        return first_flip(queries, Ordering(goes), int(heads[heads < NEVER].max()) + 1)
 
 
-def _head_order(settings: Settings, asker: Asker, noise: Tensor) -> Tensor:
+def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
     """When each head (b, heads of all sites and sequences) joins; NEVER for those left out."""
-    places = asker.units.places
-    size = asker.question.size
-    layers = _layer_drops(settings, asker, noise)
-    heads = _head_drops(settings, asker, noise)
-    kept = len(places) if settings.scale == "full" else math.ceil(len(places) / 2)
+    places = queries.units.places
+    size = queries.question.size
+    layers = _layer_drops(schedule, queries, noise)
+    heads = _head_drops(schedule, queries, noise)
+    kept = len(places) if schedule.scale == "full" else math.ceil(len(places) / 2)
     position = _positions(layers)
     turns = torch.full((size, len(places), heads.shape[2]), NEVER, device=noise.device)
     for index, place in enumerate(places):
-        count = place.shape[1] if settings.scale == "full" else math.ceil(place.shape[1] / 2)
+        count = place.shape[1] if schedule.scale == "full" else math.ceil(place.shape[1] / 2)
         rank = _positions(heads[:, index, : place.shape[1]])
         turn = position[:, index : index + 1] * heads.shape[2] + rank
         out = (position[:, index : index + 1] >= kept) | (rank >= count)
@@ -88,33 +88,33 @@ def _positions(values: Tensor) -> Tensor:
     return values.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
 
-def _layer_drops(settings: Settings, asker: Asker, noise: Tensor) -> Tensor:
-    places = asker.units.places
-    if settings.order in ("random layer", "random"):
+def _layer_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
+    places = queries.units.places
+    if schedule.order in ("random layer", "random"):
         return torch.stack([noise[:, place.start] for place in places], 1)
     sites = torch.arange(len(places), device=noise.device)
-    return _drops(asker, sites, torch.full_like(sites, -1))
+    return _drops(queries, sites, torch.full_like(sites, -1))
 
 
-def _head_drops(settings: Settings, asker: Asker, noise: Tensor) -> Tensor:
+def _head_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
     """How far the confidence falls without each head: (b, sites, most heads)."""
-    places = asker.units.places
+    places = queries.units.places
     most = max(place.shape[1] for place in places)
-    if settings.order in ("random head", "random"):
+    if schedule.order in ("random head", "random"):
         return torch.stack(
             [noise[:, place.start + 1 : place.start + 1 + most] for place in places], 1
         )
     sites = torch.tensor([i for i, p in enumerate(places) for _ in range(p.shape[1])])
     heads = torch.tensor([head for place in places for head in range(place.shape[1])])
-    found = _drops(asker, sites.to(noise.device), heads.to(noise.device))
-    table = torch.full((len(found), len(places), most), -torch.inf, device=noise.device)
-    table[:, sites, heads] = found.to(table.dtype)
+    drops = _drops(queries, sites.to(noise.device), heads.to(noise.device))
+    table = torch.full((len(drops), len(places), most), -torch.inf, device=noise.device)
+    table[:, sites, heads] = drops.to(table.dtype)
     return table
 
 
-def _drops(asker: Asker, sites: Tensor, heads: Tensor) -> Tensor:
+def _drops(queries: MaskedQueries, sites: Tensor, heads: Tensor) -> Tensor:
     """Minus the confidence in the labels when these heads are silent, (b, len(sites))."""
-    size, count = asker.question.size, len(sites)
-    which = torch.arange(size, device=sites.device).repeat_interleave(count)
-    logits = asker.silenced(which, sites.repeat(size), heads.repeat(size))
-    return -asker.question.part(which).confidence(logits).view(size, count)
+    size, count = queries.question.size, len(sites)
+    indices = torch.arange(size, device=sites.device).repeat_interleave(count)
+    logits = queries.silenced(indices, sites.repeat(size), heads.repeat(size))
+    return -queries.question.part(indices).confidence(logits).view(size, count)

@@ -1,47 +1,40 @@
 """HackAttend: flip a prediction by cutting a small share of attention, the text left alone.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470); ALGORITHMS.md, Part IV. There are
-two schedules: `greedy`, as released (greedy.py), and `rerank`, stronger at the same budget
-(rerank.py). A ranking says which units go first (rankings.py), a scope what the share is a share of
-(budget.py). Examples that the model gets wrong are skipped and counted; the judge decides what is a
-flip (judge.py).
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). There are two schedules: `Greedy`,
+as released (greedy.py), and `Rerank`, stronger at the same budget (rerank.py). A ranking says which
+units go first (rankings.py), a scope what the share is a share of (budget.py). Examples that the
+model gets wrong are skipped and counted; the judge decides what is a flip (judge.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from keyhole.data import Batch
+from keyhole.disrupt.attacker import described
 from keyhole.disrupt.budget import Budget, budget
 from keyhole.disrupt.disruption import Disruption, Outcome, joined
-from keyhole.disrupt.greedy import greedy
-from keyhole.disrupt.judge import Verdict, control, judge
-from keyhole.disrupt.masked_queries import Asker
-from keyhole.disrupt.prefix_search import Found
-from keyhole.disrupt.rankings import Ranking
-from keyhole.disrupt.rerank import rerank
-from keyhole.disrupt.tasks import Batch, Question, ask
+from keyhole.disrupt.greedy import Greedy, Order, Scale
+from keyhole.disrupt.judge import Verdict, judge, run_control
+from keyhole.disrupt.masked_queries import MaskedQueries
+from keyhole.disrupt.prefix_search import Proposal, Search
+from keyhole.disrupt.rankings import RANKINGS
+from keyhole.disrupt.rerank import Rerank
+from keyhole.disrupt.settings import expect_among, expect_least
+from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.errors import InputError
 
-Order = Literal["importance", "random layer", "random head", "random"]
-Scale = Literal["full", "half"]
-Schedule = Literal["rerank", "greedy"]
 Scope = Literal["head", "model"]
-Count = Literal["paper", "all"]
+HeadUnits = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
 Spare = Literal["special", "special keys", "padding"]
-_CHOICES: dict[str, Any] = {
-    "ranking": Ranking, "order": Order, "scale": Scale, "schedule": Schedule, "scope": Scope,
-    "head_units": Count, "loss": Loss, "spare": Spare,
-}  # fmt: skip
-_COUNTS = {"least": 0, "rounds": 1, "prefixes": 1, "refine": 0, "restarts": 0, "batch": 1,
-           "continuation": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,28 +42,20 @@ class HackAttend:
     """At most `share` of each head's units, or with scope "model" of all units of the model.
 
     `head_units`: a head has (n−1)² units ("paper") or n² ("all"). `least`: units that a head may
-    lose in any case, even where the share of a short text is none. `order` and `scale` are for the
-    greedy schedule; `rounds`, `prefixes` (asked for in each round), `refine` (rounds of swaps) and
-    `restarts` for rerank. `target` is the class to flip to, None for any other. `continuation` is
-    the number of tokens that a language model is asked for. `spare`: no unit of a special token is
-    cut, as query or key ("special"); only none with a special key ("special keys"); or "padding".
-    `batch` is the most sequences in one pass, which bounds memory. `one_at_a_time` asks as the
-    released code does, to compare speed.
+    lose in any case, even where the share of a short text is none. `target` is the class to flip
+    to, None for any other. `continuation` is the number of tokens that a language model is asked
+    for. `spare`: no unit of a special token is cut, as query or key ("special"); only none with a
+    special key ("special keys"); or "padding". `batch` is the most sequences in one pass, which
+    bounds memory. `one_at_a_time` asks as the released code does, to compare speed.
     """
 
     share: float = 0.01
-    ranking: Ranking = "removal"
-    schedule: Schedule = "rerank"
+    ranking: str = "removal"
+    schedule: Greedy | Rerank = Rerank()  # noqa: RUF009 - frozen
     scope: Scope = "head"
-    order: Order = "importance"
-    scale: Scale = "full"
-    head_units: Count = "paper"
+    head_units: HeadUnits = "paper"
     least: int = 0
     loss: Loss = "margin"
-    rounds: int = 8
-    prefixes: int = 16
-    refine: int = 8
-    restarts: int = 0
     target: int | None = None
     continuation: int = 1
     spare: Spare = "special"
@@ -81,36 +66,85 @@ class HackAttend:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise InputError(f"expected a share from 0 to 1, got {self.share}")
-        for name, kind in _CHOICES.items():
-            if getattr(self, name) not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise InputError(f"expected {name} among {known}, got {getattr(self, name)}")
-        for name, least in _COUNTS.items():
-            if getattr(self, name) < least:
-                raise InputError(f"expected {name} of at least {least}, got {getattr(self, name)}")
+        expect_among("ranking", self.ranking, RANKINGS)
+        expect_among("scope", self.scope, Scope)
+        expect_among("head_units", self.head_units, HeadUnits)
+        expect_among("loss", self.loss, Loss)
+        expect_among("spare", self.spare, Spare)
+        expect_least(0, least=self.least)
+        expect_least(1, batch=self.batch, continuation=self.continuation)
+        if not isinstance(self.schedule, Greedy | Rerank):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"expected a schedule Greedy() or Rerank(), got {self.schedule!r}")
 
     @classmethod
     def as_released(
-        cls, share: float = 0.01, scale: Scale = "full", ranking: Ranking = "gradient",
-        order: Order = "importance", **changes: Any,
+        cls, share: float = 0.01, scale: Scale = "full", ranking: str = "gradient",
+        order: Order = "importance", *, scope: Scope = "head", head_units: HeadUnits = "paper",
+        least: int = 1, loss: Loss = "cross-entropy", target: int | None = None,
+        continuation: int = 1, spare: Spare = "special", batch: int = 64,
+        one_at_a_time: bool = False, seed: int = 0,
     ) -> HackAttend:  # fmt: skip
         """The paper's: `−grad`, one unit a head at least, cumulative greedy over ranked heads."""
-        settings: dict[str, Any] = {"least": 1, "loss": "cross-entropy", **changes}
         return cls(
-            share=share, ranking=ranking, schedule="greedy", order=order, scale=scale, **settings
-        )
+            share, ranking, Greedy(order, scale), scope, head_units, least, loss, target,
+            continuation, spare, batch, one_at_a_time, seed,
+        )  # fmt: skip
 
     @classmethod
-    def strongest(cls, share: float = 0.01, scope: Scope = "head", **changes: Any) -> HackAttend:
+    def strongest(
+        cls, share: float = 0.01, scope: Scope = "head", *, rounds: int = 16, prefixes: int = 2,
+        refine: int = 24, restarts: int = 1, ranking: str = "removal",
+        head_units: HeadUnits = "paper", least: int = 0, loss: Loss = "margin",
+        target: int | None = None, continuation: int = 1, spare: Spare = "special",
+        batch: int = 64, one_at_a_time: bool = False, seed: int = 0,
+    ) -> HackAttend:  # fmt: skip
         """Many rankings and many swaps, few prefixes of each: success first, queries second."""
-        settings: dict[str, Any] = {
-            "rounds": 16,
-            "prefixes": 2,
-            "refine": 24,
-            "restarts": 1,
-            **changes,
-        }
-        return cls(share=share, scope=scope, **settings)
+        return cls(
+            share, ranking, Rerank(rounds, prefixes, refine, restarts), scope, head_units, least,
+            loss, target, continuation, spare, batch, one_at_a_time, seed,
+        )  # fmt: skip
+
+    @classmethod
+    def random(
+        cls, share: float = 0.01, *, scope: Scope = "head", target: int | None = None,
+        continuation: int = 1, spare: Spare = "special", batch: int = 64, seed: int = 0,
+    ) -> HackAttend:  # fmt: skip
+        """The control: heads and units in a random order, as many of them as released."""
+        return cls.as_released(
+            share, ranking="random", order="random", scope=scope, target=target,
+            continuation=continuation, spare=spare, batch=batch, seed=seed,
+        )  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, method: Mapping[str, Any]) -> HackAttend:
+        """The attack that a result's `method` describes."""
+        try:
+            schedule = dict(method["schedule"])
+            make = {"greedy": Greedy, "rerank": Rerank}[schedule.pop("name")]
+            settings: dict[str, Any] = {field.name: method[field.name] for field in fields(cls)}
+            settings["schedule"] = make(**schedule)
+            return cls(**settings)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"expected the settings of a HackAttend, got {error!r}") from error
+
+    @property
+    def words(self) -> str:
+        """How attention is cut, in people's words."""
+        what = "each head's attention" if self.scope == "head" else "all attention"
+        if self.control:
+            how = " at random"
+        elif isinstance(self.schedule, Greedy) and self.ranking == "gradient":
+            how = ", as released"
+        else:
+            how = "" if self.ranking == "removal" else f", ranked by {self.ranking}"
+        return f"{100 * self.share:g}% of {what} cut{how}"
+
+    @property
+    def control(self) -> bool:
+        """Are units chosen at random?"""
+        return self.ranking == "random"
 
     def __call__(
         self, model: Any, batch: Batch, labels: Tensor | None = None, *,
@@ -129,10 +163,10 @@ class HackAttend:
         names = list(ids) or [str(number) for number in range(question.size)]
         if len(names) != question.size:
             raise InputError(f"expected {question.size} ids, got {len(names)}")
-        every = torch.arange(question.size, device=question.labels.device)
+        rows = torch.arange(question.size, device=question.labels.device)
         parts = [
-            self._attack(model, question.part(which), [names[i] for i in which.tolist()], started)
-            for which in every.split(self._size(question))
+            self._attack(model, question.part(part), [names[i] for i in part.tolist()], started)
+            for part in rows.split(self._size(question))
         ]
         return joined(parts)
 
@@ -140,7 +174,7 @@ class HackAttend:
         self, model: Any, question: Question, names: list[str], started: float
     ) -> Disruption:
         units = survey(model, question, spare=self.spare)
-        zero, clean = control(model, question, units, self.batch)
+        zero, clean = run_control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:
             right &= ~(question.labels == question.target).all(-1)  # nothing to flip there
@@ -152,18 +186,18 @@ class HackAttend:
         ]
         if len(chosen):
             attacked = question.part(chosen), units.part(chosen), limits.part(chosen)
-            found, asker = self._search(model, *attacked)
-            verdict = judge(model, attacked[0], attacked[1], found.cut, attacked[2], self.batch)
+            proposal, queries = self._search(model, *attacked)
+            verdict = judge(model, attacked[0], attacked[1], proposal.cut, attacked[2], self.batch)
             counted = _count(attacked[1], verdict.masked, self.head_units)
             for place, number in enumerate(chosen.tolist()):
                 outcomes[number] = _outcome(
-                    outcomes[number], verdict, counted, found, asker, attacked[1], place
+                    outcomes[number], verdict, counted, proposal, queries, attacked[1], place
                 )
         seconds = time.perf_counter() - started
         parameter = next(model.parameters())
         return Disruption(
-            asdict(self), tuple(outcomes), zero, seconds, type(model).__name__,
-            str(parameter.device), str(parameter.dtype).removeprefix("torch."),
+            described(self), tuple(outcomes), zero, seconds, type(model).__name__,
+            str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=question.task,
         )  # fmt: skip
 
     def _size(self, question: Question) -> int:
@@ -172,11 +206,13 @@ class HackAttend:
 
     def _search(
         self, model: Any, question: Question, units: Units, limits: Budget
-    ) -> tuple[Found, Asker]:
-        asker = Asker(model, question, units, self._size(question))
+    ) -> tuple[Proposal, MaskedQueries]:
+        queries = MaskedQueries(
+            model, question, units, self._size(question), singly=self.one_at_a_time
+        )
         noise = _noise(question, units, self.seed)
-        schedule = greedy if self.schedule == "greedy" else rerank
-        return schedule(self, asker, limits, noise), asker
+        search = Search(queries, limits, self.ranking, self.loss, noise)
+        return self.schedule(search), queries
 
 
 def _noise(question: Question, units: Units, seed: int) -> Tensor:
@@ -213,14 +249,14 @@ def _count(units: Units, masked: Tensor, count: str) -> _Counted:
 
 
 def _untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:
-    said = tuple(question.predicted(clean)[number].tolist())
-    sure = float(question.confidence(clean)[number])
-    return Outcome(name, right, False, said, said, sure, sure)
+    answer = tuple(question.predicted(clean)[number].tolist())
+    confidence = float(question.confidence(clean)[number])
+    return Outcome(name, right, False, answer, answer, confidence, confidence)
 
 
 def _outcome(
-    before: Outcome, verdict: Verdict, counted: _Counted, found: Found, asker: Asker, units: Units,
-    place: int,
+    before: Outcome, verdict: Verdict, counted: _Counted, proposal: Proposal,
+    queries: MaskedQueries, units: Units, place: int,
 ) -> Outcome:  # fmt: skip
     return Outcome(
         id=before.id,
@@ -230,8 +266,8 @@ def _outcome(
         after=tuple(verdict.predicted[place].tolist()),
         confidence_before=before.confidence_before,
         confidence_after=float(verdict.confidence[place]),
-        queries=int(asker.queries[place]),
-        steps=int(found.steps[place]),
+        queries=int(queries.asked[place]),
+        steps=int(proposal.steps[place]),
         masked=int(counted.masked[place]),
         units=int(counted.units[place]),
         heads=int(counted.heads[place]),

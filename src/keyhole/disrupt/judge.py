@@ -53,15 +53,15 @@ def judge(
     """Run the masks `cut` (b, units) afresh."""
     logits: list[Tensor] = []
     masked: list[Tensor] = []
-    for which in _parts(question, batch):
-        explicit = _Explicit(units, cut[which])
+    for indices in _parts(question, batch):
+        explicit = _Explicit(units, cut[indices])
         with torch.no_grad(), rewriting(model, explicit):
-            logits.append(question.part(which).logits(model))
-        masked.append(torch.cat(explicit.gone, 1) & cut[which] & units.exists[which])
-    found, really = torch.cat(logits), torch.cat(masked)
+            logits.append(question.part(indices).logits(model))
+        masked.append(torch.cat(explicit.gone, 1) & cut[indices] & units.exists[indices])
+    answers, really = torch.cat(logits), torch.cat(masked)
     return Verdict(
-        question.flipped(found) & _lawful(units, cut, limits), question.predicted(found),
-        question.confidence(found), really,
+        question.flipped(answers) & _lawful(units, cut, limits), question.predicted(answers),
+        question.confidence(answers), really,
     )  # fmt: skip
 
 
@@ -71,13 +71,13 @@ def _lawful(units: Units, cut: Tensor, limits: Budget) -> Tensor:
     return spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
 
 
-def control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
+def run_control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
     """k = 0 beside the model untouched and the model as loaded; and the untouched logits."""
     result = Control(0.0, 0.0, 0)
     clean: list[Tensor] = []
-    for which in _parts(question, batch):
-        part = question.part(which)
-        nothing = torch.zeros_like(units.free[which])
+    for indices in _parts(question, batch):
+        part = question.part(indices)
+        nothing = torch.zeros_like(units.free[indices])
         with torch.no_grad():
             own = part.logits(model)
             with rewriting(model, Untouched()):
@@ -94,5 +94,5 @@ def control(model: Any, question: Question, units: Units, batch: int) -> tuple[C
 
 
 def _parts(question: Question, batch: int) -> Iterator[Tensor]:
-    every = torch.arange(question.size, device=question.labels.device)
-    yield from every.split(max(1, batch // question.rows))
+    indices = torch.arange(question.size, device=question.labels.device)
+    yield from indices.split(max(1, batch // question.rows))

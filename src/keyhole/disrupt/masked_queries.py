@@ -29,11 +29,11 @@ class Ordering:
     goes: Tensor
     back: Tensor | None = None
 
-    def at(self, steps: Tensor, which: Tensor) -> Tensor:
-        """The masks (len(which), units) of examples `which` at their steps."""
+    def at(self, steps: Tensor, indices: Tensor) -> Tensor:
+        """The masks (len(indices), units) of examples `indices` at their steps."""
         steps = steps.unsqueeze(-1)
-        cut = self.goes[which] < steps
-        return cut if self.back is None else cut & (self.back[which] >= steps)
+        cut = self.goes[indices] < steps
+        return cut if self.back is None else cut & (self.back[indices] >= steps)
 
     def slice(self, place: Place) -> Ordering:
         part = slice(place.start, place.stop)
@@ -48,19 +48,19 @@ def fixed(cut: Tensor) -> Ordering:
 class Cuts(Untouched):
     """Cuts the units of an ordering, one step for each example in the batch."""
 
-    def __init__(self, units: Units, ordering: Ordering, which: Tensor, steps: Tensor) -> None:
-        self.units, self.ordering, self.which, self.steps = units, ordering, which, steps
+    def __init__(self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor) -> None:
+        self.units, self.ordering, self.indices, self.steps = units, ordering, indices, steps
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         place = self.units.places[site.index]
-        return self.ordering.slice(place).at(self.steps, self.which).view(shape)
+        return self.ordering.slice(place).at(self.steps, self.indices).view(shape)
 
 
 class Slopes(Cuts):
     """Cuts, and asks for the gradient with respect to zeros added to the probabilities."""
 
-    def __init__(self, units: Units, ordering: Ordering, which: Tensor, steps: Tensor) -> None:
-        super().__init__(units, ordering, which, steps)
+    def __init__(self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor) -> None:
+        super().__init__(units, ordering, indices, steps)
         self.bumps: list[Tensor] = []
         self.probabilities: list[Tensor] = []
 
@@ -82,63 +82,68 @@ class Silenced(Untouched):
         self.rows, self.sites, self.heads = rows, sites, heads
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor:
-        every = torch.arange(shape[1], device=self.heads.device)
-        hit = (self.heads.unsqueeze(1) == every) | (self.heads.unsqueeze(1) < 0)
+        numbers = torch.arange(shape[1], device=self.heads.device)
+        hit = (self.heads.unsqueeze(1) == numbers) | (self.heads.unsqueeze(1) < 0)
         hit &= (self.sites == site.index).unsqueeze(1)
         each = shape[0] // len(self.sites)
         return (~hit).float().repeat_interleave(each, 0)[:, :, None, None]
 
 
-class Asker:
-    """A model, a question, its units; `queries` counts for each example what was asked."""
+class MaskedQueries:
+    """A model, a question, its units; `asked` counts for each example what was asked.
 
-    def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
+    `batch` is the most examples in one pass; `singly` asks for one mask at a time.
+    """
+
+    def __init__(
+        self, model: Any, question: Question, units: Units, batch: int, singly: bool = False
+    ) -> None:
         self.model, self.question, self.units = model, question, units
-        self.batch = batch
-        self.queries = torch.zeros(question.size, dtype=torch.long)
+        self.batch, self.singly = batch, singly
+        self.asked = torch.zeros(question.size, dtype=torch.long)
 
-    def _chunks(self, which: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:
-        for start in range(0, len(which), self.batch):
+    def _chunks(self, indices: Tensor) -> Iterator[tuple[slice, Tensor, Question]]:
+        for start in range(0, len(indices), self.batch):
             part = slice(start, start + self.batch)
-            chosen = which[part]
-            self.queries += torch.bincount(chosen.cpu(), minlength=len(self.queries))
+            chosen = indices[part]
+            self.asked += torch.bincount(chosen.cpu(), minlength=len(self.asked))
             yield part, chosen, self.question.part(chosen)
 
     def logits(
-        self, ordering: Ordering, which: Tensor, steps: Tensor, rows: Tensor | None = None
+        self, ordering: Ordering, indices: Tensor, steps: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        """(len(which), m, classes) for examples `which`, each at its step of the ordering.
+        """(len(indices), m, classes) for examples `indices`, each at its step of the ordering.
 
         `rows` says which row of the ordering is whose, where it does not hold all examples.
         """
-        rows = which if rows is None else rows
-        found: list[Tensor] = []
-        for part, _, question in self._chunks(which):
+        rows = indices if rows is None else rows
+        answers: list[Tensor] = []
+        for part, _, question in self._chunks(indices):
             cuts = Cuts(self.units, ordering, rows[part], steps[part])
             with torch.no_grad(), rewriting(self.model, cuts):
-                found.append(question.logits(self.model))
-        return torch.cat(found)
+                answers.append(question.logits(self.model))
+        return torch.cat(answers)
 
-    def silenced(self, which: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
+    def silenced(self, indices: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
         """Logits with a whole head, or a whole layer, gone."""
-        found: list[Tensor] = []
-        for part, _, question in self._chunks(which):
+        answers: list[Tensor] = []
+        for part, _, question in self._chunks(indices):
             silence = Silenced(self.question.rows, sites[part], heads[part])
             with torch.no_grad(), rewriting(self.model, silence):
-                found.append(question.logits(self.model))
-        return torch.cat(found)
+                answers.append(question.logits(self.model))
+        return torch.cat(answers)
 
     def slopes(
-        self, cut: Tensor, which: Tensor, loss: str, aim: int = 0
+        self, cut: Tensor, indices: Tensor, loss: str, aim: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities and gradients (len(which), units) under masks `cut`, and the margins.
+        """Probabilities and gradients (len(indices), units) under masks `cut`, and the margins.
 
         An untargeted loss leads to the most likely other class, or with `aim` to the next ones.
         """
         probabilities: list[Tensor] = []
         gradients: list[Tensor] = []
         margins: list[Tensor] = []
-        for part, chosen, question in self._chunks(which):
+        for part, chosen, question in self._chunks(indices):
             rows = torch.arange(len(chosen), device=cut.device)
             slopes = Slopes(self.units, fixed(cut[part]), rows, torch.zeros_like(rows))
             with torch.enable_grad(), rewriting(self.model, slopes):
@@ -148,11 +153,11 @@ class Asker:
                     raised = question.surprise(logits)
                 else:
                     raised = -question.margin(logits, aim)
-                found = torch.autograd.grad(
+                slope = torch.autograd.grad(
                     raised.sum(), slopes.bumps, allow_unused=True, materialize_grads=True
                 )
             probabilities.append(_joined(slopes.probabilities, len(chosen)))
-            gradients.append(_joined(list(found), len(chosen)))
+            gradients.append(_joined(list(slope), len(chosen)))
             margins.append(margin.detach())
         return torch.cat(probabilities), torch.cat(gradients), torch.cat(margins)
 

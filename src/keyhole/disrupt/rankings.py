@@ -15,45 +15,63 @@ gives its share to the others of its row, which become `a_il/(1−a_ij)`. So the
 `a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that is the formula. The larger the score, the more
 the cut raises the loss.
 
+To add a ranking, write its function and its line in RANKINGS.
+
 A unit that is already cut has a worth too: `a'` of the probability it would come back with, times
 the same bracket (`worth_of_cut`), to first order in the reverse direction.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
 
 from torch import Tensor
 
-Ranking = Literal[
-    "gradient", "magnitude", "attention", "random", "gradient*attention", "removal"
-]  # fmt: skip
-RANKINGS: tuple[str, ...] = get_args(Ranking)
-# A score above zero says that the cut raises the loss; the others only order.
-SIGNED = frozenset({"gradient*attention", "removal"})
 _LEAST = 1e-6  # 1−a of a unit that holds all of its row: cutting it has no first-order effect
 
 
-def score(ranking: str, a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
-    """Scores of units (…, q, k); `noise`, of the same shape, is the random ranking's."""
-    match ranking:
-        case "gradient":
-            return -g
-        case "magnitude":
-            return g.abs()
-        case "attention":
-            return a
-        case "random":
-            return noise
-        case "gradient*attention":
-            return -g * a
-        case _:
-            return removal(a, g)
+def gradient(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    del a, noise
+    return -g
 
 
-def removal(a: Tensor, g: Tensor) -> Tensor:
+def magnitude(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    del a, noise
+    return g.abs()
+
+
+def attention(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    del g, noise
+    return a
+
+
+def random(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    del a, g
+    return noise
+
+
+def gradient_attention(a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    del noise
+    return -g * a
+
+
+def removal(a: Tensor, g: Tensor, noise: Tensor | None = None) -> Tensor:
     """How much the loss rises, to first order, when a unit is cut and its row renormalised."""
+    del noise
     return a / (1 - a).clamp(min=_LEAST) * _bracket(a, g)
+
+
+# Scores of units (…, q, k) from a, g and noise of that shape, by the name that people type.
+RANKINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "removal": removal,
+    "gradient": gradient,
+    "magnitude": magnitude,
+    "attention": attention,
+    "gradient*attention": gradient_attention,
+    "random": random,
+}
+# A score above zero says that the cut raises the loss; those of the others only order.
+SIGNED = frozenset({"gradient*attention", "removal"})
 
 
 def worth_of_cut(a: Tensor, g: Tensor, returning: Tensor) -> Tensor:

@@ -8,87 +8,75 @@ its worker is found out, and fails alone after `retries` times: it is listed wit
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     BrokenExecutor,
     CancelledError,
     Executor,
     Future,
-    ProcessPoolExecutor,
     wait,
 )
-from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from keyhole.data import Example, encode
+from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
 from keyhole.disrupt.disruption import Disruption
-from keyhole.disrupt.hack_attend import HackAttend
-from keyhole.disrupt.journal import Journal, key
+from keyhole.disrupt.journal import Outcomes, key
 from keyhole.disrupt.labels import settled
+from keyhole.disrupt.settings import expect_least
+from keyhole.disrupt.source import ModelSource
+from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
-from keyhole.models.loading import SPEAKING, load_model
-
-_THREADS = "OMP_NUM_THREADS"
-Watch = Callable[[int, int], None]  # examples finished, examples in all
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a worker finds the model: it is loaded once a process, not sent."""
-
-    name: str
-    task: str = "classification"
-    device: str = "cpu"
-    longest: int | None = None
-    allow_pickle: bool = False
-
-    def load(self) -> tuple[Any, Any]:
-        loaded = load_model(
-            self.name, task=self.task, device=self.device, allow_pickle=self.allow_pickle
-        )
-        return loaded.model, loaded.tokenizer
-
+from keyhole.models.tasks import GENERATES
+from keyhole.progress import Progress, silent
+from keyhole.resume import Journal
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 
 
-def attack(method: HackAttend, source: ModelSource, examples: Sequence[Example]) -> Disruption:
-    """What one worker does with a few examples."""
+def attack(
+    attacker: Attacker, source: ModelSource, identity: str, examples: Sequence[Example]
+) -> Disruption:
+    """What one worker does with a few examples; `identity` is that of the model at the source."""
     with _ALONE:
-        return _attack(method, source, examples)
+        model, tokenizer = _loaded(source, identity)
+        return _attack(attacker, source, model, tokenizer, examples)
 
 
-def _attack(method: HackAttend, source: ModelSource, examples: Sequence[Example]) -> Disruption:
-    if source not in _LOADED:
+def _loaded(source: ModelSource, identity: str) -> tuple[Any, Any]:
+    if (source, identity) not in _LOADED:
         _LOADED.clear()  # one model a process: memory is not for two
-        _LOADED[source] = source.load()
-    model, tokenizer = _LOADED[source]
+        _LOADED[source, identity] = source.load()
+    return _LOADED[source, identity]
+
+
+def _attack(
+    attacker: Attacker, source: ModelSource, model: Any, tokenizer: Any,
+    examples: Sequence[Example],
+) -> Disruption:  # fmt: skip
     batch, given = encode(tokenizer, examples, longest=source.longest)
     names = [example.id for example in examples]
-    speaks = source.task in SPEAKING
-    labels = None if speaks else settled(model, batch, given, method.target)
-    return method(model, batch, labels, ids=names)
+    labels = None
+    if source.task not in GENERATES:
+        labels = settled(model, batch, given, getattr(attacker, "target", None))
+    return attacker(model, batch, labels, ids=names)
 
 
 def sweep(
-    method: HackAttend,
+    attacker: Attacker,
     model_source: ModelSource | str,
     examples: Sequence[Example],
     executor: Executor | None = None,
     *,
     workers: int | None = None,
     resume: str | os.PathLike[str] | None = None,
-    watch: Watch | None = None,
+    progress: Progress = silent,
     together: int = 8,
     retries: int = 2,
 ) -> Disruption:
@@ -98,107 +86,59 @@ def sweep(
     what a GPU wants.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
-    for name, value, least in (("together", together, 1), ("retries", retries, 0)):
-        if value < least:
-            raise InputError(f"expected {name} of at least {least}, got {value}")
+    expect_least(1, together=together)
+    expect_least(0, retries=retries)
+    method, identity = described(attacker), source.identity()
+    settings = {"kind": "disruption", "model": identity, "task": source.task,
+                "longest": source.longest, "method": method}  # fmt: skip
     path = None if resume is None else os.fspath(resume)
-    with Journal(path, asdict(method), f"{source.name} ({source.task})") as journal:
-        todo = {key(one): one for one in examples if key(one) not in journal.outcomes}
-        run = _Run(method, source, journal, watch, len(examples), retries)
-        queue = deque(_batches(list(todo.values()), together))
+    with Journal(path, settings) as journal:
+        outcomes = Outcomes(journal)
+        todo = {key(example): example for example in examples}
+        queue = deque(
+            _batches([todo[name] for name in todo if name not in outcomes.known], together)
+        )
+        run = _Run(attacker, source, identity, outcomes, progress, len(examples), retries)
         if executor is None and workers == 0:
             run.here(queue)
         else:
-            with _Pool(executor, workers) as pool:
+            with Pool(executor, workers) as pool:
                 run.through(pool, queue)
-        outcomes = [journal.outcomes.get(key(one)) for one in examples]
-        return Disruption(
-            asdict(method), tuple(one for one in outcomes if one is not None), journal.control,
-            journal.seconds, source.name, source.device, failed=tuple(run.failed),
-        )  # fmt: skip
+    known = [outcomes.known[key(example)] for example in examples if key(example) in outcomes.known]
+    return Disruption(
+        method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
+        failed=tuple(run.failed), identity=identity, task=source.task, examples=tuple(examples),
+    )  # fmt: skip
+
+
+def _size(example: Example) -> tuple[int, int, str]:
+    return len(example.choices), len(example.text), example.id
 
 
 def _batches(examples: list[Example], together: int) -> list[tuple[Example, ...]]:
     """Examples of like length side by side: padding is work for nothing."""
-    ordered = sorted(examples, key=lambda one: (len(one.choices), len(one.text), one.id))
+    ordered = sorted(examples, key=_size)
     groups = [tuple(group) for group in grouped(ordered, together)]
     return groups[::-1]  # the long ones first: nobody waits for them at the end
-
-
-def _settle_in() -> None:
-    """One thread a process; Ctrl-C is for the process that people talk to."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _Pool:
-    """The caller's executor, or processes of our own that can be replaced when one dies."""
-
-    def __init__(self, given: Executor | None, workers: int | None) -> None:
-        self.given = given
-        self.workers = workers or os.cpu_count() or 1
-        self.own: ProcessPoolExecutor | None = None
-        self.others = multiprocessing.active_children()
-        self.threads: str | None = None
-
-    def __enter__(self) -> _Pool:
-        # Processes inherit it before torch loads: what torch is told later does not reach all
-        # libraries below it, whose threads then stand in the way of the other processes.
-        self.threads = os.environ.get(_THREADS)
-        if self.given is None:
-            os.environ.setdefault(_THREADS, "1")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.threads is None:
-            os.environ.pop(_THREADS, None)
-        if self.own is None:
-            return
-        if kind is not None:  # stopped: nobody waits for what is under way
-            for process in multiprocessing.active_children():
-                if process not in self.others:
-                    process.terminate()
-        self.own.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def window(self) -> int:
-        """How much may be under way: enough to keep workers busy, little to lose with a pool."""
-        return 2 * self.workers
-
-    def executor(self) -> Executor:
-        if self.given is not None:
-            return self.given
-        if self.own is None:
-            # Not fork: torch's threads do not survive it.
-            context = multiprocessing.get_context("spawn")
-            self.own = ProcessPoolExecutor(self.workers, context, _settle_in)
-        return self.own
-
-    def broke(self) -> bool:
-        """Forget a broken pool; False where it is the caller's, who alone can make another."""
-        if self.own is None:
-            return False
-        self.own.shutdown(wait=False, cancel_futures=True)
-        self.own = None
-        return True
 
 
 class _Run:
     """One sweep under way."""
 
     def __init__(
-        self, method: HackAttend, source: ModelSource, journal: Journal, watch: Watch | None,
-        total: int, retries: int,
+        self, attacker: Attacker, source: ModelSource, identity: str, outcomes: Outcomes,
+        progress: Progress, total: int, retries: int,
     ) -> None:  # fmt: skip
-        self.method, self.source, self.journal, self.watch = method, source, journal, watch
-        self.total, self.retries = total, retries
+        self.attacker, self.source, self.identity = attacker, source, identity
+        self.outcomes = outcomes
+        self.progress, self.total, self.retries = progress, total, retries
         self.failed: list[tuple[str, str]] = []
 
     def here(self, queue: deque[tuple[Example, ...]]) -> None:
         for group in queue:
-            self._finish(group, attack(self.method, self.source, group))
+            self._finish(group, attack(self.attacker, self.source, self.identity, group))
 
-    def through(self, pool: _Pool, queue: deque[tuple[Example, ...]]) -> None:
+    def through(self, pool: Pool, queue: deque[tuple[Example, ...]]) -> None:
         """All groups; then, one at a time, the examples that were under way when something died."""
         suspects = self._wave(pool, queue, pool.window)
         for group in suspects:
@@ -206,7 +146,7 @@ class _Run:
                 self._alone(pool, example)
 
     def _wave(
-        self, pool: _Pool, queue: deque[tuple[Example, ...]], window: int
+        self, pool: Pool, queue: deque[tuple[Example, ...]], window: int
     ) -> list[tuple[Example, ...]]:
         suspects: list[tuple[Example, ...]] = []
         under_way: dict[Future[Disruption], tuple[Example, ...]] = {}
@@ -220,10 +160,10 @@ class _Run:
             broken = not under_way
             for future in done:
                 group = under_way.pop(future)
-                why = self._settle(future, group)
-                if why is not None:
+                reason = self._settle(future, group)
+                if reason is not None:
                     suspects.append(group)
-                    broken |= isinstance(why, BrokenExecutor)
+                    broken |= isinstance(reason, BrokenExecutor)
             if broken:
                 # Every other future of a broken pool is lost as well.
                 suspects += under_way.values()
@@ -232,23 +172,23 @@ class _Run:
                     return [*suspects, *queue]
         return suspects
 
-    def _alone(self, pool: _Pool, example: Example) -> None:
-        why: BaseException | None = None
+    def _alone(self, pool: Pool, example: Example) -> None:
+        reason: BaseException | None = None
         for _ in range(1 + self.retries):
             future = self._submit(pool, (example,))
-            why = BrokenExecutor("the executor takes no more work")
+            reason = BrokenExecutor("the executor takes no more work")
             if future is not None:
                 wait([future])
-                why = self._settle(future, (example,))
-                if why is None:
+                reason = self._settle(future, (example,))
+                if reason is None:
                     return
-            if isinstance(why, BrokenExecutor) and not pool.broke():
+            if isinstance(reason, BrokenExecutor) and not pool.broke():
                 break
-        self.failed.append((example.id, f"{type(why).__name__}: {why}".splitlines()[0]))
+        self.failed.append((example.id, f"{type(reason).__name__}: {reason}".splitlines()[0]))
 
-    def _submit(self, pool: _Pool, group: tuple[Example, ...]) -> Future[Disruption] | None:
+    def _submit(self, pool: Pool, group: tuple[Example, ...]) -> Future[Disruption] | None:
         try:
-            return pool.executor().submit(attack, self.method, self.source, group)
+            return pool.executor().submit(attack, self.attacker, self.source, self.identity, group)
         except (BrokenExecutor, RuntimeError):  # RuntimeError: it was shut down
             return None
 
@@ -265,8 +205,7 @@ class _Run:
 
     def _finish(self, group: tuple[Example, ...], result: Disruption) -> None:
         pairs = zip(group, result.outcomes, strict=True)
-        self.journal.add(
-            {key(one): outcome for one, outcome in pairs}, result.control, result.seconds
+        self.outcomes.add(
+            {key(example): outcome for example, outcome in pairs}, result.control, result.seconds
         )
-        if self.watch is not None:
-            self.watch(len(self.journal.outcomes), self.total)
+        self.progress(len(self.outcomes.known), self.total)

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from keyhole.data import Batch
 from keyhole.errors import InputError
+from keyhole.models.tasks import Task, head_of
 
-Task = Literal["classes", "choice", "causal", "seq2seq"]
-Batch = dict[str, Tensor]
 IGNORED = -100  # a label at a position where nothing is predicted
 _BELOW = -1e30
 
@@ -54,22 +54,22 @@ class Question:
         ids = self.inputs.get("input_ids")
         return ids.shape[1] if self.task == "choice" and ids is not None else 1
 
-    def part(self, which: Tensor) -> Question:
+    def part(self, indices: Tensor) -> Question:
         return replace(
-            self, inputs={name: value[which] for name, value in self.inputs.items()},
-            labels=self.labels[which],
-            target=None if self.target is None else self.target[which],
-            special=None if self.special is None else self.special[which],
+            self, inputs={name: value[indices] for name, value in self.inputs.items()},
+            labels=self.labels[indices],
+            target=None if self.target is None else self.target[indices],
+            special=None if self.special is None else self.special[indices],
         )  # fmt: skip
 
     def logits(self, model: Any) -> Tensor:
         """(b, m, classes), in float32 or better."""
         if self.task != "causal":
-            found = model(**self.inputs, **_options(model, {"use_cache": False})).logits
-            found = found if found.ndim == 3 else found.unsqueeze(1)
+            logits = model(**self.inputs, **_options(model, {"use_cache": False})).logits
+            logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
         else:
-            found = self._last(model)
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+            logits = self._last(model)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _last(self, model: Any) -> Tensor:
         """The logits that predict the last m real tokens' successors, wherever padding is."""
@@ -80,9 +80,9 @@ class Question:
         wanted, place = positions.unique(return_inverse=True)
         # The vocabulary is large: only the positions that somebody reads.
         options = _options(model, {"use_cache": False, "logits_to_keep": wanted})
-        found = model(**self.inputs, **options).logits
+        logits = model(**self.inputs, **options).logits
         index = place if "logits_to_keep" in options else positions
-        return found.gather(1, index.unsqueeze(-1).expand(-1, -1, found.shape[-1]))
+        return logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
     def margin(self, logits: Tensor, aim: int = 0) -> Tensor:
         """Positive: answered as before (or not yet as wanted). Against the aim-th best other."""
@@ -143,7 +143,7 @@ def ask(
     special = inputs.pop("special_tokens_mask", None)
     inputs.pop("labels", None)
     given = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
-    if task in ("classes", "choice"):
+    if task in ("classification", "choice"):
         if labels is None:
             raise InputError("expected labels for a classifier, got none")
     else:
@@ -155,20 +155,15 @@ def ask(
 
 
 def _task(model: Any, batch: Batch) -> Task:
-    name = type(model).__name__
     ids = batch.get("input_ids")
-    if ids is not None and ids.ndim == 3:
-        return "choice"
-    if name.endswith(("Classification", "Classifier")) and "Token" not in name:
-        return "classes"
-    if getattr(model.config, "is_encoder_decoder", False) and "Generation" in name:
-        return "seq2seq"
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return "causal"
-    raise InputError(
-        "expected a model with a head for classes, multiple choice, causal or sequence-to-sequence "
-        f"text, got {name}"
-    )
+    several = ids is not None and ids.ndim == 3
+    task = "choice" if several else head_of(model)
+    if task == "base" or (task == "choice" and not several):
+        raise InputError(
+            "expected a model with a head for classes, multiple choice, causal or "
+            f"sequence-to-sequence text, got {type(model).__name__}"
+        )
+    return task
 
 
 def _shaped(labels: Tensor, size: int, device: torch.device, what: str) -> Tensor:
@@ -209,9 +204,8 @@ def _continued(
     if count < 1:
         raise InputError(f"expected a continuation of at least 1 token, got {count}")
     if task == "seq2seq":
-        return _decoded(model, inputs, labels, count) if special is None else (
-            *_swap(_decoded(model, inputs, labels, count), special),
-        )  # fmt: skip
+        inputs, own = _decoded(model, inputs, labels, count)
+        return inputs, special, own
     inputs = _positioned(model, inputs)
     given = None if labels is None else _shaped(
         labels, len(inputs["input_ids"]), inputs["input_ids"].device, "labels"
@@ -230,12 +224,6 @@ def _continued(
             if special is not None:
                 special = torch.cat([special, torch.zeros_like(special[:, :1])], 1)
     return inputs, special, torch.stack(answer, 1)
-
-
-def _swap(
-    made: tuple[Batch, Tensor | None, Tensor], special: Tensor
-) -> tuple[Batch, Tensor | None, Tensor]:
-    return made[0], special, made[2]
 
 
 def _positioned(model: Any, inputs: Batch) -> Batch:
@@ -270,9 +258,7 @@ def _appended(inputs: Batch, tokens: Tensor) -> Batch:
     return grown
 
 
-def _decoded(
-    model: Any, inputs: Batch, labels: Tensor | None, count: int
-) -> tuple[Batch, Tensor | None, Tensor]:
+def _decoded(model: Any, inputs: Batch, labels: Tensor | None, count: int) -> tuple[Batch, Tensor]:
     config = model.config
     ids = inputs["input_ids"]
     forced = inputs.get("decoder_input_ids")
@@ -296,4 +282,4 @@ def _decoded(
     with torch.no_grad():
         own = model(**inputs).logits.argmax(-1)
     mask = inputs.get("decoder_attention_mask")
-    return inputs, None, own if mask is None else own.masked_fill(mask == 0, IGNORED)
+    return inputs, own if mask is None else own.masked_fill(mask == 0, IGNORED)

@@ -76,9 +76,9 @@ class Units:
         """(…, units) -> (…, rows, heads, queries, keys) of one site."""
         return values[..., place.start : place.stop].unflatten(-1, place.shape)
 
-    def part(self, which: Tensor) -> Units:
-        firsts = tuple((query[which], key[which]) for query, key in self.firsts)
-        return Units(self.places, self.exists[which], self.free[which], firsts)
+    def part(self, indices: Tensor) -> Units:
+        firsts = tuple((query[indices], key[indices]) for query, key in self.firsts)
+        return Units(self.places, self.exists[indices], self.free[indices], firsts)
 
     @cached_property
     def head_of(self) -> Tensor:
@@ -91,15 +91,15 @@ class Units:
         return self._numbered(3)
 
     def _numbered(self, axes: int) -> Tensor:
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         seen = 0
         for place in self.places:
             groups = torch.Size(place.shape[:axes]).numel()
             each = torch.Size(place.shape[axes:]).numel()
             numbers = torch.arange(seen, seen + groups, device=self.exists.device)
-            found.append(numbers.repeat_interleave(each))
+            parts.append(numbers.repeat_interleave(each))
             seen += groups
-        return torch.cat(found)
+        return torch.cat(parts)
 
     def per_head(self, mask: Tensor) -> Tensor:
         """How many units of a mask (b, units) lie in each head, (b, heads of all sites)."""
@@ -114,22 +114,22 @@ class Units:
         """Units of each head: all that exist, or as the paper counts them."""
         if count == "all":
             return self.per_head(self.exists)
-        found: list[Tensor] = []
+        counts: list[Tensor] = []
         for place, (query, key) in zip(self.places, self.firsts, strict=True):
             kept = self.at(self.exists, place).clone()
             positions = [torch.arange(size, device=kept.device) for size in place.shape[2:]]
             kept &= (positions[0] != query[..., None])[:, :, None, :, None]
             kept &= (positions[1] != key[..., None])[:, :, None, None, :]
-            found.append(kept.sum((-1, -2)).flatten(1))
-        return torch.cat(found, 1)
+            counts.append(kept.sum((-1, -2)).flatten(1))
+        return torch.cat(counts, 1)
 
     def each(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
         """A function of one site's matrices (b, rows, heads, queries, keys), for all sites."""
-        found = [
+        parts = [
             function(*(self.at(value, place) for value in values)).flatten(1)
             for place in self.places
         ]
-        return torch.cat(found, 1)
+        return torch.cat(parts, 1)
 
     def named(self, mask: Tensor) -> tuple[Unit, ...]:
         """The units of one example's mask (units,)."""
@@ -144,10 +144,10 @@ class Look(Untouched):
     """Keeps the probabilities that came by."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[Site, Tensor]] = []
+        self.maps: list[tuple[Site, Tensor]] = []
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
-        self.found.append((site, probabilities.detach()))
+        self.maps.append((site, probabilities.detach()))
 
 
 def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
@@ -161,7 +161,7 @@ def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
     free: list[Tensor] = []
     firsts: list[tuple[Tensor, Tensor]] = []
     start = 0
-    for site, probabilities in look.found:
+    for site, probabilities in look.maps:
         each = _rows(probabilities, question.size, site)
         places.append(Place(site, cast("Any", tuple(each.shape[1:])), start))
         start = places[-1].stop
@@ -199,15 +199,15 @@ def _ends(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Si
     decoder = "decoder" in sides and "encoder" not in site.name.split(".")
     query = sides.get("decoder" if decoder else "encoder")
     key = query if site.kind == "self" else sides.get("encoder")
-    found: list[_Side] = []
+    ends: list[_Side] = []
     for side, size in ((query, each.shape[3]), (key, each.shape[4])):
         shape = (*each.shape[:2], size)
         if side is not None and side.real.shape == shape:
-            found.append(side)
+            ends.append(side)
         else:  # patches and windows: every position is real, none is special
             ones = torch.ones(shape, dtype=torch.bool, device=each.device)
-            found.append(_Side(ones, ~ones))
-    return found[0], found[1]
+            ends.append(_Side(ones, ~ones))
+    return ends[0], ends[1]
 
 
 def _sides(model: Any, question: Question) -> dict[str, _Side]:

@@ -2,6 +2,7 @@
 
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.heads.canonical import canonical, same_function
 from keyhole.extract.judge import Method, judge
@@ -11,6 +12,7 @@ from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
+from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
@@ -20,6 +22,7 @@ __all__ = [
     "Auto",
     "Check",
     "Extraction",
+    "Fitted",
     "FullOutput",
     "LowRank",
     "Method",
@@ -35,5 +38,6 @@ __all__ = [
     "canonical",
     "choose",
     "judge",
+    "run",
     "same_function",
 ]

@@ -1,6 +1,7 @@
-"""Which method applies: found out from the oracle's answers, with a dozen questions.
+"""Which method applies: found out from the oracle's answers, with a few dozen questions.
 
-Each kind of target leaves a mark that a few answers show:
+First what the server does to its scores is undone (links.py), and how precise the answers are is
+read off their digits. Then each kind of target leaves a mark that a few answers show:
 
     vectors                                       an attention layer        FullOutput
     nothing but 0 and 1                           a threshold               SignOnly
@@ -10,7 +11,9 @@ Each kind of target leaves a mark that a few answers show:
     logits that do not                            several heads             MultiHead
 
 For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ; for several it
-is a mixture, and generic δ show that. The choice is a guess with a reason: the judge decides.
+is a mixture, and generic δ show that. The choice is a guess with a reason: the judge decides. Where
+answers are inexact, or the first method finds that the target is of another kind, heads are fitted
+by least squares (fitted.py) before anybody calls the target safe.
 """
 
 from __future__ import annotations
@@ -24,20 +27,30 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
+from keyhole.extract.domain import CHANGED, Witness
 from keyhole.extract.extraction import Extraction
+from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
-from keyhole.extract.judge import Method, Step
+from keyhole.extract.judge import NEARLY, Method, Step
+from keyhole.extract.links import find_link
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.counted import Counted
+from keyhole.oracle.links import Link, Linked, Undone
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.results import Status
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be told from chance
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+_EXACT = 1e-12  # relative errors of answers below this are rounding of float64
+_FINE = 1e-6  # up to which the exact methods work, with a tolerance
+_UNKNOWNS = 400  # that a fit is tried for
+_CLAIMS = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+_ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
 class Kind(StrEnum):
@@ -54,11 +67,21 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and what in the answers speaks for it."""
+    """A method, and what in the answers speaks for it; `fallback` where that turns out wrong.
+
+    `link` is what the server does to its scores, `precision` the relative error of an answer.
+    """
 
     kind: Kind
     method: Method
     why: str
+    link: Link | None = None
+    precision: float = torch.finfo(torch.float64).eps
+    fallback: Method | None = None
+
+    def view(self, oracle: Oracle) -> Oracle:
+        """The oracle with its link undone."""
+        return oracle if self.link is None else Undone(oracle, self.link)
 
 
 @dataclass(frozen=True)
@@ -73,52 +96,137 @@ class Auto:
 
     def __call__(self, oracle: Oracle) -> Extraction:
         counted = Counted(oracle)
+        early = Witness(counted)
         try:
-            choice = choose(counted, self.seed)
+            choice = choose(early, self.seed)
         except BudgetExhausted:
             reason = f"stopped after {counted.queries:,} queries; nothing is known"
             return self._failed(Status.BUDGET, reason, counted.queries)
         except (OracleError, InputError) as error:
             return self._failed(Status.ORACLE_FAILED, str(error), counted.queries)
-        result = choice.method(oracle)
+        view = choice.view(oracle)
+        method, result = choice.method, choice.method(view)
+        spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
+        if result.status in _ANOTHER_KIND and choice.fallback is not None:
+            spent += result.queries + (0 if result.check is None else result.check.queries)
+            second = choice.fallback(view)
+            if second.status not in _ANOTHER_KIND:
+                why = f"{type(choice.fallback).__name__}, since {why} was wrong"
+                result = second
+        result = self._asked_again(result, early, choice)
+        model = result.model
+        if model is not None and choice.link is not None:
+            model = Linked(model, choice.link)
         return replace(
             result,
-            reason=f"{type(choice.method).__name__}, since {choice.why}; {result.reason}",
-            queries=result.queries + counted.queries,
-            trace=tuple((queries + counted.queries, error) for queries, error in result.trace),
+            reason=f"{why}; {result.reason}",
+            model=model,
+            queries=result.queries + spent,
+            trace=tuple((queries + spent, error) for queries, error in result.trace),
         )
 
+    def _asked_again(self, result: Extraction, early: Witness, choice: Choice) -> Extraction:
+        """The first answers of all once more: the target must be the one that was looked at."""
+        if result.check is None or result.status not in _CLAIMS:
+            return result
+        before = early.queries
+
+        def agrees(given: Tensor, answers: Tensor, error: float) -> bool:
+            return bool((given - answers).abs().max() <= error * answers.abs().max())
+
+        changed = early.contradicted(agrees, max(1e-6, 100 * choice.precision))
+        asked = early.queries - before
+        result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
+        if changed:
+            reason = f"asked again, {changed} of {asked} questions {CHANGED}"
+            return replace(result, status=Status.MISMATCH, reason=reason, guarantee=None)
+        return result
+
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        yield from choose(oracle, self.seed).method.steps(oracle)
+        choice = choose(oracle, self.seed)
+        yield from choice.method.steps(choice.view(oracle))
 
     def _failed(self, status: Status, reason: str, queries: int) -> Extraction:
         return Extraction(status, reason, repr(self), None, queries, seconds=0.0)
 
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
-    """Look at a dozen answers and name the method that fits them."""
+    """Look at a few dozen answers and name the method that fits them."""
     stream = torch.Generator().manual_seed(seed)
     raw = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
     a, b, x, y = raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
     pairs = ask(oracle, torch.stack([torch.stack([a, b]), torch.stack([x, y])]))
-    if pairs.ndim > 1:
-        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        return Choice(kind, FullOutput(seed=seed), "the answers are vectors")
     singles = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
-    seen = torch.cat([pairs, singles])
+    seen = torch.cat([pairs.flatten(), singles.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
         return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1")
-    decimals = _decimals(seen)
-    if decimals is not None:
-        method = Tolerant(tolerance=0.5 * 10.0**-decimals, seed=seed)
-        return Choice(Kind.ROUNDED, method, f"the answers have {decimals} decimals")
+    precision = _precision(seen)
+    decimals = _decimals(seen) if precision <= _EXACT else None
+    if decimals is not None and pairs.ndim == 1:
+        error = 0.5 * 10.0**-decimals
+        fallback = Fitted(answer_error=error, seed=seed) if _small(oracle) else None
+        why = f"the answers have {decimals} decimals"
+        return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
+    link = find_link(oracle, seed, precision)
+    plain = link.name == "identity" and not bool(link.offset.any())
+    choice = _choice(
+        oracle if plain else Undone(oracle, link), pairs, (a, b, x), singles, seed, precision,
+        exact=plain and precision <= _EXACT, link=None if plain else link,
+    )  # fmt: skip
+    return choice if plain else replace(choice, why=f"behind {link} {choice.why}")
+
+
+def _choice(
+    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], singles: Tensor, seed: int,
+    precision: float, exact: bool, link: Link | None,
+) -> Choice:  # fmt: skip
+    """The choice among kinds, once the link is undone."""
+    if link is not None:
+        pairs, singles = link.scores(pairs), link.scores(singles)
+    accepted = 1e-8 if exact else min(NEARLY, max(1e-6, 100 * precision))
+    coarse = precision > _FINE
+    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
+    digits = 1e-8 if link is not None and link.name != "identity" else 1e-14
+    fit = Fitted(precision=max(precision, digits), seed=seed) if _small(view) else None
+
+    def chosen(kind: Kind, method: Method, why: str) -> Choice:
+        return Choice(kind, method, why, link, precision, fit)
+
+    if pairs.ndim > 1:
+        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
+        method = FullOutput(seed=seed, tolerance=accepted)
+        return replace(chosen(kind, method, "the answers are vectors"), fallback=None)
     scale = float(singles.abs().max())
-    if float((singles[0::2] + singles[1::2]).abs().max()) > _SAME * scale:
+    same = max(_SAME, 64 * precision) if exact else max(1e-6, 64 * precision)
+    if float((singles[0::2] + singles[1::2]).abs().max()) > same * scale:
+        resolution = 1e-12 if exact else max(1e-9, 16 * precision)
+        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
         why = "answers to a token and to its opposite are not opposite"
-        return Choice(Kind.LAYER, OneLayerTransformer(seed=seed), why)
-    if _one_head(oracle, a, b, x):
-        return Choice(Kind.HEAD, LowRank(seed=seed), "its logits add up as one head's do")
-    return Choice(Kind.HEADS, MultiHead(seed=seed), "its logits do not add up as one head's would")
+        return replace(chosen(Kind.LAYER, method, why), fallback=None)
+    if _one_head(view, *tokens, same):
+        method: Method = LowRank(
+            seed=seed,
+            tolerance=accepted,
+            resolution=1e-11 if exact else 100 * max(precision, 1e-11),
+        )
+        if coarse and fit is not None:
+            method = replace(fit, heads=1)
+        return chosen(Kind.HEAD, method, "its logits add up as one head's do")
+    method = MultiHead(seed=seed, tolerance=accepted) if exact or fit is None else fit
+    return chosen(Kind.HEADS, method, "its logits do not add up as one head's would")
+
+
+def _small(oracle: Oracle) -> bool:
+    """Is a fit of two heads affordable?"""
+    return 2 * (oracle.dim**2 + oracle.dim) <= _UNKNOWNS
+
+
+def _precision(answers: Tensor) -> float:
+    """The relative error of answers that all are numbers of a shorter format, or of float64."""
+    for dtype in _FORMATS:
+        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
+            return torch.finfo(dtype).eps / 2
+    return torch.finfo(torch.float64).eps
 
 
 def _decimals(answers: Tensor) -> int | None:
@@ -130,7 +238,7 @@ def _decimals(answers: Tensor) -> int | None:
     return None
 
 
-def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor) -> bool:
+def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
     """Is `z(a) + z(b) = z(a+b)`, at a scale where the gates are neither shut nor open?"""
     deltas = torch.stack([a, b, a + b])
     square = 1.0
@@ -145,6 +253,6 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor) -> bool:
             continue
         z = torch.logit(alpha)
         if float(z.abs().max()) > 0.05:
-            return bool((z[0] + z[1] - z[2]).abs() <= _SAME * z.abs().max())
+            return bool((z[0] + z[1] - z[2]).abs() <= same * z.abs().max())
         square *= 16
     return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -36,33 +36,37 @@ _EACH = 2
 _COARSE = 0.1  # of the answers: a model that may be further off cannot contradict a target
 _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
 
+CHANGED = "had other answers: the target changes, or answers at random"
 Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Lengths of sequences and norms of tokens, both inclusive."""
+    """Lengths of sequences and norms of tokens, both inclusive, and the largest answer seen."""
 
     lengths: tuple[int, int]
     norms: tuple[float, float]
+    largest: float = 0.0
 
     @classmethod
-    def of(cls, questions: Sequence[Tensor]) -> Domain:
-        """What sequences (b, n, d) cover."""
+    def of(cls, questions: Sequence[Tensor], answers: Sequence[Tensor] = ()) -> Domain:
+        """What sequences (b, n, d) and their answers cover."""
         norms = [torch.linalg.vector_norm(part, dim=-1) for part in questions]
         lengths = [part.shape[1] for part in questions]
         low, high = min(float(n.min()) for n in norms), max(float(n.max()) for n in norms)
-        return cls((min(lengths), max(lengths)), (low, high))
+        largest = max((float(part.abs().max()) for part in answers), default=0.0)
+        return cls((min(lengths), max(lengths)), (low, high), largest)
 
     def joined(self, other: Domain) -> Domain:
         low, high = zip(self.lengths, other.lengths, strict=True)
         least, most = zip(self.norms, other.norms, strict=True)
-        return Domain((min(low), max(high)), (min(least), max(most)))
+        largest = max(self.largest, other.largest)
+        return Domain((min(low), max(high)), (min(least), max(most)), largest)
 
     def __str__(self) -> str:
         (short, long), (low, high) = self.lengths, self.norms
         tokens = f"{short} to {long} tokens" if long > short else f"{short} token"
-        return f"{tokens} of norm {low:.2g} to {high:.2g}"
+        return f"{tokens} of norm {low:.2g} to {high:.2g}, answers up to {self.largest:.2g}"
 
 
 class Reply(Enum):
@@ -109,7 +113,7 @@ class Explorer:
         except OracleError:
             return Reply.DIFFERS, domain
         same = given.shape == answers.shape and self.agrees(given, answers, error)
-        return (Reply.AGREES if same else Reply.DIFFERS), domain
+        return (Reply.AGREES if same else Reply.DIFFERS), Domain.of([sequences], [answers])
 
 
 def explore(
@@ -151,7 +155,7 @@ def explore(
             reply, _ = explorer.ask(domain.lengths[1], factor)
             if reply is not Reply.AGREES:
                 differs |= reply is Reply.DIFFERS
-                domain = Domain(known.lengths, domain.norms)
+                domain = replace(domain, lengths=known.lengths)
     return domain, differs
 
 
@@ -208,8 +212,7 @@ class Scope:
     def applied(self, status: Status, reason: str) -> tuple[Status, str]:
         if self.changed:
             return Status.MISMATCH, (
-                f"asked again, {self.changed} of {self.kept} questions had other answers: "
-                "the target changes, or answers at random"
+                f"asked again, {self.changed} of {self.kept} questions {CHANGED}"
             )
         reason = f"{reason}, tried on {self.domain}"
         if not self.differs:

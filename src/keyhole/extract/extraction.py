@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from keyhole.extract.domain import Domain
+from keyhole.oracle.links import Linked
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 from keyhole.results.finding import points
 from keyhole.results.json import environment
@@ -45,7 +46,7 @@ class Extraction(Result):
     status: Status
     reason: str
     method: str
-    model: Planted | None
+    model: Planted | Linked | None
     queries: int
     seconds: float
     check: Check | None = None
@@ -102,7 +103,7 @@ class Extraction(Result):
 
 def _domain(data: dict[str, Any]) -> Domain:
     (short, long), (low, high) = data["lengths"], data["norms"]
-    return Domain((int(short), int(long)), (float(low), float(high)))
+    return Domain((int(short), int(long)), (float(low), float(high)), float(data["largest"]))
 
 
 _PLAIN = (

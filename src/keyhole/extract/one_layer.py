@@ -60,13 +60,14 @@ class OneLayerTransformer:
     """Exact extraction of attention and network from scores (Section 4.1).
 
     `width` is the largest number of neurons, if it is known; `attention` any method for one head,
-    or `MultiHead()` for several.
+    or `MultiHead()` for several. `resolution` is the network's (relu_network.py).
     """
 
     width: int | None = None
     attention: Method = field(default_factory=SingleHead)
     seed: int = 0
     tolerance: float = 1e-8
+    resolution: float = 1e-12
 
     def __post_init__(self) -> None:
         self._network()  # refuses what it cannot use
@@ -75,7 +76,9 @@ class OneLayerTransformer:
         return settle(self, oracle)
 
     def _network(self) -> ReluNetwork:
-        return ReluNetwork(self.width, seed=self.seed, tolerance=self.tolerance)
+        return ReluNetwork(
+            self.width, seed=self.seed, tolerance=self.tolerance, resolution=self.resolution
+        )
 
     def expected(self, dim: int) -> int | None:
         heads, free = 1, dim  # one head's questions of length one are free

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from keyhole.extract.auto import Auto, Kind
+from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import LowRank
@@ -86,6 +87,7 @@ METHODS: Registry[Method, Line] = Registry(
     )),
     Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
     Entry("orthogonal-heads", OrthogonalHeads),
+    Entry("fitted", Fitted),
     Entry("one-layer", OneLayerTransformer, (
         Line("scores of a small Transformer", Kind.LAYER, _COARSER),
     )),

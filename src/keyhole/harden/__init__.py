@@ -6,7 +6,7 @@ that differentiates its `losses`.
 
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
-from keyhole.harden.defences.combined import Together
+from keyhole.harden.defences.combined import Combined
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.defences.freelb import FreeLB
 from keyhole.harden.defences.plain import Plain
@@ -14,9 +14,13 @@ from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
-from keyhole.harden.train import Progress, Training, train
+from keyhole.harden.hardening import Hardening, Trained
+from keyhole.harden.registry import DEFENCES
+from keyhole.harden.run import run
+from keyhole.harden.train import Training, train
 
 __all__ = [
-    "ASA", "R3F", "SMART", "AttackMasks", "Defence", "Evaluation", "FreeLB", "Measured", "Plain",
-    "Progress", "SAttend", "Together", "Training", "attack", "evaluate", "standard", "train",
+    "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Combined", "Defence", "Evaluation",
+    "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Trained", "Training", "attack",
+    "evaluate", "run", "standard", "train",
 ]  # fmt: skip

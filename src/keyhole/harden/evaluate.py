@@ -1,6 +1,6 @@
 """What a model withstands: clean accuracy, every attack, and masks that it did not help to choose.
 
-ALGORITHMS Part V; the attacks are HackAttend's (arXiv 2402.16470, Part IV). A model that was
+The attacks are HackAttend's (arXiv 2402.16470). A model that was
 trained on masks may have learnt to read the label off a mask, or to hide its gradients: the attack
 then fails, and nothing was gained. So two more kinds of masks are tried:
 
@@ -22,14 +22,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from keyhole.data import Batch, Example
-from keyhole.disrupt import Disruption, HackAttend, Unit
-from keyhole.disrupt.batches import Table
+from keyhole.disrupt import Attacker, Disruption, HackAttend, Rerank, Unit
+from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.budget import budget
 from keyhole.disrupt.judge import judge
 from keyhole.disrupt.tasks import ask
@@ -38,7 +38,9 @@ from keyhole.errors import InputError
 from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
 from keyhole.harden.defences.defence import logits
 from keyhole.models.masking import rewriting
-from keyhole.results import FORMAT, environment
+from keyhole.percent import percent
+from keyhole.progress import Track, untracked
+from keyhole.results import Result, environment
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class Measured:
         return self.flips / max(1, self.examples)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Result):
     """`accuracy` over `examples`; the rest over the first of them that were attacked.
 
-    `found` holds the outcomes behind `attacks`, for pictures and as a donor; files leave it out.
+    `disruptions` holds the outcomes behind `attacks`, for pictures and as a donor; files leave it
+    out.
     """
 
     accuracy: float
@@ -72,27 +75,41 @@ class Evaluation:
     transferred: dict[str, Measured]
     wrong_label: dict[str, Measured]
     seconds: float
-    environment: dict[str, str] = field(default_factory=lambda: environment())
-    found: dict[str, Disruption] = field(
-        default_factory=dict[str, Disruption], compare=False, repr=False
-    )
+    environment: dict[str, str] = field(default_factory=environment)
+    disruptions: dict[str, Disruption] = field(default_factory=dict[str, Disruption], compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        told = asdict(replace(self, found={}))
-        del told["found"]
-        return {"format": FORMAT, **told}
+    kind: ClassVar[str] = "evaluation"
+
+    def figures(self) -> dict[str, float]:
+        """Accuracy, and the share of right answers that each kind of mask flips."""
+        kinds = (("", self.attacks), ("masks found on ", self.transferred),
+                 ("wrong label ", self.wrong_label))  # fmt: skip
+        flips = {
+            f"flips, {prefix}{name}": measured.success
+            for prefix, group in kinds
+            for name, measured in group.items()
+        }
+        return {"clean accuracy": self.accuracy, **flips}
+
+    def summary(self) -> str:
+        shown = [f"{name} {percent(value, 1)}" for name, value in self.figures().items()]
+        return f"{'; '.join(shown)} ({self.examples} examples, {self.seconds:.1f} s)"
+
+    def contents(self) -> dict[str, Any]:
+        groups = {
+            kind: {name: asdict(measured) for name, measured in getattr(self, kind).items()}
+            for kind in _KINDS
+        }
+        return {name: getattr(self, name) for name in _PLAIN} | groups
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Evaluation:
-        if data.get("format") != FORMAT:
-            raise InputError(f"expected format {FORMAT}, got {data.get('format')}")
-        try:
-            kinds: dict[str, Any] = {
-                kind: {name: Measured(**one) for name, one in data[kind].items()} for kind in _KINDS
-            }
-            return cls(**{name: data[name] for name in _PLAIN}, **kinds)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"expected an evaluation, got {error!r}") from error
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        del tensors
+        kinds: dict[str, Any] = {
+            kind: {name: Measured(**measured) for name, measured in data[kind].items()}
+            for kind in _KINDS
+        }
+        return cls(**{name: data[name] for name in _PLAIN}, **kinds)
 
 
 _PLAIN = ("accuracy", "examples", "seconds", "environment")
@@ -104,83 +121,84 @@ def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:
     return {
         "stronger": HackAttend.strongest(share, **changes),
         "as released": HackAttend.as_released(share, **changes),
-        "random": HackAttend.as_released(share, ranking="random", order="random", **changes),
+        "random": HackAttend.random(share, **changes),
     }
 
 
 def evaluate(
     model: Any,
-    examples: Sequence[Example],
     tokenizer: Any,
+    examples: Sequence[Example],
     *,
-    attacks: Mapping[str, HackAttend],
+    attacks: Mapping[str, Attacker],
     donors: Mapping[str, Disruption] | None = None,
     wrong_label: HackAttend | None = None,
     attacked: int | None = None,
     seed: int = 0,
     together: int = 64,
     longest: int | None = 128,
-    watch: Callable[[Evaluation], None] | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    keep: Callable[[Evaluation], object] | None = None,
+    track: Track = untracked,
 ) -> Evaluation:
     """Clean accuracy on all examples, everything else on the first `attacked` of them.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels; without it there are none. `watch` is told what is known after each part; `progress`
-    after each batch the part's name, how many of its examples are done, and of how many.
+    labels; without it there are none. `keep` is handed what is known after each part, so that a
+    run that is stopped has not been for nothing.
     """
     started = time.perf_counter()
+    everything = Batches(model, tokenizer, examples, together, longest)
 
-    def table(name: str, count: int | None = None) -> Table:
-        told = None if progress is None else partial(progress, name)
-        return Table(model, tokenizer, examples, together, longest, watch=told).first(count)
+    def batches(name: str, count: int | None) -> Batches:
+        part = everything.first(count)
+        return replace(part, progress=track(name, len(part.examples)))
 
-    chosen = partial(table, count=attacked)
-    found = Evaluation(table("clean").accuracy(), len(examples), {}, {}, {}, 0.0)
+    chosen = partial(batches, count=attacked)
+    result = Evaluation(batches("clean", None).accuracy(), len(examples), {}, {}, {}, 0.0)
 
-    def know(kind: str, name: str, one: Measured) -> None:
-        nonlocal found
-        kinds = {**getattr(found, kind), name: one}
-        found = replace(found, seconds=time.perf_counter() - started, **{kind: kinds})
-        if watch is not None:
-            watch(found)
+    def know(kind: str, name: str, measured: Measured) -> None:
+        nonlocal result
+        kinds = {**getattr(result, kind), name: measured}
+        result = replace(result, seconds=time.perf_counter() - started, **{kind: kinds})
+        if keep is not None:
+            keep(result)
 
-    for name, method in attacks.items():
-        one = chosen(name).attack(method)
-        found = replace(found, found={**found.found, name: one})
-        know("attacks", name, _counted(one))
+    for name, attacker in attacks.items():
+        disruption = chosen(name).attack(attacker)
+        result = replace(result, disruptions={**result.disruptions, name: disruption})
+        know("attacks", name, _counted(disruption))
     for name, donor in (donors or {}).items():
         know("transferred", name, transferred(chosen(name), donor))
     if wrong_label is not None:
         know("wrong_label", "lowered", lowered(chosen("lowered"), wrong_label, seed))
         know("wrong_label", "raised", raised(chosen("raised"), wrong_label, seed))
-    return replace(found, seconds=time.perf_counter() - started)
+    return replace(result, seconds=time.perf_counter() - started)
 
 
 def attack(
-    model: Any, examples: Sequence[Example], tokenizer: Any, method: HackAttend, *,
+    model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
     together: int = 64, longest: int | None = 128,
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
-    return Table(model, tokenizer, examples, together, longest).attack(method)
+    return Batches(model, tokenizer, examples, together, longest).attack(method)
 
 
-def transferred(table: Table, donor: Disruption) -> Measured:
+def transferred(batches: Batches, donor: Disruption) -> Measured:
     """The donor's units cut here, whether they flipped the donor or not."""
-    if getattr(table.tokenizer, "padding_side", "right") != "right":
+    if getattr(batches.tokenizer, "padding_side", "right") != "right":
         raise InputError("expected padding on the right: units of another batch would be shifted")
     started, flips, count = time.perf_counter(), 0, 0
-    method = HackAttend(**donor.method)
+    method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}
-    for part, batch, labels in table.batches():
-        question = ask(table.model, batch, labels)
-        units = survey(table.model, question, spare=method.spare)
-        cut = torch.stack([_mask(units, cuts.get(one.id, ())) for one in part])
+    for part, batch, labels in batches:
+        question = ask(batches.model, batch, labels)
+        units = survey(batches.model, question, spare=method.spare)
+        cut = torch.stack([_mask(units, cuts.get(example.id, ())) for example in part])
         cut = cut.to(units.free.device) & units.free  # what is not there cannot be cut
         limits = budget(units, method.share, method.scope, method.head_units, method.least)
-        verdict = judge(table.model, question, units, cut, limits, method.batch)
-        has = torch.tensor([one.id in cuts for one in part], device=labels.device)
-        right = (table.predicted(batch) == labels) & has
+        verdict = judge(batches.model, question, units, cut, limits, method.batch)
+        has = torch.tensor([example.id in cuts for example in part], device=labels.device)
+        right = (batches.predicted(batch) == labels) & has
         count += int(right.sum())
         flips += int((verdict.flipped & right).sum())
     return Measured(count, flips, 1.0, time.perf_counter() - started)
@@ -193,35 +211,40 @@ def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
         place = units.places[unit.layer] if unit.layer < len(units.places) else None
         inside = (unit.sequence, unit.head, unit.query, unit.key)
         shape = () if place is None else place.shape
-        if place is None or any(one >= size for one, size in zip(inside, shape, strict=True)):
+        if place is None or any(index >= size for index, size in zip(inside, shape, strict=True)):
             raise InputError(f"expected a donor with the same layers and heads, got {unit}")
         units.at(mask, place)[inside] = True
     return mask
 
 
-def lowered(table: Table, method: HackAttend, seed: int) -> Measured:
+def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Masks that lower the confidence in a wrong label, as if it were the right one."""
     started, flips, count = time.perf_counter(), 0, 0
-    for part, batch, labels in table.batches():
-        before = table.predicted(batch)
-        wrong = wrong_labels(table.model, batch, part, seed)
-        cuts = lowering(table.model, batch, wrong, method)
-        with torch.no_grad(), rewriting(table.model, cuts):
-            after = logits(table.model, batch).argmax(-1)
+    for part, batch, labels in batches:
+        before = batches.predicted(batch)
+        wrong = wrong_labels(batches.model, batch, part, seed)
+        cuts = lowering(batches.model, batch, wrong, method)
+        with torch.no_grad(), rewriting(batches.model, cuts):
+            after = logits(batches.model, batch).argmax(-1)
         right = before == labels
         count += int(right.sum())
         flips += int((right & (after != before)).sum())
-    return Measured(count, flips, method.rounds + 1.0, time.perf_counter() - started)
+    return Measured(count, flips, _rounds(method) + 1.0, time.perf_counter() - started)
 
 
 def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cuts:
     """The cuts themselves: the labels are nowhere near."""
-    made, cuts = AttackMasks(share=method.share, rounds=method.rounds), Cuts()
+    made, cuts = AttackMasks(share=method.share, rounds=_rounds(method)), Cuts()
     with torch.enable_grad(), rewriting(model, cuts), _followed(model):
         scores = partial(logits, model, batch)
         ranked = cuts.gradients(cuts.look(scores), wrong)
         made.attack(scores, cuts, ranked, wrong, tokens(batch))
     return cuts
+
+
+def _rounds(method: HackAttend) -> int:
+    """How often units are ranked again; once, where the schedule is greedy."""
+    return method.schedule.rounds if isinstance(method.schedule, Rerank) else 1
 
 
 @contextmanager
@@ -238,15 +261,15 @@ def _followed(model: Any) -> Generator[None]:
             weight.requires_grad_(asked)
 
 
-def raised(table: Table, method: HackAttend, seed: int) -> Measured:
+def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Masks that lead to a wrong label; the search is given the prediction, not the label."""
     started = time.perf_counter()
     flips, count, queries, share = 0, 0, 0, 0.0
-    for part, batch, labels in table.batches():
-        before = table.predicted(batch)
-        wrong = wrong_labels(table.model, batch, part, seed)
-        found = method(table.model, batch, before, targets=wrong)
-        for outcome, right in zip(found.outcomes, (before == labels).tolist(), strict=True):
+    for part, batch, labels in batches:
+        before = batches.predicted(batch)
+        wrong = wrong_labels(batches.model, batch, part, seed)
+        disruption = method(batches.model, batch, before, targets=wrong)
+        for outcome, right in zip(disruption.outcomes, (before == labels).tolist(), strict=True):
             count += right
             flips += right and outcome.flipped
             queries += outcome.queries if right else 0
@@ -268,7 +291,8 @@ def wrong_labels(model: Any, batch: Batch, part: Sequence[Example], seed: int) -
     return (scores.argmax(-1) + step) % scores.shape[-1]
 
 
-def _counted(found: Disruption) -> Measured:
+def _counted(disruption: Disruption) -> Measured:
     return Measured(
-        len(found.attacked), found.flips, found.queries, found.seconds, found.share
+        len(disruption.attacked), disruption.flips, disruption.queries, disruption.seconds,
+        disruption.share,
     )  # fmt: skip

@@ -1,87 +1,140 @@
-"""What `keyhole harden` does, step by step: measure, train with each seed, save, measure again."""
+"""`keyhole harden` as a function: measure, train with each seed, save, measure again."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-import typer
+import torch
 
-from keyhole.cli.app import FAILURE, INTERRUPTED, model_path
-from keyhole.cli.console import progress, say
-from keyhole.errors import InputError
-
-if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.cli.console import Show
-    from keyhole.data import Example
-    from keyhole.harden import Defence, Evaluation, Training
-    from keyhole.models import Loaded
+from keyhole.data import Example, read_examples
+from keyhole.disrupt import HackAttend
+from keyhole.errors import InputError, KeyholeError
+from keyhole.harden.defences.defence import Defence
+from keyhole.harden.evaluate import Evaluation, evaluate, standard
+from keyhole.harden.hardening import Hardening, Trained
+from keyhole.harden.registry import DEFENCES
+from keyhole.harden.train import Training, train
+from keyhole.models import Loaded, load_model
+from keyhole.models.demo import folder_of
+from keyhole.models.loading import class_names, load_config, save, task_of
+from keyhole.models.tasks import Task
+from keyhole.progress import Progress, Track, untracked
 
 CARD = "hardening.json"
 _TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
 
 
-@dataclass(frozen=True)
-class Measure:
-    """Accuracy over all held examples; every kind of mask on the first few."""
+def run(
+    model: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    method: str | Defence = "strongest",
+    rate: float | None = None,
+    mode: Literal["unit", "token"] | None = None,
+    weight: float | None = None,
+    text: Sequence[str] = (),
+    label: str = "label",
+    classes: Sequence[str] = (),
+    examples: int | None = None,
+    epochs: int = 3,
+    batch: int = 32,
+    learning_rate: float = 2e-5,
+    longest: int = 128,
+    amp: bool = False,
+    dev: str | Path | None = None,
+    flips: int = 50,
+    checkpoint: str | Path | None = None,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    seed: int = 0,
+    seeds: int = 1,
+    track: Track = untracked,
+) -> Hardening:
+    """Train a model against attacks on its attention, and measure whether it helped.
 
-    held: list[Example]
+    `model` is a folder, a name on the hub or `demo`; one without a head gets a new one. `data` is a
+    file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`). The
+    trained model goes to the folder `out`, with a card (hardening.json) that is written as it
+    grows; of several `seeds`, each has a folder inside. `method` is a name of the registry, with
+    `rate`, `mode` and `weight` for those that have them, or a defence of your own. `dev` is a file
+    on which accuracy is measured, and the flips of its first `flips` examples, before and after.
+    `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
+    """
+    for name, value in (("--flips", flips), ("--seeds", seeds)):
+        if value < 1:
+            raise InputError(f"expected {name} of 1 or more, got {value}")
+    name = method if isinstance(method, str) else type(method).__name__
+    if isinstance(method, str):
+        method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
+    expect_writable(Path(out), str(model))
+    names = list(classes) or class_names(load_config(folder_of(str(model))))
+    read = partial(read_examples, text=text, label=label, names=names)
+    chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
+    settings: dict[str, Any] = {
+        "epochs": epochs, "rate": learning_rate, "batch": batch, "longest": longest, "amp": amp,
+    }  # fmt: skip
+    course = _Course(
+        str(model), chosen, method, settings, Path(out), device, allow_pickle,
+        None if checkpoint is None else Path(checkpoint),
+        _Measure(held_out, flips, longest, seed, track), track,
+    )  # fmt: skip
+    card = Hardening(
+        str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
+    )
+    return course.run(range(seed, seed + seeds), card)
+
+
+def expect_writable(out: Path, model: str) -> None:
+    """Said before hours of training, not after; nothing is made before there is a model."""
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / CARD).exists():
+        raise InputError(f"expected a new folder, or one made by this command, got {out}")
+    if out.exists() and Path(model).exists() and out.samefile(model):
+        raise InputError(f"expected another folder than the model's own, got {out}")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"expected a folder to write, got {out}: nothing can be made in {there}")
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Accuracy over all examples held out; every kind of mask on the first few."""
+
+    held_out: list[Example]
     flips: int
     longest: int
     seed: int
+    track: Track
 
     def __call__(
         self, loaded: Loaded, when: str, before: Evaluation | None = None
     ) -> Evaluation | None:
         """Once trained, also with masks that the model did not help to choose."""
-        from keyhole.disrupt import HackAttend
-        from keyhole.harden import evaluate, standard
-
-        if not self.held:
+        if not self.held_out:
             return None
         attacks = standard(seed=self.seed)
         more: dict[str, Any] = {}
         if when != "before":
             more["wrong_label"] = HackAttend(attacks["stronger"].share, seed=self.seed)
         if before is not None and loaded.tokenizer.padding_side == "right":
-            more["donors"] = {"the model before": before.found["stronger"]}
-        bars: dict[str, Show] = {}
-        with progress("examples") as track:
+            more["donors"] = {"the model before": before.disruptions["stronger"]}
 
-            def watch(part: str, done: int, total: int) -> None:
-                if part not in bars:
-                    bars[part] = track(f"{when}: {part}", total)
-                bars[part](done)
+        def track(name: str, total: int | None = None) -> Progress:
+            return self.track(f"{when}: {name}", total)
 
-            return evaluate(
-                loaded.model, self.held, loaded.tokenizer, attacks=attacks, attacked=self.flips,
-                seed=self.seed, together=_TOGETHER, longest=self.longest, progress=watch, **more,
-            )  # fmt: skip
+        return evaluate(
+            loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
+            seed=self.seed, together=_TOGETHER, longest=self.longest, track=track, **more,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Hardened:
-    """The card, the last model, and what was measured: nothing where there was nothing held."""
-
-    card: dict[str, Any]
-    loaded: Loaded
-    before: Evaluation | None
-    after: tuple[Evaluation, ...]
-
-    @property
-    def named(self) -> dict[str, Evaluation]:
-        """The evaluations by what people call the models."""
-        parts = [f" {run['folder']}" if len(self.after) > 1 else "" for run in self.card["runs"]]
-        found = {} if self.before is None else {"the model before training": self.before}
-        later = zip(parts, self.after, strict=False)
-        return found | {f"the model after training{part}": one for part, one in later}
-
-
-@dataclass(frozen=True)
-class Course:
+class _Course:
     """One model's training, with as many seeds as wanted."""
 
     model: str
@@ -92,94 +145,60 @@ class Course:
     device: str
     allow_pickle: bool
     checkpoint: Path | None
-    measure: Measure
+    measure: _Measure
+    track: Track
 
-    def run(self, seed: int, seeds: int, about: dict[str, Any]) -> Hardened:
+    def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
-        from keyhole.models.loading import save
-
-        loaded, trained = self._loaded(seed)
-        before = self.measure(loaded, "before") if trained else None
-        after: list[Evaluation] = []
-        card = {**about, "identity": loaded.identity, "before": before and before.to_dict()}
-        card["runs"] = runs = list[dict[str, Any]]()
-        for number in range(seed, seed + seeds):
-            part = "" if seeds == 1 else f"seed-{number}"
-            if runs:
-                loaded, _ = self._loaded(number)
-            done = self._trained(loaded, number, part)
-            runs.append({"seed": number, "folder": part or ".", "training": asdict(done)})
-            _write_card(self.out, card)  # first: whoever is stopped from here on may come again
+        loaded, has_head = self._loaded(seeds[0])
+        before = self.measure(loaded, "before") if has_head else None
+        card = replace(card, identity=loaded.identity, before=before)
+        for seed in seeds:
+            part = "" if len(seeds) == 1 else f"seed-{seed}"
+            if seed != seeds[0]:
+                loaded, _ = self._loaded(seed)
+            trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
+            # First: whoever is stopped from here on may come again.
+            self._write(replace(card, runs=(*card.runs, trained)))
             save(loaded, self.out / part)
-            found = self.measure(loaded, f"after {part}".strip(), before)
-            runs[-1]["after"] = found and found.to_dict()
-            _write_card(self.out, card)
-            after += [] if found is None else [found]
-        return Hardened(card, loaded, before, tuple(after))
+            after = self.measure(loaded, f"after {part}".strip(), before)
+            card = replace(card, runs=(*card.runs, replace(trained, after=after)))
+            self._write(card)
+        return card
 
     def _loaded(self, seed: int) -> tuple[Loaded, bool]:
-        """The model, and whether its head was trained before: one that has none gets a new one."""
-        import torch
-
-        from keyhole.models.loading import load_model, task_of
-
-        examples = self.examples
-        name = model_path(self.model)
-        task = "choice" if examples[0].choices else "classification"
-        trained = task_of(name) == task
-        count = max(example.label for example in examples) + 1
+        """The model, and whether it has a trained head: one that has none gets a new one."""
+        name = folder_of(self.model)
+        task: Task = "choice" if self.examples[0].choices else "classification"
+        has_head = task_of(name) == task
+        count = max(example.label for example in self.examples) + 1
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             loaded = load_model(
                 name, task=task, device=self.device, allow_pickle=self.allow_pickle,
-                new_head=None if trained else count,
+                new_head=None if has_head else count,
             )  # fmt: skip
         classes = loaded.model.config.num_labels
         if task == "classification" and count > classes:
             raise InputError(f"expected labels from 0 to {classes - 1}, got {count - 1}")
-        return loaded, trained
+        return loaded, has_head
 
     def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
-        from keyhole.harden import Progress, train
-
-        with progress("steps") as track:
-            show = track("training", None)
-
-            def watch(now: Progress) -> None:
-                show(now.step, now.steps, f"epoch {now.epoch + 1}, loss {now.loss:.3f}")
-
-            done = train(
-                loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
-                device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
-                watch=watch, **self.settings,
-            )  # fmt: skip
+        training = train(
+            loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
+            device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
+            progress=self.track(f"training {part}".strip()), **self.settings,
+        )  # fmt: skip
         loaded.model.requires_grad_(False)
-        if done.reason:
-            say(f"keyhole: {done.reason}", style="bold red")
-            raise typer.Exit(FAILURE)
-        resumed = f", {done.resumed} epochs of them earlier" if done.resumed else ""
-        say(f"{done.steps} steps in {done.seconds:.1f} s{resumed}; loss {done.losses[-1]:.3f}")
-        return done
+        if training.reason:
+            raise KeyholeError(training.reason)
+        return training
 
-
-def _write_card(out: Path, result: dict[str, Any]) -> None:
-    from keyhole.files import write_text
-    from keyhole.results import dump
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"expected a folder to write, got {out}: {error.strerror}") from error
-    write_text(out / CARD, dump(result))
-
-
-@contextmanager
-def stoppable(checkpoint: Path | None) -> Generator[None]:
-    """Ctrl-C is one line, which says what is kept."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        whole = checkpoint is not None and any(checkpoint.rglob("epoch-*[0-9]"))
-        kept = f"; whole epochs are in {checkpoint}: the same command goes on" if whole else ""
-        say(f"keyhole: stopped{kept}", style="yellow")
-        raise typer.Exit(INTERRUPTED) from None
+    def _write(self, card: Hardening) -> None:
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"expected a folder to write, got {self.out}: {error.strerror}"
+            ) from error
+        card.save(self.out / CARD)

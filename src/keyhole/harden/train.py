@@ -11,16 +11,15 @@ the run was, so that another run is not mistaken for it.
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -29,22 +28,14 @@ from torch import Tensor, nn
 from keyhole.data import Example, encode
 from keyhole.errors import InputError
 from keyhole.harden.defences.defence import Batch, Defence
-from keyhole.results import dump, read
+from keyhole.models.loading import identity
+from keyhole.progress import Progress, silent
+from keyhole.results import FORMAT, Result, dump, read
+from keyhole.resume import digest, expect_same_run
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step; `step` counts from 1 over all epochs."""
-
-    epoch: int
-    step: int
-    steps: int
-    loss: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Training:
+@dataclass(frozen=True, repr=False)
+class Training(Result):
     """What a run cost. `losses` are each epoch's mean; those of resumed epochs are remembered.
 
     `seconds` are this call's. `peak` is memory in bytes: what tensors took on a GPU, the whole
@@ -58,11 +49,33 @@ class Training:
     resumed: int = 0
     reason: str = ""
 
+    kind: ClassVar[str] = "training"
+
+    def summary(self) -> str:
+        resumed = f", {self.resumed} epochs of them earlier" if self.resumed else ""
+        end = self.reason or (f"loss {self.losses[-1]:.3f}" if self.losses else "no epoch is whole")
+        return f"{self.steps} steps in {self.seconds:.1f} s{resumed}; {end}"
+
+    def contents(self) -> dict[str, Any]:
+        return {**asdict(self), "losses": list(self.losses)}
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        del tensors
+        settings: dict[str, Any] = {field.name: data[field.name] for field in fields(cls)}
+        settings["losses"] = tuple(data["losses"])
+        return cls(**settings)
+
 
 @dataclass(frozen=True)
 class _Run:
-    """What determines a run; a checkpoint of another one is refused."""
+    """What determines a run; a checkpoint of another one is refused.
 
+    `model` is the model's identity at the start, `data` a digest of the examples.
+    """
+
+    model: str
+    data: str
     defence: str
     epochs: int
     rate: float
@@ -103,16 +116,17 @@ def train(
     decay: float = 0.01,
     pool: int = 1,
     checkpoint: str | Path | None = None,
-    watch: Callable[[Progress], None] | None = None,
+    progress: Progress = silent,
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `amp` runs the passes in bfloat16 where autocast allows. `watch` is told of every step.
+    `amp` runs the passes in bfloat16 where autocast allows. `progress` is told of every step.
     `pool` batches at a time are sorted by length, so that little is padding: faster, less random.
     """
     run = _Run(
-        repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool
-    )
+        identity(model, head=True), digest([asdict(example) for example in examples]),
+        repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool,
+    )  # fmt: skip
     _check(run)
     device = torch.device(device)
     model.to(device).requires_grad_(True)
@@ -125,7 +139,7 @@ def train(
     for epoch in range(resumed, epochs):
         model.train()
         feed = _batches(tokenizer, examples, run, epoch, device)
-        reason = _epoch(state, defence, run, epoch, feed, watch, started)
+        reason = _epoch(state, defence, run, epoch, feed, progress)
         if reason:
             break
         if folder is not None:
@@ -137,7 +151,7 @@ def train(
 
 def _epoch(
     state: _State, defence: Defence, run: _Run, epoch: int,
-    feed: Iterator[tuple[Batch, Tensor]], watch: Callable[[Progress], None] | None, started: float,
+    feed: Iterator[tuple[Batch, Tensor]], progress: Progress,
 ) -> str:  # fmt: skip
     """One epoch's steps; a reason where it must end early."""
     stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "defence"))
@@ -154,9 +168,7 @@ def _epoch(
         state.optimizer.step()
         state.step += 1
         total, count = total + loss, count + 1
-        if watch is not None:
-            seconds = time.perf_counter() - started
-            watch(Progress(epoch, state.step, steps, loss, seconds))
+        progress(state.step, steps, f"epoch {epoch + 1}, loss {loss:.3f}")
     state.losses.append(total / count)
     return ""
 
@@ -244,8 +256,8 @@ def _save(folder: Path, run: _Run, state: _State, epoch: int) -> None:
         partial.mkdir(parents=True)
         save_model(state.model, str(partial / "weights.safetensors"))
         torch.save(state.optimizer.state_dict(), partial / "optimizer.pt")
-        told = {"format": 1, "run": asdict(run), "losses": state.losses, "step": state.step}
-        (partial / "run.json").write_text(dump(told), "utf-8")
+        record = {"format": FORMAT, "run": asdict(run), "losses": state.losses, "step": state.step}
+        (partial / "run.json").write_text(dump(record), "utf-8")
         partial.rename(whole)
     except OSError as error:
         raise InputError(f"expected a folder to write, got {folder}: {error.strerror}") from error
@@ -264,13 +276,12 @@ def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int
     if not saved:
         return 0
     place = folder / f"epoch-{saved[-1]}"
-    told = read(place / "run.json")
-    if told.get("run") != json.loads(json.dumps(asdict(run))):
-        raise InputError(f"expected a checkpoint of this run in {folder}, got one of another run")
+    record = read(place / "run.json")
+    expect_same_run(folder, asdict(run), record.get("run"))
     load_model(state.model, str(place / "weights.safetensors"), device=str(device))
     optimizer = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
     state.optimizer.load_state_dict(optimizer)
-    state.losses, state.step = [float(loss) for loss in told["losses"]], int(told["step"])
+    state.losses, state.step = [float(loss) for loss in record["losses"]], int(record["step"])
     return saved[-1]
 
 

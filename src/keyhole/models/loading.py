@@ -25,22 +25,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import InputError
+from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
-SPEAKING = ("causal", "seq2seq")  # what such a model says by itself is what it holds to be right
-CLASSES = {
-    "base": "AutoModel",
-    "causal": "AutoModelForCausalLM",
-    "classification": "AutoModelForSequenceClassification",
-    "choice": "AutoModelForMultipleChoice",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-}
-_HEADS = {  # how the library names classes with a head
-    "ForSequenceClassification": "classification",
-    "ForMultipleChoice": "choice",
-    "ForCausalLM": "causal",
-    "LMHeadModel": "causal",
-    "ForConditionalGeneration": "seq2seq",
-}
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SAMPLES = 32  # values of each tensor that go into the identity
 _NOT_COMPUTED = frozenset({
@@ -94,8 +80,8 @@ def load_model(
     that the checkpoint does not hold would be random, so it is refused; `new_head` asks for one,
     with so many classes, to be trained.
     """
-    if task not in CLASSES:
-        raise InputError(f"expected a task among {', '.join(CLASSES)}, got {task}")
+    if task not in AUTO_CLASSES:
+        raise InputError(f"expected a task among {', '.join(AUTO_CLASSES)}, got {task}")
     where, options = _source(str(name), allow_pickle)
     library = transformers()
     arguments = {**options, "trust_remote_code": False}
@@ -104,7 +90,7 @@ def load_model(
         arguments["num_labels"] = new_head
 
     def load_weights() -> Any:
-        return getattr(library, CLASSES[task]).from_pretrained(
+        return getattr(library, AUTO_CLASSES[task]).from_pretrained(
             where, **arguments, **_weights(options, allow_pickle), dtype=torch.float32,
             output_loading_info=True,
         )  # fmt: skip
@@ -119,21 +105,15 @@ def load_model(
     return Loaded(model, words, identity(model), str(name))
 
 
-def task_of(name: str | Path) -> str:
+def task_of(name: str | Path) -> Task:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
         return "causal"
-    heads = [_head(str(architecture)) for architecture in load_config(name).architectures or ()]
-    return next((task for task in heads if task != "base"), "base")
-
-
-def head_of(model: Any) -> str:
-    """The task that a model's head is for; "base" where it has none of those known here."""
-    return _head(type(model).__name__)
-
-
-def _head(architecture: str) -> str:
-    return next((task for end, task in _HEADS.items() if architecture.endswith(end)), "base")
+    for architecture in load_config(name).architectures or ():
+        task = named_task(str(architecture))
+        if task != "base":
+            return task
+    return "base"
 
 
 def load_config(name: str | Path) -> Any:
@@ -248,14 +228,18 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
             logging.enable_progress_bar()
 
 
-def identity(model: nn.Module) -> str:
-    """Sixteen hexadecimal digits that two models share when they compute the same hidden states."""
-    base = cast("Any", getattr(model, str(getattr(model, "base_model_prefix", "")), model))
+def identity(model: nn.Module, *, head: bool = False) -> str:
+    """Sixteen hexadecimal digits that two models share when they compute the same hidden states.
+
+    With `head`: when they give the same answers.
+    """
+    prefix = "" if head else str(getattr(model, "base_model_prefix", ""))
+    base = cast("Any", getattr(model, prefix, model))
     config = base.config.to_dict()
     settings = {key: value for key, value in config.items() if key not in _NOT_COMPUTED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, weight in sorted(base.named_parameters()):
-        if name.startswith("pooler"):
+        if name.startswith("pooler") and not head:
             continue
         values = weight.detach().reshape(-1)
         steps = min(_SAMPLES, len(values))

@@ -20,7 +20,7 @@ from mlserver.types import Datatype, InferenceRequest, InferenceResponse, Metada
 
 from keyhole.errors import InputError
 from keyhole.oracle.protocol import check_sequences
-from keyhole.oracle.storage import Planted, load
+from keyhole.oracle.storage import load
 
 
 class TargetRuntime(MLModel):
@@ -30,7 +30,7 @@ class TargetRuntime(MLModel):
         parameters = self.settings.parameters
         if parameters is None or parameters.uri is None:
             raise InputError("expected the path of a target in the model's settings, got none")
-        self._target: Planted = load(parameters.uri)
+        self._target = load(parameters.uri)
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:

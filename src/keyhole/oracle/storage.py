@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors
+from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
@@ -65,17 +66,17 @@ def plant(
     return Attention(W, V, every_token=every_token, causal=causal)
 
 
-def save(target: Planted, path: str | Path) -> None:
+def save(target: Planted | Linked, path: str | Path) -> None:
     """Write a target; `load` gives back one that answers the same bit for bit."""
     write_tensors(path, target.tensors(), metadata_of(target))
 
 
-def metadata_of(target: Planted) -> dict[str, str]:
+def metadata_of(target: Planted | Linked) -> dict[str, str]:
     """What the file of a target says about itself; `from_tensors` reads it."""
     return {"keyhole": "1", "kind": target.kind, **target.flags()}
 
 
-def load(path: str | Path) -> Planted:
+def load(path: str | Path) -> Planted | Linked:
     """Read a target that `save` (or `keyhole plant`) wrote."""
     metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in KINDS:
@@ -88,8 +89,12 @@ def load(path: str | Path) -> Planted:
 
 def from_tensors(
     metadata: dict[str, str], tensors: dict[str, Tensor], origin: str | Path
-) -> Planted:
+) -> Planted | Linked:
     """The target that `metadata` names, made of `tensors`."""
+    if "link" in metadata and "offset" in tensors:
+        inside = {name: value for name, value in metadata.items() if name != "link"}
+        offset, rest = tensors["offset"], {n: t for n, t in tensors.items() if n != "offset"}
+        return Linked(from_tensors(inside, rest, origin), Link(metadata["link"], offset))
 
     def flag(name: str) -> bool:
         return metadata.get(name) == "True"

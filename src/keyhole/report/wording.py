@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from keyhole.percent import percent
-from keyhole.results import Audit, Finding, Readings, Status
+from keyhole.results import Audit, Finding, Outcome, Readings, Status
 
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def verdict(audit: Audit) -> str:
     """The one sentence that a reader takes away."""
-    total = len(audit.findings)
+    total = len(audit.attacks)
     if total == 0:
         return "Nothing was checked: no attack applies to this target."
-    if audit.failed:
-        return "Could not check: the target did not answer as it must."
+    unchecked = f"{audit.unchecked} could not be checked" if audit.unchecked else ""
     exposed = [
         f"the {sought} can be {_DONE.get(sought, 'read back')} through "
         f"{sum(finding.exposed for finding in group)} of {len(group)}"
@@ -28,7 +27,13 @@ def verdict(audit: Audit) -> str:
     ]
     if exposed:
         sentence = ", ".join(exposed)
-        return f"{sentence[0].upper()}{sentence[1:]} exposures checked."
+        tail = f"; {unchecked}" if unchecked else ""
+        return f"{sentence[0].upper()}{sentence[1:]} exposures checked{tail}."
+    if audit.unchecked >= total:
+        return "Could not check: no attack could be run to its end against this target."
+    if unchecked:
+        kept = "none of the others gave anything away, which does not make the target clean"
+        return f"Of {total} exposures {unchecked}; {kept}."
     return f"None of the {total} exposures checked gave anything away."
 
 
@@ -37,19 +42,20 @@ _DONE = {"prediction": "flipped"}  # what an attacker does with it, if not read 
 
 def outcome(finding: Finding) -> str:
     """What became of the secret, in a word or two."""
+    if finding.outcome is Outcome.UNCHECKED:
+        return "could not check"
     if finding.sought == "prediction":
-        none = finding.status is Status.NOT_APPLICABLE
-        return "nothing to flip" if none else f"{percent(finding.known)} flipped"
+        return f"{percent(finding.known)} flipped"
     if finding.status is Status.RECOVERED:
         return "recovered"
+    if finding.status is Status.WITHIN:
+        return "recovered within a domain"
     if finding.sought == "text":
         return f"{percent(finding.known)} of tokens"
     if finding.status is Status.INEXACT:
         return "nearly recovered"
-    if finding.status is Status.BUDGET:
+    if finding.known and finding.sought == "weights":
         return f"{percent(finding.known)} known"
-    if finding.status is Status.ORACLE_FAILED:
-        return "could not check"
     return "not recovered"
 
 
@@ -65,12 +71,16 @@ def colour(finding: Finding) -> str:
     """bad: given away; part: some of it, or nobody knows; good: kept."""
     if finding.exposed:
         return "bad"
-    unclear = (Status.BUDGET, Status.UNVERIFIED, Status.ORACLE_FAILED)
-    if finding.sought == "text":  # a search that was cut short proves nothing
-        return "part"
-    if finding.sought == "prediction":
-        return "part" if finding.status is Status.NOT_APPLICABLE else "good"
-    return "part" if finding.status in unclear else "good"
+    if finding.control:
+        return "good"
+    if finding.outcome is Outcome.UNCHECKED or finding.sought == "text":
+        return "part"  # a search that was cut short proves nothing
+    return "part" if finding.known and finding.sought == "weights" else "good"
+
+
+def headline(audit: Audit) -> str:
+    """The colour of the verdict, by the same table as the exit code."""
+    return {0: "good", 1: "bad", 3: "part"}[audit.exit_code]
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from keyhole.results.audit import Audit
 from keyhole.results.cuts import Cut
 from keyhole.results.finding import Finding, Skip
 from keyhole.results.json import FORMAT, dump, environment, read
+from keyhole.results.outcome import OUTCOMES, Outcome, exit_code
 from keyhole.results.readings import Piece, Reading, Readings
 from keyhole.results.result import Result
 from keyhole.results.status import Status, Unsuccessful
 
 __all__ = [
-    "FORMAT", "Audit", "Cut", "Finding", "Piece", "Reading", "Readings", "Result", "Skip",
-    "Status", "Unsuccessful", "dump", "environment", "read",
+    "FORMAT", "OUTCOMES", "Audit", "Cut", "Finding", "Outcome", "Piece", "Reading", "Readings",
+    "Result", "Skip", "Status", "Unsuccessful", "dump", "environment", "exit_code", "read",
 ]  # fmt: skip

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from keyhole.results.finding import Finding, Skip
 from keyhole.results.json import environment
+from keyhole.results.outcome import Outcome, exit_code
 from keyhole.results.result import Result
-from keyhole.results.status import Status
 
 
 def _now() -> str:
@@ -35,24 +35,38 @@ class Audit(Result):
     kind: ClassVar[str] = "audit"
 
     @property
+    def attacks(self) -> tuple[Finding, ...]:
+        """The findings that count: controls do not."""
+        return tuple(finding for finding in self.findings if not finding.control)
+
+    @property
     def exposed(self) -> int:
         return sum(finding.exposed for finding in self.findings)
 
     @property
-    def failed(self) -> bool:
-        """Nothing could be checked: that is no clean bill of health."""
-        return all(finding.status is Status.ORACLE_FAILED for finding in self.findings)
+    def unchecked(self) -> int:
+        """How many attacks applied and could not be run to an end."""
+        findings = sum(finding.outcome is Outcome.UNCHECKED for finding in self.attacks)
+        return findings + sum(skip.unchecked for skip in self.skips)
+
+    @property
+    def exit_code(self) -> int:
+        """0 nothing was given away, 1 something was, 3 something could not be checked."""
+        outcomes = [finding.outcome for finding in self.attacks]
+        return exit_code([*outcomes, *(Outcome.UNCHECKED for s in self.skips if s.unchecked)])
 
     def by_sought(self) -> dict[str, list[Finding]]:
-        """Findings grouped by what the attacker is after."""
+        """The findings that count, grouped by what the attacker is after."""
         groups: dict[str, list[Finding]] = {}
-        for finding in self.findings:
+        for finding in self.attacks:
             groups.setdefault(finding.sought, []).append(finding)
         return groups
 
     def summary(self) -> str:
-        lines = [f"{self.target}: {self.exposed} of {len(self.findings)} exposures gave something"]
+        lines = [f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"]
         lines += [f"  {sought}: {_count(group)}" for sought, group in self.by_sought().items()]
+        if self.unchecked:
+            lines.append(f"  could not check: {self.unchecked}")
         if self.skips:
             lines.append(f"  skipped: {len(self.skips)}")
         return "\n".join([*lines, f"  {self.seconds:.1f} s, {self.created}"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keyhole.results.cuts import Cut
+from keyhole.results.outcome import OUTCOMES, Outcome
 from keyhole.results.readings import Readings
 from keyhole.results.status import Status
 
@@ -14,9 +15,10 @@ from keyhole.results.status import Status
 class Finding:
     """One exposure of a target, and what one attack made of it.
 
-    `surface` names the endpoint where a target has several, `sought` is what the attacker is after;
-    `texts`, where that is text, shows it as it was and as it came back, in each precision; `cuts`,
-    where it is a prediction, where attention was cut for it.
+    `surface` names the endpoint where a target has several, `sought` is what the attacker is after.
+    `control` marks an attack without any choice, run for comparison: it is no exposure, whatever it
+    achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
+    precision; `cuts`, where it is a prediction, where attention was cut for it.
     """
 
     exposure: str
@@ -34,11 +36,16 @@ class Finding:
     sought: str = "weights"
     texts: tuple[Readings, ...] = ()
     cuts: tuple[Cut, ...] = ()
+    control: bool = False
+
+    @property
+    def outcome(self) -> Outcome:
+        return OUTCOMES[self.status]
 
     @property
     def exposed(self) -> bool:
         """Did the attacker come away with the secret, exactly or nearly?"""
-        return self.status in (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+        return self.outcome is Outcome.GIVEN_AWAY and not self.control
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
@@ -54,11 +61,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Skip:
-    """An attack that was not run, and why: silence is not a clean bill of health."""
+    """An attack that was not run, and why: silence is not a clean bill of health.
+
+    `unchecked` says that it would apply but could not be run: then the target is not clean.
+    """
 
     exposure: str
     attack: str
     reason: str
+    unchecked: bool = False
 
 
 def points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:

@@ -36,7 +36,7 @@ _ADVICE = {
     Status.NOT_APPLICABLE: "This attack reads another kind of answer: try another method.",
     Status.SATURATED: "Attention stays at 0 or 1 at every scale tried: try smaller inputs.",
     Status.BUDGET: "Resume with the same ledger and a larger budget: nothing is asked twice.",
-    Status.ORACLE_FAILED: "Mend the oracle and resume: the ledger kept what it answered.",
+    Status.ORACLE_FAILED: "Repair the target and resume: a ledger keeps what was answered.",
     Status.UNSOLVED: "Try more starts or another method.",
     Status.INTERRUPTED: "Run again with more time.",
 }

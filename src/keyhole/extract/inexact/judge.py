@@ -45,7 +45,8 @@ class SignExam:
 
     @property
     def domain(self) -> Domain:
-        return Domain.of([questions.flatten(0, 1) for questions, _ in self.papers])
+        questions, answers = zip(*self.papers, strict=True)
+        return Domain.of([part.flatten(0, 1) for part in questions], answers)
 
     @property
     def queries(self) -> int:
@@ -151,7 +152,8 @@ class AmplifiedExam:
     @property
     def domain(self) -> Domain:
         """Of the ordinary questions, every second; the others are as long as they have to be."""
-        return Domain.of([sequences for sequences, _, _ in self.papers[::2]])
+        ordinary = self.papers[::2]
+        return Domain.of([part[0] for part in ordinary], [part[1] for part in ordinary])
 
     @property
     def queries(self) -> int:

@@ -1,4 +1,4 @@
-"""Training on masks that the attack finds: ALGORITHMS Part V, after HackAttend (arXiv 2402.16470).
+"""Training on masks that the attack finds: after HackAttend (arXiv 2402.16470).
 
     min_θ  E [ CE(f_θ(x), y) + λ·D ]        D = KL(f_θ(x) ‖ f_θ(x; M))  or  CE(f_θ(x; M), y)
 
@@ -50,7 +50,8 @@ class AttackMasks:
     """`share` is α, `weight` λ; `rounds` ranks again after each part of the cut is made.
 
     A larger weight withstands more and costs clean accuracy: the default is the largest measured
-    that keeps it within a point (benchmarks/harden.py). Beside FreeLB more can be had: Together.
+    that keeps it within a point (benchmarks/harden.py). Beside FreeLB more can be had, see
+    `Combined.strongest`.
     """
 
     share: float = 0.01
@@ -134,9 +135,9 @@ class Cuts(Untouched):
         """Each site's maps and the gradient of the target's loss at them; then it looks away."""
         loss = nn.functional.cross_entropy(scores, target, reduction="sum")
         maps = self._maps or []
-        found = torch.autograd.grad(loss, maps, retain_graph=retain)
+        gradients = torch.autograd.grad(loss, maps, retain_graph=retain)
         self._maps = None
-        return [(a.detach(), g) for a, g in zip(maps, found, strict=True)]
+        return [(a.detach(), g) for a, g in zip(maps, gradients, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from keyhole.harden.defences.freelb import FreeLB
 
 
 @dataclass(frozen=True)
-class Together:
+class Combined:
     """`methods` in the order in which their losses come; each keeps its own weight."""
 
     methods: tuple[Defence, ...]
@@ -32,7 +32,7 @@ class Together:
             raise InputError("expected one method or more, got none")
 
     @classmethod
-    def strongest(cls, share: float = 0.01, weight: float = 1.0) -> Together:
+    def strongest(cls, share: float = 0.01, weight: float = 1.0) -> Combined:
         """FreeLB and the attack's masks: what withstood most at no loss of clean accuracy."""
         return cls((FreeLB(), AttackMasks(share=share, weight=weight)))
 

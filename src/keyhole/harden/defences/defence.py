@@ -43,8 +43,8 @@ class Defence(Protocol):
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
     """The classes' (or choices') scores, in float32 whatever the pass ran in."""
-    found = model(**{name: value for name, value in batch.items() if name != SPECIAL})
-    return cast("Tensor", found.logits).float()
+    output = model(**{name: value for name, value in batch.items() if name != SPECIAL})
+    return cast("Tensor", output.logits).float()
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:

@@ -130,13 +130,13 @@ class Drops(Untouched):
         """Which keys each text loses, for the tokens on either side of the model."""
         if not isinstance(inputs.get("input_ids"), Tensor):
             raise InputError(f"expected input_ids in token mode, got {', '.join(inputs)}")
-        found: dict[str, Tensor] = {}
+        dropped: dict[str, Tensor] = {}
         for side in ("input_ids", "decoder_input_ids"):
             ids = inputs.get(side)
             if isinstance(ids, Tensor):
                 special = self._special(ids, inputs if side == "input_ids" else {})
-                found[side] = self._draw(special.shape, side) & ~special
-        return found
+                dropped[side] = self._draw(special.shape, side) & ~special
+        return dropped
 
     def _special(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         given = inputs.get(SPECIAL, self.special)

@@ -175,10 +175,10 @@ class Multistart:
             return
         equations = self.equations.select(self.owner.to(self.equations.B.device))
         self.state = self.method.step(equations, self.state)
-        self.age += 1
         loss = self.state.loss.cpu()
-        rows = torch.arange(len(self.owner))
-        self.history[rows, self.age] = loss
+        # In this order: Ctrl-C between the two must not leave an age without its loss.
+        self.history[torch.arange(len(self.owner)), self.age + 1] = loss
+        self.age += 1
         target = equations.B[0].numel() * (2 * _EPS * self.scale) ** 2
         over = (loss <= target) | self.state.stalled.cpu() | (self.age >= self.method.steps)
         over |= ~loss.isfinite()

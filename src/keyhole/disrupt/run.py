@@ -1,0 +1,120 @@
+"""`keyhole disrupt` as a function: open a model, read examples, attack them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from keyhole.data import Example, read_examples
+from keyhole.disrupt.attacker import Attacker
+from keyhole.disrupt.disruption import Disruption
+from keyhole.disrupt.greedy import Order, Scale
+from keyhole.disrupt.hack_attend import Scope, Spare
+from keyhole.disrupt.registry import ATTACKERS
+from keyhole.disrupt.source import ModelSource
+from keyhole.disrupt.sweep import sweep
+from keyhole.disrupt.workers import cluster
+from keyhole.errors import InputError
+from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
+from keyhole.models.loading import class_names, load_config, task_of
+from keyhole.models.tasks import GENERATES, Task
+from keyhole.progress import Track, untracked
+
+SHIPPED = "the reviews that ship with Keyhole"
+
+
+def run(
+    model: str | Path,
+    data: str | Path | None = None,
+    *,
+    method: str | Attacker = "strongest",
+    share: float | None = None,
+    scope: Scope | None = None,
+    ranking: str | None = None,
+    order: Order | None = None,
+    scale: Scale | None = None,
+    spare: Spare | None = None,
+    target: int | None = None,
+    continuation: int | None = None,
+    text: Sequence[str] = (),
+    label: str = "label",
+    classes: Sequence[str] = (),
+    examples: int | None = None,
+    task: Task | None = None,
+    longest: int = 128,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    processes: int = 0,
+    dask: str | None = None,
+    resume: str | Path | None = None,
+    seed: int = 0,
+    track: Track = untracked,
+) -> Disruption:
+    """Flip a model's predictions by cutting a small share of its attention.
+
+    `model` is a folder, a .gguf file, a name on the hub or `demo`; `data` a file of examples, of
+    which the first `examples` are attacked. `text` names one or two columns of it, `label` the
+    column of right classes (without it, the model's own answers count as right), `classes` their
+    names. `method` is a name of the registry, or an attacker with hyperparameters of your own; the
+    options from `share` to `continuation` are for the named methods that have them. `processes` of
+    0 works in this one, as a GPU wants; `dask` is the address of a cluster. `resume` is the file
+    that remembers outcomes, from which a run that was stopped goes on.
+    """
+    if processes < 0:
+        raise InputError(f"expected 0 processes or more, got {processes}")
+    if isinstance(method, str):
+        name = method
+        method = ATTACKERS.make(
+            name, share=share, scope=scope, ranking=ranking, order=order, scale=scale, spare=spare,
+            target=target, continuation=continuation, seed=seed,
+        )  # fmt: skip
+    else:
+        name = type(method).__name__
+    source = _source(str(model), task, device, longest, allow_pickle)
+    chosen = _examples(source, data, text, label, classes, examples)
+    with cluster(dask) as (executor, size):
+        result = sweep(
+            method, source, chosen, executor, workers=size or processes, resume=resume,
+            progress=track(name, len(chosen)),
+        )  # fmt: skip
+    return replace(result, data=SHIPPED if data is None else str(data))
+
+
+def _source(
+    model: str, task: Task | None, device: str, longest: int, allow_pickle: bool
+) -> ModelSource:
+    name = folder_of(model)
+    head = task_of(name) if task is None else task
+    if head == "base":
+        raise InputError(
+            f"expected a model with a head, got {model}: name its --task, or train one with "
+            "keyhole harden"
+        )
+    return ModelSource(name, head, device, longest, allow_pickle)
+
+
+def _examples(
+    source: ModelSource,
+    data: str | Path | None,
+    text: Sequence[str],
+    label: str,
+    classes: Sequence[str],
+    limit: int | None,
+) -> list[Example]:
+    if limit is not None and limit < 1:
+        raise InputError(f"expected one example or more, got {limit}")
+    if data is None:
+        if source.name != str(FOLDER):
+            raise InputError("expected --data with examples, got none")
+        return list(EXAMPLES[:limit])
+    names = classes or class_names(load_config(source.name))
+    examples = read_examples(
+        data, text=text, label="" if source.task in GENERATES else label, names=names,
+        limit=limit, labelled=False,
+    )  # fmt: skip
+    choice, first = source.task == "choice", examples[0]
+    if choice != bool(first.choices):
+        wanted = "choices" if choice else "texts"
+        raise InputError(f"expected {wanted} in {data} for {source.task}, got {first.text[:40]}")
+    return examples

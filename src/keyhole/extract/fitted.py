@@ -1,0 +1,267 @@
+"""One or several heads from inexact answers, by least squares on random questions.
+
+Ours. The exact methods solve for one number at a time at scales where everything else vanishes;
+answers in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted
+at once, to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
+
+    min_{W, v}  Σ_k (f(X_k) − a_k)² / σ_k²,    f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i,
+
+by Levenberg–Marquardt from several starts, with the Jacobian in closed form: for A = softmax and
+g_i = A_i (vᵀx_i − f), ∂f/∂W = (Σ_i g_i x_i) x_Nᵀ and ∂f/∂v = Σ_i A_i x_i. σ_k is what rounding
+does to an answer. H is the smallest number of heads that explains the answers within it; that no
+fewer do, and that fresh questions agree, is the evidence. It takes a few times as many queries as
+there are unknowns, and suits up to a few hundred of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
+from keyhole.extract.single_head import SingleHead
+from keyhole.least_squares import LinAlgError
+from keyhole.oracle.planted import Head, MultiHead
+from keyhole.oracle.protocol import Oracle, OracleError
+from keyhole.results import Status, Unsuccessful
+
+_EPSILON = torch.finfo(torch.float64).eps
+_LENGTHS = (1, 2, 3, 4)  # of the questions, in turn
+_SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looked at for a scale
+_PAIRS = 8  # that are looked at for a scale
+_OPEN = 0.2  # |α − ½| of gates that are half open
+_EXPLAINED = 2.0  # root mean square of the residuals in units of σ
+_STEPS = 120
+_UNKNOWNS = 400  # of all heads together, up to which their number is looked for
+_STALLED = 12  # steps within which a start has to gain a tenth
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """All weights at once from inexact answers.
+
+    `precision` is the relative error of an answer, `answer_error` its absolute one. `heads` is
+    their number, if it is known; otherwise up to `most` are tried.
+    """
+
+    heads: int | None = None
+    answer_error: float = 0.0
+    precision: float = _EPSILON
+    most: int = 6
+    oversampling: float = 4.0
+    starts: int = 8
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("most", "starts"):
+            if getattr(self, name) < 1:
+                raise InputError(f"expected {name} of 1 or more, got {getattr(self, name)}")
+        if self.heads is not None and self.heads < 1:
+            raise InputError(f"expected heads of 1 or more, got {self.heads}")
+        if not self.oversampling > 1:
+            raise InputError(f"expected an oversampling above 1, got {self.oversampling}")
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        accepted = max(self.tolerance, 4 * self.precision)
+        return settle(self, oracle, examine=self._examine, accepted=accepted)
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
+        return replace(Exam.draw(oracle, seed), excused=max(NEARLY, 16 * self.precision))
+
+    def expected(self, dim: int) -> int | None:
+        return None if self.heads is None else self._count(self.heads, dim)
+
+    def _count(self, heads: int, dim: int) -> int:
+        return math.ceil(self.oversampling * heads * (dim * dim + dim))
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        scale = _scale(oracle, stream)
+        answered = _Answers(oracle, stream, scale)
+        unknowns = oracle.dim**2 + oracle.dim
+        most = max(1, min(self.most, _UNKNOWNS // unknowns))
+        counts = range(1, most + 1) if self.heads is None else (self.heads,)
+        miss = math.inf
+        for count in counts:
+            answered.extend(self._count(count, oracle.dim))
+            first = _solved(oracle, self.seed) if count == 1 else None
+            W, v, miss = self._fit(answered, count, stream, first)
+            if miss <= _EXPLAINED:
+                model = Head(W[0], v[0]) if count == 1 else MultiHead(list(W), list(v))
+                remark = f"{count} heads explain the answers" if count > 1 else ""
+                yield Step(model, count * unknowns, count * unknowns, remark=remark)
+                return
+        raise Unsuccessful(
+            Status.MISMATCH,
+            f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
+        )
+
+    def _fit(
+        self,
+        answered: _Answers,
+        heads: int,
+        stream: torch.Generator,
+        first: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, float]:
+        """The best of several starts, which ends early when one explains the answers."""
+        y = answered.values
+        typical = y.abs().median()
+        sigma = (self.answer_error + self.precision * (y.abs() + typical)) / math.sqrt(3)
+        sigma = sigma + 16 * _EPSILON * y.abs().max()
+        best: tuple[Tensor, Tensor, float] | None = None
+        for number in range(self.starts):
+            start = _start(answered, heads, stream)
+            if number == 0 and first is not None:
+                start = first
+            fit = _levenberg(answered, sigma, start)
+            if best is None or fit[2] < best[2]:
+                best = fit
+            if best[2] <= _EXPLAINED:
+                break
+        if best is None:
+            raise AssertionError  # there is at least one start
+        return best
+
+
+class _Answers:
+    """Random questions of several lengths with their answers; more can be asked."""
+
+    def __init__(self, oracle: Oracle, stream: torch.Generator, scale: float) -> None:
+        self.oracle, self.stream, self.scale = oracle, stream, scale
+        self.questions = {
+            length: torch.empty(0, length, oracle.dim, dtype=torch.float64) for length in _LENGTHS
+        }
+        self.parts = {length: torch.empty(0, dtype=torch.float64) for length in _LENGTHS}
+
+    def extend(self, count: int) -> None:
+        """Ask until there are `count` answers."""
+        for place, length in enumerate(_LENGTHS):
+            wanted = (count + len(_LENGTHS) - 1 - place) // len(_LENGTHS)
+            missing = wanted - len(self.parts[length])
+            if missing <= 0:
+                continue
+            shape = (missing, length, self.oracle.dim)
+            tokens = torch.randn(shape, generator=self.stream, dtype=torch.float64)
+            sizes = torch.rand(missing, 1, 1, generator=self.stream, dtype=torch.float64)
+            tokens = self.scale * (0.1 + 1.2 * sizes) * tokens
+            answers = _answered(self.oracle, tokens)
+            usable = answers.isfinite()  # a link may be saturated
+            self.questions[length] = torch.cat([self.questions[length], tokens[usable]])
+            self.parts[length] = torch.cat([self.parts[length], answers[usable]])
+
+    @property
+    def values(self) -> Tensor:
+        return torch.cat([self.parts[length] for length in _LENGTHS])
+
+    def model(self, W: Tensor, v: Tensor, jacobian: bool) -> tuple[Tensor, Tensor]:
+        """Answers of heads W (H, d, d), v (H, d), and the Jacobian (N, H(d² + d)) if wanted."""
+        outputs, slopes = zip(
+            *(_heads(W, v, X, jacobian) for X in self.questions.values()), strict=True
+        )
+        return torch.cat(outputs), torch.cat(slopes)
+
+
+def _heads(W: Tensor, v: Tensor, X: Tensor, jacobian: bool) -> tuple[Tensor, Tensor]:
+    last = X[:, -1]
+    A = torch.einsum("nid,hde,ne->hni", X, W, last).softmax(-1)
+    values = torch.einsum("nid,hd->hni", X, v)
+    each = (A * values).sum(-1)
+    if not jacobian:
+        return each.sum(0), each.new_empty(0)
+    g = torch.einsum("hni,nid->hnd", A * (values - each.unsqueeze(-1)), X)
+    by_W = torch.einsum("hnd,ne->nhde", g, last).flatten(1)
+    by_v = torch.einsum("hni,nid->nhd", A, X).flatten(1)
+    return each.sum(0), torch.cat([by_W, by_v], 1)
+
+
+def _scale(oracle: Oracle, stream: torch.Generator) -> float:
+    """The size of tokens at which attention is neither uniform nor all in one place.
+
+    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1; the smallest such s².
+    """
+    raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
+    x, delta = raw / math.sqrt(oracle.dim)
+    for square in _SQUARES.tolist():
+        s = math.sqrt(square)
+        alone = _answered(oracle, s * torch.cat([x, delta]).unsqueeze(1)).view(2, -1)
+        both = _answered(oracle, s * torch.stack([x + delta, x], 1))
+        alpha = (both - alone[0]) / alone[1]
+        if not bool(alpha.isfinite().all()):
+            return s / 4  # a link is saturated: stay well below
+        if float((alpha - 0.5).abs().median()) > _OPEN:
+            return s
+    return 1.0
+
+
+def _solved(oracle: Oracle, seed: int) -> tuple[Tensor, Tensor] | None:
+    """One head as exact answers would give it: near enough to start from."""
+    try:
+        *_, step = SingleHead(seed=seed).steps(oracle)
+    except (Unsuccessful, OracleError, LinAlgError):
+        return None
+    model = step.model
+    return (model.W.unsqueeze(0), model.v.unsqueeze(0)) if isinstance(model, Head) else None
+
+
+def _answered(oracle: Oracle, sequences: Tensor) -> Tensor:
+    """Scores, NaN where the oracle's answer says nothing."""
+    try:
+        return ask_scores(oracle, sequences)
+    except OracleError as error:
+        if error.answers is None or error.answers.ndim != 1:
+            raise
+        return error.answers
+
+
+def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random heads whose values add up to the linear function of single tokens."""
+    dim = answered.oracle.dim
+    singles, answers = answered.questions[1][:, 0], answered.parts[1]
+    total = torch.linalg.lstsq(singles, answers[:, None], driver="gelsd").solution[:, 0]
+    size = 0.3 / (answered.scale**2 * math.sqrt(dim))
+    W = size * torch.randn(heads, dim, dim, generator=stream, dtype=torch.float64)
+    v = torch.randn(heads, dim, generator=stream, dtype=torch.float64) * total.abs().mean()
+    return W, v + (total - v.sum(0)) / heads
+
+
+def _levenberg(
+    answered: _Answers, sigma: Tensor, start: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, float]:
+    """Damped Gauss–Newton; returns the heads and the root mean square residual in units of σ."""
+    W, v = start
+    y, damping = answered.values, 1e-1
+    scale = float(y.abs().max().clamp(min=1e-300))
+    weights = (sigma / scale).reciprocal()
+    given, J = answered.model(W, v, jacobian=True)
+    r = (y - given) / scale * weights
+    loss, history = float(r @ r), [float(r @ r)]
+    for _ in range(_STEPS):
+        J = J / scale * weights[:, None]
+        square, slope = J.mT @ J, J.mT @ r
+        diagonal = square.diagonal().clamp(min=1e-12 * float(square.diagonal().max()))
+        while True:
+            step = torch.linalg.solve(square + damping * torch.diag(diagonal), slope)
+            ahead = W + step[: W.numel()].view_as(W), v + step[W.numel() :].view_as(v)
+            there = (y - answered.model(*ahead, jacobian=False)[0]) / scale * weights
+            if float(there @ there) < loss:
+                break
+            damping *= 4
+            if damping > 1e12:
+                return W, v, math.sqrt(loss / len(y))
+        (W, v), damping = ahead, max(damping / 4, 1e-12)
+        given, J = answered.model(W, v, jacobian=True)
+        r = (y - given) / scale * weights
+        loss = float(r @ r)
+        history.append(loss)
+        slow = len(history) > _STALLED and loss > 0.9 * history[-_STALLED]
+        if slow or loss <= 0.01 * len(y):
+            break
+    return W, v, math.sqrt(loss / len(y))

@@ -1,0 +1,29 @@
+"""Every way to train against attacks on attention, under the name that people type.
+
+To add one, write the defence in its own module of defences/ and add one line to DEFENCES.
+"""
+
+from __future__ import annotations
+
+from keyhole.harden.defences.asa import ASA
+from keyhole.harden.defences.attack_masks import AttackMasks
+from keyhole.harden.defences.combined import Combined
+from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.freelb import FreeLB
+from keyhole.harden.defences.plain import Plain
+from keyhole.harden.defences.r3f import R3F
+from keyhole.harden.defences.sattend import SAttend
+from keyhole.harden.defences.smart import SMART
+from keyhole.registry import Entry, Registry
+
+DEFENCES: Registry[Defence, None] = Registry(
+    "method",
+    Entry("strongest", Combined.strongest, method=Combined),
+    Entry("plain", Plain),
+    Entry("sattend", SAttend),
+    Entry("freelb", FreeLB),
+    Entry("smart", SMART),
+    Entry("r3f", R3F),
+    Entry("asa", ASA),
+    Entry("attack-masks", AttackMasks),
+)

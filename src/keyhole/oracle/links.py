@@ -1,0 +1,125 @@
+"""What servers do to a score before they answer (shift, sigmoid, tanh, softmax), and the way back.
+
+With s the score (or scores) and b an offset, the answer is
+
+    identity   s + b            sigmoid   1 / (1 + e^−(s+b))
+    tanh       tanh(s + b)      softmax   e^(s_i + b_i) / Σ_j e^(s_j + b_j)
+
+All of them can be undone: sigmoid by the logit, tanh by its inverse, softmax by logarithms, less
+their mean (that of two classes is one score, s = log p_1/p_0). A factor is part of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.protocol import Oracle, ask, identity_of
+
+NAMES = ("identity", "sigmoid", "tanh", "softmax")
+_NEAR = 1e-8  # of the end of a range: there a score has fewer than eight digits left
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One of the functions above; `offset` is b: a number, or one for each score of an answer."""
+
+    name: str
+    offset: Tensor
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            raise InputError(f"expected a link among {', '.join(NAMES)}, got {self.name}")
+
+    def __str__(self) -> str:
+        shift = "" if not bool(self.offset.any()) else "an offset"
+        if self.name == "identity":
+            return shift or "nothing"
+        return f"a {self.name}{f' and {shift}' if shift else ''}"
+
+    def answer(self, scores: Tensor) -> Tensor:
+        """What a server gives for these scores."""
+        scores = scores + self.offset
+        match self.name:
+            case "sigmoid":
+                return torch.sigmoid(scores)
+            case "tanh":
+                return torch.tanh(scores)
+            case "softmax" if self.offset.ndim == 0:
+                return torch.stack([torch.sigmoid(-scores), torch.sigmoid(scores)], -1)
+            case "softmax":
+                return scores.softmax(-1)
+            case _:
+                return scores
+
+    def scores(self, answers: Tensor) -> Tensor:
+        """The scores behind these answers."""
+        return undone(self.name, answers) - self.offset
+
+
+def undone(name: str, answers: Tensor) -> Tensor:
+    """Scores plus offset; NaN where an answer is too near the end of its range to have digits."""
+    match name:
+        case "sigmoid":
+            return torch.logit(_inside(answers, 0.0, 1.0))
+        case "tanh":
+            return torch.atanh(_inside(answers, -1.0, 1.0))
+        case "softmax":
+            logs = _inside(answers, 0.0, 1.0).log()
+            if answers.shape[-1] == 2:
+                return logs[..., 1] - logs[..., 0]
+            return logs - logs.mean(-1, keepdim=True)
+        case _:
+            return answers
+
+
+def _inside(answers: Tensor, low: float, high: float) -> Tensor:
+    near = (answers - low < _NEAR) | (high - answers < _NEAR)
+    return answers.masked_fill(near, torch.nan)
+
+
+class Undone:
+    """An oracle whose link is undone: it answers with the scores."""
+
+    def __init__(self, inner: Oracle, link: Link) -> None:
+        self.inner, self.link = inner, link
+
+    @property
+    def dim(self) -> int:
+        return self.inner.dim
+
+    @property
+    def identity(self) -> str:
+        return f"{identity_of(self.inner)}|undone:{self.link.name}"
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.link.scores(ask(self.inner, sequences))
+
+
+class Linked:
+    """A model behind a link: it answers as the server does; everything else is the model's."""
+
+    def __init__(self, inner: Any, link: Link) -> None:
+        self.inner, self.link = inner, link
+
+    @property
+    def dim(self) -> int:
+        return int(self.inner.dim)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.link.answer(self.inner(sequences))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "link"):  # not there yet: while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self.inner.tensors(), "offset": self.link.offset}
+
+    def flags(self) -> dict[str, str]:
+        return {**self.inner.flags(), "link": self.link.name}

@@ -1,0 +1,84 @@
+"""The front door: what people see before any attack runs, without waiting for torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from inspect import signature
+
+import pytest
+
+import keyhole
+from command_line import PYTHON, finished, parts
+from keyhole.cli.app import COMMANDS, command
+from keyhole.errors import InputError
+
+HEAVY = ("torch", "transformers", "numpy", "plotly")
+LOADED = """
+import json, sys
+try:
+    exec(sys.argv.pop())
+except SystemExit:
+    pass
+print()
+print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "import keyhole; assert 'extract' in dir(keyhole)",
+        "import keyhole; keyhole.__version__",
+        "from keyhole.cli import app; app(['--help'])",
+        "from keyhole.cli import app; app(['--version'])",
+        "from keyhole.cli import app; app(['frobnicate'])",
+    ],
+)
+def test_what_needs_no_torch_does_not_load_it(work, tmp_path):
+    done = finished([*PYTHON, "-c", LOADED, *HEAVY, work], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_help_lists_every_command_and_what_it_does(tmp_path):
+    done = finished([*PYTHON, "-m", "keyhole", "--help"], cwd=tmp_path)
+    words = " ".join(done.stdout.split())
+    for name, about in COMMANDS.items():
+        assert f"{name} {about}" in words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_its_own_help_begins_with_the_same_line(name):
+    assert command(name).help.splitlines()[0] == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_in_a_phrase(name):
+    for title, made in parts(name).items():
+        for parameter in made.params:
+            words = getattr(parameter, "help", None) or ""
+            assert words, f"{title} {parameter.name}"
+            assert words[0].isupper() or words.startswith("."), f"{title} {parameter.name}: {words}"
+            assert words.endswith((".", ")")), f"{title} {parameter.name}: {words}"
+
+
+def test_the_packages_are_what_people_find():
+    assert set(dir(keyhole)) == set(keyhole.__all__)
+    for name in keyhole.__all__:
+        assert getattr(keyhole, name) is not None
+    with pytest.raises(AttributeError, match="module 'keyhole' has no attribute 'frobnicate'"):
+        keyhole.frobnicate  # noqa: B018
+
+
+def test_audit_is_a_package_that_can_be_called():
+    from keyhole.audit.run import audit
+
+    assert callable(keyhole.audit)
+    assert keyhole.audit is sys.modules["keyhole.audit"]
+    assert keyhole.audit.run.audit is audit
+    assert "target" in signature(audit).parameters
+    with pytest.raises(InputError, match=r"got no-such-target"):
+        keyhole.audit("no-such-target")
+    (finding, *_) = keyhole.audit(keyhole.oracle.plant(dim=2)).findings
+    assert finding.exposed

@@ -1,0 +1,102 @@
+"""Targets that leak behind a link or in a short format: none is called clean, most are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole import extract, oracle
+from keyhole.extract import Status
+from keyhole.extract.links import find_link
+from keyhole.oracle.links import Linked
+
+EXPOSED = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+UNCHECKED = (Status.MISMATCH, Status.UNVERIFIED, Status.NOT_APPLICABLE, Status.ORACLE_FAILED)
+FORMS = {
+    "float32": lambda y: y.float().double(),
+    "bfloat16": lambda y: y.bfloat16().double(),
+    "3 decimals": lambda y: y.round(decimals=3),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softmax": lambda y: torch.stack([torch.zeros_like(y), y + 0.3], -1).softmax(-1),
+    "affine": lambda y: 2.5 * y - 0.7,
+}
+KINDS = {
+    "head": lambda: oracle.plant("head", dim=8, seed=2),
+    "low rank": lambda: oracle.plant("head", dim=12, rank=2, seed=2),
+    "several heads": lambda: oracle.plant("multi-head", dim=6, heads=2, seed=1),
+    "one layer": lambda: oracle.plant("one-layer", dim=6, width=5, seed=2),
+}
+HARD = {("one layer", "bfloat16"), ("one layer", "3 decimals"), ("low rank", "tanh")}
+
+
+class Answering:
+    def __init__(self, inner, form):
+        self.inner, self.form, self.dim = inner, form, inner.dim
+
+    def __call__(self, sequences):
+        return self.form(self.inner(sequences))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_no_leaking_target_is_called_clean(kind, form):
+    target = Answering(KINDS[kind](), FORMS[form])
+    result = extract.Auto()(target)
+    if (kind, form) in HARD:
+        assert result.status in (*EXPOSED, *UNCHECKED)
+        return
+    assert result.status in EXPOSED, result.reason
+    stream = torch.Generator().manual_seed(5)
+    fresh = torch.randn(64, 3, target.dim, generator=stream, dtype=torch.float64) / 3
+    truth = target(fresh)
+    wrong = (result.model(fresh) - truth).abs().max() / truth.abs().max()
+    assert wrong <= (0.05 if form in ("bfloat16", "3 decimals") else 1e-4)
+
+
+@pytest.mark.parametrize("form", ["sigmoid", "tanh", "softmax", "affine"])
+def test_a_link_is_found_and_the_model_answers_behind_it(form, tmp_path):
+    head = oracle.plant("head", dim=5, seed=3)
+    target = Answering(head, FORMS[form])
+    link = find_link(target, 0, 1e-16)
+    assert link.name == ("identity" if form == "affine" else form)
+    result = extract.Auto()(target)
+    assert isinstance(result.model, Linked)
+    assert f"behind {link}" in result.reason
+    factor = 2.5 if form == "affine" else 1.0
+    assert torch.allclose(result.model.v, factor * head.v, atol=1e-9)
+    assert torch.allclose(result.model.W, head.W, atol=1e-7)
+    result.save(tmp_path / "stolen.json")
+    again = extract.Extraction.load(tmp_path / "stolen.json")
+    some = torch.randn(4, 2, 5, dtype=torch.float64)
+    assert torch.equal(again.model(some), result.model(some))
+
+
+def test_a_plain_head_has_no_link():
+    head = oracle.plant("head", dim=5, seed=3)
+    link = find_link(head, 0, 1e-16)
+    assert (link.name, str(link)) == ("identity", "nothing")
+    assert extract.Auto()(head).model.kind == "head"
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_fitted_heads_are_the_planted_ones(heads):
+    planted = oracle.plant("multi-head", dim=4, heads=heads, seed=7)
+    target = Answering(planted, FORMS["float32"])
+    result = extract.Fitted(precision=6e-8)(target)
+    assert result.status is Status.RECOVERED, result.reason
+    W = result.model.W if heads > 1 else [result.model.W]
+    for truth in planted.W:
+        assert min(float((truth - found).abs().max()) for found in W) <= 1e-5
+
+
+def test_what_no_heads_explain_is_a_mismatch():
+    class Cubic:
+        dim = 3
+
+        def __call__(self, sequences):
+            return sequences.sum((1, 2)) ** 3
+
+    result = extract.Fitted(most=1, starts=2)(Cubic())
+    assert result.status is Status.MISMATCH
+    assert "times the answers' own error" in result.reason

@@ -1,0 +1,21 @@
+"""The values of several heads, told apart by what their sum leaves."""
+
+from __future__ import annotations
+
+import torch
+from planted_layers import layer
+
+from keyhole.extract.vectors.head_values import separate_values
+from keyhole.extract.vectors.probe_sequences import open_panel
+from keyhole.oracle import Counted
+
+
+def test_values_are_separated_with_few_queries():
+    truth = layer(10, 3, 10, False)
+    counted = Counted(truth)
+    panel, total = open_panel(counted)
+    V = separate_values(panel, total, torch.Generator().manual_seed(0))
+    assert len(V) == 3
+    for V_h in truth.V:
+        assert min(float((V_h - found).abs().max()) for found in V) < 1e-11
+    assert counted.queries <= 10 + 16 * 3 + 4 * 10

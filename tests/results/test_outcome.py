@@ -1,0 +1,157 @@
+"""What a status means, once for all commands: exit codes and headlines as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from command_line import inside
+from keyhole import report
+from keyhole.cli.app import command as imported
+from keyhole.disrupt.disruption import Control, Disruption
+from keyhole.disrupt.disruption import Outcome as Flip
+from keyhole.extract import Extraction
+from keyhole.invert import Inversion
+from keyhole.recover.recovery import TextRecovery
+from keyhole.report import wording
+from keyhole.results import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
+
+CODES = {  # written down by hand: the code derives it
+    Status.RECOVERED: 1,
+    Status.WITHIN: 1,
+    Status.INEXACT: 1,
+    Status.NOT_IDENTIFIABLE: 0,
+    Status.UNSOLVED: 0,
+    Status.BUDGET: 3,
+    Status.UNVERIFIED: 3,
+    Status.MISMATCH: 3,
+    Status.NOT_APPLICABLE: 3,
+    Status.SATURATED: 3,
+    Status.ORACLE_FAILED: 3,
+    Status.INTERRUPTED: 3,
+}
+HEADLINES = {0: "good", 1: "bad", 3: "part"}
+
+
+def test_every_status_has_an_outcome_and_advice():
+    assert set(CODES) == set(Status) == set(OUTCOMES)
+    assert all(status.advice for status in Status)
+
+
+@pytest.mark.parametrize("status", Status)
+def test_one_status_alone(status):
+    assert exit_code([status]) == CODES[status]
+
+
+def test_given_away_wins_and_unchecked_is_never_clean():
+    assert exit_code([Status.UNSOLVED, Status.MISMATCH, Status.RECOVERED]) == 1
+    assert exit_code([Status.UNSOLVED, Status.MISMATCH]) == 3
+    assert exit_code([Status.UNSOLVED, Outcome.UNCHECKED]) == 3
+    assert exit_code([Status.UNSOLVED, Status.NOT_IDENTIFIABLE]) == 0
+    assert exit_code([]) == 3
+
+
+def finding(status, **more):
+    return Finding("scores", "SingleHead", status, "why", "remedy", None, 1, 0.0, **more)
+
+
+def audit_of(status):
+    return Audit("target", "identity", (finding(status),))
+
+
+def results_of(status):
+    """What each command's function gives when it ends in a status."""
+    ids = [1] if status is Status.RECOVERED else []
+    return {
+        "audit": audit_of(status),
+        "extract": Extraction(status, "why", "method", None, 1, 0.0),
+        "invert problem": Inversion(status, "why", "method", None, None, 1, 0.0),
+        "invert text": TextRecovery(status, "why", "method", ids, "", False, 1, 0.0),
+    }
+
+
+@pytest.mark.parametrize("status", Status)
+@pytest.mark.parametrize("command", ["audit", "extract", "invert problem", "invert text"])
+def test_every_command_ends_with_the_code_of_its_status(
+    command, status, tmp_path, monkeypatch, capsys
+):
+    result = results_of(status)[command]
+    monkeypatch.chdir(tmp_path)
+    arguments = ["demo"]
+    if command == "audit":
+        imported("audit")
+        monkeypatch.setattr("keyhole.cli.audit.run", lambda *_, **__: result)
+    elif command == "extract":
+        imported("extract")
+        monkeypatch.setattr("keyhole.cli.extract.run", lambda *_, **__: result)
+    elif command == "invert problem":
+        imported("invert")
+        from keyhole import invert
+
+        invert.plant(2, 2)[0].save(tmp_path / "problem.safetensors")
+        arguments = ["problem.safetensors"]
+        monkeypatch.setattr("keyhole.cli.invert.run", lambda *_, **__: result)
+    else:
+        imported("invert")
+        from keyhole.recover.run import LeakRead
+
+        read = [LeakRead(0, "leak", "digest", result)]
+        monkeypatch.setattr("keyhole.cli.invert_text.recovering_files", lambda *_, **__: read)
+        arguments = ["demo", "leak.safetensors"]
+    done = inside(
+        *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    interrupted = command == "invert problem" and status is Status.INTERRUPTED
+    assert done.returncode == (130 if interrupted else CODES[status]), done.stderr
+
+
+@pytest.mark.parametrize("status", Status)
+def test_the_page_says_what_the_exit_code_says(status):
+    audit = audit_of(status)
+    assert audit.exit_code == CODES[status]
+    assert wording.headline(audit) == HEADLINES[CODES[status]]
+    sentence = wording.verdict(audit)
+    assert ("None of the 1 exposures" in sentence) == (CODES[status] == 0)
+    assert ("Could not check" in sentence) == (CODES[status] == 3)
+    assert f'class="verdict {HEADLINES[CODES[status]]}"' in report.render(audit)
+
+
+def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
+    mixed = Audit("t", "i", (finding(Status.UNSOLVED), finding(Status.MISMATCH)))
+    assert mixed.exit_code == 3
+    assert "1 could not be checked" in wording.verdict(mixed)
+    assert "does not make the target clean" in wording.verdict(mixed)
+    skipped = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r", unchecked=True),))
+    assert skipped.exit_code == 3
+    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r"),))
+    assert other_kind.exit_code == 0
+
+
+def test_a_control_is_no_exposure():
+    control = finding(Status.RECOVERED, sought="prediction", known=1.0, control=True)
+    audit = Audit("t", "i", (finding(Status.UNSOLVED), control))
+    assert (audit.exposed, audit.exit_code, len(audit.attacks)) == (0, 0, 1)
+    assert "None of the 1 exposures" in wording.verdict(audit)
+    assert Audit("t", "i", (control,)).exit_code == 3  # a control alone checks nothing
+
+
+def flip(right, flipped, masked):
+    return Flip("x", right, flipped, (0,), (1,), 1.0, 0.5, masked=masked, units=100)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "obstacle"),
+    [
+        ([], Status.NOT_APPLICABLE, "no example has an outcome"),
+        ([flip(False, False, 0)], Status.NOT_APPLICABLE, "the model gets none of 1 right"),
+        ([flip(True, False, 0)], Status.NOT_APPLICABLE, "the texts are too short"),
+        ([flip(True, False, 3)], Status.UNSOLVED, ""),
+        ([flip(True, True, 3), flip(True, False, 3)], Status.INEXACT, ""),
+        ([flip(True, True, 3)], Status.RECOVERED, ""),
+    ],
+)
+def test_flips_with_nothing_to_attack_could_not_be_checked(outcomes, status, obstacle):
+    disruption = Disruption({}, tuple(outcomes), Control(0.0, 0.0, 0), 0.0)
+    assert disruption.status is status
+    assert disruption.obstacle.startswith(obstacle)
+    assert bool(disruption.obstacle) == bool(obstacle)
+    assert ("could not check" in disruption.summary()) == bool(obstacle)

@@ -1,0 +1,171 @@
+"""Adding an attack is one file and one line: a dummy of each family shows up everywhere.
+
+The files are tests/dummies/*.py, the lines are in DUMMIES. Each dummy must appear in the help of
+its command, run through the command's function, have its row in the audit, and stand in
+docs/methods.md. The way of one parameter, from the command's function to the attack, is counted.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from command_line import inside
+from keyhole.registry import Entry, Registry
+
+sys.path.insert(0, str(Path(__file__).parent / "dummies"))
+import call_stack
+from coin_toss import CoinToss
+from doubled_loss import DoubledLoss
+from first_words import FirstWords
+from last_word import LastWord
+from standing_still import StandingStill
+
+from keyhole.disrupt import registry as disrupting
+from keyhole.extract import registry as extracting
+from keyhole.harden import registry as hardening
+from keyhole.invert import registry as inverting
+from keyhole.models import demo
+from keyhole.recover import registry as recovering
+
+HEAD = keyhole.oracle.plant("head", dim=3, seed=1)
+LAYER = keyhole.oracle.plant("attention", dim=3, every_token=True, seed=1)
+TEXT = "a warm and funny film ."
+STEPS = 5  # modules that a parameter may pass
+
+
+def extract(folder: Path) -> None:
+    keyhole.extract.run(HEAD, "dummy", seed=3)
+
+
+def invert(folder: Path) -> None:
+    problem, _ = keyhole.invert.plant(2, 3)
+    keyhole.invert.run(problem, "dummy", starts=1, seed=3)
+
+
+def recover(folder: Path) -> None:
+    leak = keyhole.recover.leak_of(*shipped(), TEXT, "hidden:1")
+    keyhole.recover.run("demo", leak, method="dummy")
+
+
+def disrupt(folder: Path) -> None:
+    keyhole.disrupt.run("demo", method="dummy", examples=1, share=0.02)
+
+
+def harden(folder: Path) -> None:
+    data = folder / "train.tsv"
+    data.write_text("sentence\tlabel\ngood\t1\nbad\t0\n")
+    keyhole.harden.run("demo", data, folder / "out", method="dummy", epochs=1)
+
+
+def shipped():
+    loaded = demo.load_demo()
+    return loaded.model, loaded.tokenizer
+
+
+def endpoint():
+    return keyhole.audit({"head": HEAD, "layer": LAYER})
+
+
+def model():
+    subject = keyhole.audit.TextTarget(
+        demo.load_demo("classification"), [TEXT], layers=[1], precisions=["float32"],
+        examples=demo.EXAMPLES[:1],
+    )  # fmt: skip
+    return keyhole.audit(subject)
+
+
+@dataclass(frozen=True)
+class Dummy:
+    """One line of registration, and where the dummy has to appear."""
+
+    registry: Registry
+    entry: Entry
+    command: tuple[str, ...]
+    run: Callable[[Path], None]
+    audit: Callable[[], keyhole.results.Audit] | None
+
+
+DUMMIES = {
+    "extract": Dummy(
+        extracting.METHODS,
+        Entry("dummy", CoinToss, (extracting.Line("a dummy", extracting.Kind.HEAD, "-"),)),
+        ("extract",), extract, endpoint,
+    ),
+    "invert": Dummy(
+        inverting.METHODS,
+        Entry("dummy", StandingStill, (inverting.Line("a dummy", "-"),)),
+        ("invert", "problem"), invert, endpoint,
+    ),
+    "recover": Dummy(
+        recovering.ATTACKS,
+        Entry("dummy", FirstWords, (
+            recovering.Line("hidden", False, "a dummy", "-", lambda _: [1], ("float32",)),
+        )),
+        ("invert", "text"), recover, model,
+    ),
+    "disrupt": Dummy(
+        disrupting.ATTACKERS,
+        Entry("dummy", LastWord, (disrupting.Line("a dummy"),)),
+        ("disrupt",), disrupt, model,
+    ),
+    "harden": Dummy(hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None),
+}  # fmt: skip
+
+
+@contextmanager
+def registered(dummy: Dummy):
+    dummy.registry.add(dummy.entry)
+    try:
+        yield
+    finally:
+        dummy.registry.remove(dummy.entry.name)
+
+
+@pytest.fixture(params=DUMMIES.values(), ids=DUMMIES)
+def dummy(request):
+    with registered(request.param):
+        yield request.param
+
+
+def test_it_is_a_choice_of_the_command(dummy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    done = inside(*dummy.command, "--help", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == 0
+    assert "|dummy]" in done.stdout
+
+
+def test_a_parameter_passes_few_modules_on_its_way_to_the_attack(dummy, tmp_path):
+    call_stack.SEEN.clear()
+    with torch.random.fork_rng():
+        dummy.run(tmp_path)
+    # From the command's function on; the module of the attack itself makes one more.
+    assert 0 < len(call_stack.SEEN) < STEPS, call_stack.SEEN
+
+
+@pytest.mark.parametrize("family", [name for name, dummy in DUMMIES.items() if dummy.audit])
+def test_an_attack_has_a_row_in_the_audit(family):
+    with registered(DUMMIES[family]):
+        audit = DUMMIES[family].audit()
+        attack = type(DUMMIES[family].registry.make("dummy")).__name__
+    assert attack in {finding.attack for finding in audit.findings}
+
+
+def test_it_stands_in_the_documents(dummy, root):
+    generate = runpy.run_path(str(root / "docs" / "generate.py"))
+    row = next(line for line in generate["methods_reference"]().splitlines() if "`dummy`" in line)
+    assert dummy.entry.about in row
+    assert "a dummy" in row or dummy.audit is None
+
+
+def test_an_option_that_it_does_not_have_is_refused(dummy):
+    with pytest.raises(keyhole.errors.InputError, match=r"expected --colour with no .*, got dummy"):
+        dummy.registry.make("dummy", colour="blue")

@@ -1,0 +1,90 @@
+"""One list of methods: looked up by name, made with the options they have, no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from keyhole.errors import InputError
+from keyhole.registry import Entry, Registry
+
+
+@dataclass(frozen=True)
+class Fast:
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Careful:
+    max_norm: float
+    seed: int = 0
+
+
+def careful(bound: float) -> Careful:
+    return Careful(bound, seed=7)
+
+
+@pytest.fixture
+def methods() -> Registry[object, str]:
+    return Registry(
+        "method",
+        Entry("fast", Fast, ("scores", "labels")),
+        Entry("careful", Careful),
+        Entry("bounded", careful, ("vectors",), Careful),
+    )
+
+
+def test_methods_are_found_by_name_in_their_order(methods):
+    assert list(methods) == ["fast", "careful", "bounded"]
+    assert len(methods) == 3
+    assert "careful" in methods
+    assert "magic" not in methods
+    assert methods["fast"].name == "fast"
+    with pytest.raises(
+        InputError, match=r"^expected a method among fast, careful, bounded, got magic$"
+    ):
+        methods["magic"]
+
+
+def test_an_entry_says_what_it_is_and_takes(methods):
+    assert methods["careful"].options == {"max_norm", "seed"}
+    assert methods["bounded"].options == {"bound"}
+    assert methods["bounded"].source == methods["careful"].source == __name__
+    assert methods["fast"].about == __doc__
+
+
+def test_a_method_is_made_with_the_options_it_has(methods):
+    assert methods.make("fast", seed=3) == Fast(3)
+    assert methods.make("fast", seed=None, max_norm=None) == Fast()  # None: left at its default
+    assert methods.make("bounded", bound=2.0) == Careful(2.0, 7)
+    assert methods.make("careful", max_norm=0.0, seed=0) == Careful(0.0)  # 0 is a value
+
+
+def test_an_option_that_a_method_does_not_have_is_refused(methods):
+    with pytest.raises(InputError, match=r"^expected --max-norm with careful, got fast$"):
+        methods.make("fast", max_norm=1.0)
+    with pytest.raises(InputError, match=r"^expected --seed with fast or careful, got bounded$"):
+        methods.make("bounded", bound=1.0, seed=1)
+    with pytest.raises(InputError, match=r"^expected --colour with no method, got fast$"):
+        methods.make("fast", colour="red")
+
+
+def test_an_option_that_a_method_needs_is_asked_for(methods):
+    with pytest.raises(InputError, match=r"^expected --max-norm for careful, got none$"):
+        methods.make("careful")
+
+
+def test_lines_come_with_their_methods(methods):
+    lines = [(entry.name, line) for entry, line in methods.lines()]
+    assert lines == [("fast", "scores"), ("fast", "labels"), ("bounded", "vectors")]
+
+
+def test_one_more_method_and_one_less(methods):
+    methods.add(Entry("new", Fast, ("sounds",)))
+    assert list(methods)[-1] == "new"
+    assert ("new", "sounds") in [(entry.name, line) for entry, line in methods.lines()]
+    with pytest.raises(InputError, match=r"^expected a new name for a method, got new$"):
+        methods.add(Entry("new", Careful))
+    methods.remove("new")
+    assert "new" not in methods

@@ -1,0 +1,143 @@
+"""Runs that go on: nothing lost, nothing done twice, and never another run's results."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from command_line import started
+from keyhole.errors import InputError
+from keyhole.resume import Journal, digest, expect_same_run
+
+RUN = {"model": "bert", "method": {"name": "greedy", "share": 0.01, "layers": (1, 2)}}
+
+
+def test_finished_pieces_come_back(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path, RUN) as journal:
+        assert len(journal) == 0
+        journal.add({"a": {"flips": 1}, "b": {"flips": 0}})
+        journal.add({"c": {"flips": 2}})
+    with Journal(path, RUN) as journal:
+        assert journal.records == {"a": {"flips": 1}, "b": {"flips": 0}, "c": {"flips": 2}}
+        assert "b" in journal
+        assert "d" not in journal
+        journal.add({"d": {"flips": 3}})
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[0]) == json.loads(json.dumps(RUN))
+    assert [json.loads(line)["key"] for line in lines[1:]] == ["a", "b", "c", "d"]
+
+
+def test_without_a_file_it_remembers_in_memory():
+    with Journal(None, RUN) as journal:
+        journal.add({"a": {"flips": 1}})
+        assert journal.records == {"a": {"flips": 1}}
+
+
+@given(st.data())
+def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path_factory, data):
+    """Wherever the file ends: whole lines are kept, half a line is not, and the run goes on."""
+    path = tmp_path_factory.mktemp("cut") / "run.jsonl"
+    with Journal(path, RUN) as journal:
+        journal.add({"a": {"text": "ä\u2028b"}, "b": {}})
+    whole = path.read_bytes()
+    end = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:end])
+    kept = max(0, whole[:end].count(b"\n") - 1)
+    with Journal(path, RUN) as journal:
+        assert list(journal.records) == ["a", "b"][:kept]
+        journal.add({"c": {}})
+    with Journal(path, RUN) as journal:
+        assert list(journal.records) == [*["a", "b"][:kept], "c"]
+
+
+KILLED = """
+import os, signal, sys
+from keyhole.resume import Journal
+journal = Journal(sys.argv[1], {"model": "bert"})
+journal.add({"a": {"flips": 1}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_added_survives_a_kill(tmp_path):
+    with started([sys.executable, "-c", KILLED, tmp_path / "run.jsonl"], env=os.environ) as process:
+        assert process.wait(60) == -signal.SIGKILL
+    with Journal(tmp_path / "run.jsonl", {"model": "bert"}) as journal:
+        assert journal.records == {"a": {"flips": 1}}
+
+
+def changed(**changes):
+    return {**RUN, "method": {**RUN["method"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({**RUN, "model": "gpt2"}, "with model gpt2, got one with model bert"),
+        (changed(share=0.02), "with method share 0.02, got one with method share 0.01"),
+        (changed(layers=(1, 3)), r"with method layers \[1, 3\], got one with method layers \[1, 2"),
+        (changed(seed=1), "with method seed 1, got one with method seed None"),
+        ({"model": "bert"}, "with method None, got one with method {'name': 'greedy'"),
+    ],
+)
+def test_a_file_of_another_run_is_refused_and_left_alone(tmp_path, other, words):
+    path = tmp_path / "run.jsonl"
+    with Journal(path, RUN) as journal:
+        journal.add({"a": {}})
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=rf"^expected .*run\.jsonl to remember a run {words}"):
+        Journal(path, other)
+    assert path.read_bytes() == before
+
+
+def test_tuples_and_lists_are_the_same_run(tmp_path):
+    expect_same_run("file", {"layers": (1, 2)}, {"layers": [1, 2]})
+    with pytest.raises(InputError, match=r"to remember a run with layers .*, got one with"):
+        expect_same_run("file", {"layers": (1, 2)}, "no run at all")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("my own notes\n", r"^expected JSON in .*run\.jsonl:1, got 'my own notes'$"),
+        ("[1]\n", r"^expected an object in .*run\.jsonl:1, got '\[1\]'$"),
+        ('{"model": "bert"}\nnotes\n', r"^expected JSON in .*run\.jsonl:2, got 'notes'$"),
+        ('{"model": "bert"}\n{"flips": 1}\n', r"^expected a key in .*run\.jsonl:2, got "),
+    ],
+)
+def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, text, words):
+    path = tmp_path / "run.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        Journal(path, {"model": "bert"})
+    assert path.read_text() == text
+
+
+def test_no_folder_and_no_text(tmp_path):
+    with pytest.raises(InputError, match=r"^expected a file to resume from, got .*run\.jsonl: "):
+        Journal(tmp_path / "no" / "run.jsonl", RUN)
+    (tmp_path / "image").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(InputError, match=r"^expected a file to resume from, got .*image: "):
+        Journal(tmp_path / "image", RUN)
+
+
+def test_nan_is_not_written(tmp_path):
+    with (
+        Journal(tmp_path / "run.jsonl", RUN) as journal,
+        pytest.raises(ValueError, match="Out of range float values"),
+    ):
+        journal.add({"a": {"error": float("nan")}})
+
+
+def test_a_digest_tells_things_apart():
+    assert digest("a", {"b": 1, "c": 2}) == digest("a", {"c": 2, "b": 1})
+    assert len({digest("a"), digest("b"), digest(b"a"), digest(["a"]), digest("a", "b")}) == 5
+    assert len(digest("a")) == 16
+    assert set(digest("a")) <= set("0123456789abcdef")

@@ -1,0 +1,104 @@
+"""Processes that have torch already: loading it takes seconds, and tests need many processes.
+
+A server that has imported everything forks them (multiprocessing's forkserver), each with its own
+folder, arguments, files for what it writes, exit code and signals, like one from a shell. What is
+about the start of a process itself is tested with `command_line.started` instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload([
+    "keyhole.cli", "keyhole.extract", "keyhole.invert", "keyhole.models", "keyhole.report",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+])  # fmt: skip
+
+
+@contextmanager
+def started(work: Callable[..., object], *arguments: object, cwd: Path) -> Iterator[Warm]:
+    """`work(*arguments)` in a process of its own; what is left of it at the end is killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = Warm(work, arguments, cwd, Path(folder))
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Warm:
+    """A process that was started, and the files that it writes to."""
+
+    def __init__(
+        self, work: Callable[..., object], arguments: Sequence[object], cwd: Path, folder: Path
+    ) -> None:
+        self._out, self._words = folder / "out", folder / "words"
+        given = (work, arguments, str(cwd), str(self._out), str(self._words), dict(os.environ))
+        self._process = _SERVER.Process(target=_live, args=given, daemon=False)
+        self._process.start()
+
+    def finish(self, timeout: float = 240) -> CompletedProcess[str]:
+        """Wait for its end: its code and what it wrote."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise TimeoutExpired(str(self._process), timeout, output=self._words.read_bytes())
+        return CompletedProcess([], code, self._out.read_text(), self._words.read_text())
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, and all that it began
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def finished(
+    work: Callable[..., object], *arguments: object, cwd: Path, timeout: float = 240
+) -> CompletedProcess[str]:
+    """`work(*arguments)` in a process of its own, to its end: its code and what it wrote."""
+    with started(work, *arguments, cwd=cwd) as process:
+        return process.finish(timeout)
+
+
+def script(path: str, *arguments: str) -> None:
+    """`python -W error path arguments…`"""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).absolute().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def code(text: str, *arguments: str) -> None:
+    """`python -W error -c text arguments…`"""
+    sys.argv = ["-c", *arguments]
+    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def _live(
+    work: Callable[..., object], arguments: Sequence[object], cwd: str, out: str, words: str,
+    environment: dict[str, str],
+) -> None:  # fmt: skip
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, path in ((1, out), (2, words)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    warnings.simplefilter("error")
+    work(*arguments)
