@@ -2,6 +2,7 @@
 
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.degraded import Clipped, Failing, Noisy, Rounded, SignOnly
+from keyhole.oracle.http import Limits
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
@@ -17,6 +18,7 @@ __all__ = [
     "Failing",
     "Head",
     "Ledger",
+    "Limits",
     "MultiHead",
     "Noisy",
     "OneLayer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from keyhole.errors import InputError
+from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
@@ -29,21 +30,24 @@ def demo() -> dict[str, Oracle]:
     }
 
 
-def open_target(name: str) -> Oracle:
-    """The oracle that `name` stands for; of the demo, its scoring head."""
+def open_target(name: str, limits: Limits | None = None) -> Oracle:
+    """The oracle that `name` stands for; of the demo, its scoring head.
+
+    `limits` bounds what a server may cost; a file and the demo need none.
+    """
     if name == DEMO:
         return demo()["the scoring head"]
     if name.startswith(("http://", "https://")):
         base, mark, model = name.partition("/v2/models/")
         if not mark or not model:
             raise InputError(f"expected http://host:port/v2/models/NAME, got {name}")
-        return OpenInference(base, model.strip("/"))
+        return OpenInference(base, model.strip("/"), limits=limits)
     return load(name)
 
 
-def open_surfaces(name: str) -> dict[str, Oracle]:
+def open_surfaces(name: str, limits: Limits | None = None) -> dict[str, Oracle]:
     """Every endpoint of the target, by name; one alone has none."""
-    return demo() if name == DEMO else {"": open_target(name)}
+    return demo() if name == DEMO else {"": open_target(name, limits)}
 
 
 def describe(name: str, surfaces: dict[str, Oracle]) -> str:

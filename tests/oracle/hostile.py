@@ -1,0 +1,260 @@
+"""A server on the loopback address that answers well until it is told to be hostile.
+
+What is large is sent again and again from a small buffer. The server and its threads end with the
+`with` block, which fails if one does not, or if anybody came to the address next door.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+
+DIM = 4
+MODEL = "m"
+METADATA = {"name": MODEL, "inputs": [{"name": "x", "datatype": "FP64", "shape": [-1, -1, DIM]}]}
+
+Behaviour = Callable[["Wire"], None]
+
+
+class Wire:
+    """One connection, as a behaviour sees it."""
+
+    def __init__(self, connection: socket.socket, server: Server) -> None:
+        self._connection = connection
+        self._server = server
+        self.elsewhere = f"127.0.0.1:{server.elsewhere}"
+        self.here = server.url
+
+    def send(self, data: bytes) -> None:
+        self._connection.sendall(data)
+
+    def flood(self, piece: bytes, count: int = 2**62) -> None:
+        """Send `piece` so many times, until nobody listens or the server is stopped."""
+        for _ in range(count):
+            if self._server.stopped.is_set():
+                return
+            self.send(piece)
+
+    def drip(self, data: bytes, pause: float = 0.05) -> None:
+        for byte in data:
+            self.send(bytes([byte]))
+            if self._server.stopped.wait(pause):
+                return
+
+    def hold(self) -> None:
+        """Say nothing more, but keep the connection."""
+        self._server.stopped.wait(60)
+
+    def reset(self) -> None:
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.close()
+
+
+class Server:
+    """`behave` takes over at `where`: metadata, infer (the first inference), later, or none."""
+
+    def __init__(self, behave: Behaviour, where: str, *, reads: bool = True) -> None:
+        self._behave = behave
+        self._where = where
+        self._reads = reads
+        self.stopped = threading.Event()
+        self.inferences = 0
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Server:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._next_door = socket.create_server(("127.0.0.1", 0))
+        self.elsewhere = self._next_door.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.stopped.set()
+        for connection in [self._listener, *self._connections]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        for thread in self._threads:
+            thread.join(10)
+        self._next_door.settimeout(0)
+        with self._next_door, suppress(BlockingIOError):
+            self._next_door.accept()
+            raise AssertionError("somebody came to the address next door")
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while not self.stopped.is_set():
+                connection, _ = self._listener.accept()
+                self._connections.append(connection)
+                self._start(self._converse, connection)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    def _hostile(self, verb: bytes) -> bool:
+        if self._where == "metadata":
+            return verb == b"GET"
+        return self.inferences >= {"infer": 1, "later": 2, "none": 2**62}[self._where]
+
+    def _converse(self, connection: socket.socket) -> None:
+        wire = Wire(connection, self)
+        # With `with`, a client that waits for the end of the stream sees it.
+        with suppress(OSError), connection, connection.makefile("rb") as requests:
+            while head := requests.readline():
+                verb = head.split()[0]
+                self.inferences += verb == b"POST"
+                hostile = self._hostile(verb)
+                if hostile and not self._reads:
+                    self._behave(wire)
+                    return
+                length = 0
+                while (line := requests.readline().strip().lower()) != b"":
+                    if line.startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                question = requests.read(length)
+                if hostile:
+                    self._behave(wire)
+                    return
+                answer(json.dumps(METADATA if verb == b"GET" else _scores(question)))(wire)
+
+
+def _scores(question: bytes) -> dict[str, object]:
+    count = json.loads(question)["inputs"][0]["shape"][0]
+    return {"model_name": MODEL, "outputs": [{"shape": [count], "data": [0.5] * count}]}
+
+
+def head(status: int = 200, *fields: str) -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status} Of Course", *fields, "", ""]).encode("latin-1")
+
+
+def answer(body: str | bytes, status: int = 200, *fields: str, coding: str = "") -> Behaviour:
+    """A well-formed HTTP answer, whatever is in it."""
+    content = body.encode() if isinstance(body, str) else body
+    if coding:
+        content = packed(content, coding)
+        fields = (f"Content-Encoding: {coding}", *fields)
+    return raw(head(status, *fields, f"Content-Length: {len(content)}"), content)
+
+
+def raw(*pieces: bytes) -> Behaviour:
+    def behave(wire: Wire) -> None:
+        for piece in pieces:
+            wire.send(piece)
+
+    return behave
+
+
+def packed(content: bytes, coding: str) -> bytes:
+    packer = zlib.compressobj(wbits=31 if coding == "gzip" else 15)
+    return packer.compress(content) + packer.flush()
+
+
+def flood(status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a": "') -> Behaviour:
+    """`size` bytes of body, as framed: by a length, in chunks, by one-byte chunks, by the end."""
+    piece = b"a" * 2**16
+
+    def behave(wire: Wire) -> None:
+        if framing == "length":
+            wire.send(head(status, f"Content-Length: {size}") + opening)
+        elif framing == "end":
+            wire.send(head(status, "Connection: close") + opening)
+        else:
+            wire.send(head(status, "Transfer-Encoding: chunked"))
+        bytewise = b"1\r\na\r\n" * 2**12
+        chunk = {"chunks": b"10000\r\n" + piece + b"\r\n", "bytewise": bytewise}.get(framing, piece)
+        wire.flood(chunk, size // 2**16)
+
+    return behave
+
+
+def bomb(status: int, coding: str, megabytes: int, framing: str = "end") -> Behaviour:
+    """A body that unpacks to so many megabytes of spaces, from a block of about a kilobyte."""
+    packer = zlib.compressobj(9, wbits=-15)
+    block = packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)
+    start = {"gzip": b"\x1f\x8b\x08\0\0\0\0\0\0\xff", "deflate": b"\x78\xda", "bare": b""}[coding]
+    name = "deflate" if coding == "bare" else coding
+    chunked = framing == "chunks"
+
+    def framed(data: bytes) -> bytes:
+        return f"{len(data):x}\r\n".encode() + data + b"\r\n" if chunked and data else data
+
+    def behave(wire: Wire) -> None:
+        how = "Transfer-Encoding: chunked" if chunked else "Connection: close"
+        wire.send(head(status, f"Content-Encoding: {name}", how) + framed(start))
+        wire.flood(framed(block), megabytes)
+
+    return behave
+
+
+def repeated(opening: bytes, item: bytes, count: int, closing: bytes) -> Behaviour:
+    """A body of `count` items, 4,096 of them in memory at a time."""
+    rounds, rest = divmod(count, 2**12)
+    length = len(opening) + len(item) * count + len(closing)
+
+    def behave(wire: Wire) -> None:
+        wire.send(head(200, f"Content-Length: {length}") + opening)
+        wire.flood(item * 2**12, rounds)
+        wire.send(item * rest + closing)
+
+    return behave
+
+
+def slowly(*pieces: bytes, then: bytes = b"a") -> Behaviour:
+    """The pieces at once, then one byte after another for ever."""
+
+    def behave(wire: Wire) -> None:
+        raw(*pieces)(wire)
+        wire.drip(then * 2**14)
+
+    return behave
+
+
+def held(*pieces: bytes) -> Behaviour:
+    """The pieces, then nothing, on a connection that stays open."""
+
+    def behave(wire: Wire) -> None:
+        raw(*pieces)(wire)
+        wire.hold()
+
+    return behave
+
+
+def redirect(status: int, target: str) -> Behaviour:
+    """To `target`, where {elsewhere} is the address next door and {here} this one."""
+
+    def behave(wire: Wire) -> None:
+        where = target.format(elsewhere=wire.elsewhere, here=wire.here)
+        answer("moved", status, f"Location: {where}")(wire)
+
+    return behave
+
+
+def endless(piece: bytes, opening: bytes = b"") -> Behaviour:
+    """The same bytes for ever: interim answers, header lines, empty blocks."""
+
+    def behave(wire: Wire) -> None:
+        wire.send(opening)
+        wire.flood(piece)
+
+    return behave
+
+
+def reset(wire: Wire) -> None:
+    wire.reset()
+
+
+def never(wire: Wire) -> None:
+    wire.hold()

@@ -1,0 +1,144 @@
+"""The limits of a server: stated, raised where asked, and out of the way of good answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import zlib
+from contextlib import closing
+
+import pytest
+import torch
+from hostile import DIM, METADATA, Server, answer, raw
+
+from keyhole.errors import InputError
+from keyhole.oracle import Limits, OpenInference, OracleError
+from keyhole.oracle.target import open_target
+
+QUESTIONS = torch.zeros(4, 3, DIM, dtype=torch.float64)
+
+
+def _metadata(dim):
+    return answer(json.dumps(METADATA | {"inputs": [{"name": "x", "shape": [-1, -1, dim]}]}))
+
+
+def test_a_dimension_beyond_the_limit_is_taken_where_it_is_asked_for():
+    for asked in ({"dim": 20_000}, {"limits": Limits(dim=20_000)}):
+        with (
+            Server(_metadata(20_000), "metadata") as server,
+            closing(OpenInference(server.url, "m", **asked)) as remote,
+        ):
+            assert remote.dim == 20_000
+
+
+def test_limits_reach_a_target_by_its_address():
+    with Server(_metadata(20), "metadata") as server:
+        with pytest.raises(
+            OracleError, match=r"dimension of at most 10 from .*, got 20: give dim="
+        ):
+            open_target(f"{server.url}/v2/models/m", Limits(dim=10))
+        with closing(open_target(f"{server.url}/v2/models/m/versions/1")) as remote:
+            assert remote.dim == 20
+
+
+def test_a_smaller_body_limit_is_stated_in_the_line():
+    stated = r"expected at most 50 bytes from .*, got Content-Length \d+: raise Limits\(body=\)"
+    with Server(raw(), "none") as server, pytest.raises(OracleError, match=stated):
+        OpenInference(server.url, "m", limits=Limits(body=50))
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "bare"])
+def test_a_packed_answer_is_unpacked(coding):
+    packer = zlib.compressobj(wbits={"gzip": 31, "deflate": 15, "bare": -15}[coding])
+    body = packer.compress(json.dumps(METADATA).encode()) + packer.flush()
+    name = "deflate" if coding == "bare" else coding
+    behave = answer(body, 200, f"Content-Encoding: {name}")
+    with Server(behave, "metadata") as server, closing(OpenInference(server.url, "m")) as remote:
+        assert remote.dim == DIM
+
+
+def test_one_connection_serves_all_requests():
+    with (
+        Server(raw(), "none") as server,
+        closing(OpenInference(server.url, "m", batch=1)) as remote,
+    ):
+        assert torch.equal(remote(QUESTIONS), torch.full((4,), 0.5, dtype=torch.float64))
+        assert server.connections == 1
+
+
+def test_long_questions_are_spread_over_requests_that_fit():
+    limits = Limits(body=2 * 25 * 3 * DIM)  # an answer of one sequence, twice as wide
+    with (
+        Server(raw(), "none") as server,
+        closing(OpenInference(server.url, "m", limits=limits)) as remote,
+    ):
+        assert len(remote(QUESTIONS)) == 4
+        assert server.inferences == 4
+
+
+def test_answers_before_a_failure_are_kept():
+    with (
+        Server(answer("no", 500), "later") as server,
+        closing(OpenInference(server.url, "m", batch=3)) as remote,
+        pytest.raises(OracleError, match="got 500: no") as caught,
+    ):
+        remote(QUESTIONS)
+    assert caught.value.answers is not None
+    assert len(caught.value.answers) == 3
+
+
+def test_a_passing_failure_is_tried_again():
+    replies = iter([answer("", 503, "Retry-After: 1"), answer(json.dumps(METADATA))])
+    with Server(lambda wire: next(replies)(wire), "metadata") as server:
+        with closing(OpenInference(server.url, "m")) as remote:
+            assert remote.dim == DIM
+        assert server.connections == 2
+
+
+def test_a_proxy_of_the_environment_is_asked(monkeypatch):
+    with Server(raw(), "none") as server:
+        monkeypatch.setenv("http_proxy", server.url)
+        with closing(OpenInference("http://nobody.invalid", "m")) as remote:
+            assert len(remote(QUESTIONS)) == 4
+        monkeypatch.setenv("http_proxy", "socks5://user:secret@localhost:1")
+        with pytest.raises(InputError, match="expected an http or https proxy") as caught:
+            OpenInference("http://nobody.invalid", "m")
+        assert "secret" not in str(caught.value)
+
+
+def test_a_handshake_without_end_ends_in_time():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,  # the kernel connects, nobody answers
+        pytest.raises(OracleError, match=r"within 1 s, got none in time: raise timeout="),
+    ):
+        OpenInference(f"https://127.0.0.1:{silent.getsockname()[1]}", "m", timeout=1)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://[::1", "http://a..b", "http://a:99999", "http://a:-1", "ftp://a"]
+)
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(InputError, match="expected a URL such as http://localhost:8080, got"):
+        OpenInference(url, "m")
+
+
+@pytest.mark.parametrize("secret", ["token\nHost: evil", "tokén"])
+def test_headers_that_cannot_be_sent_are_refused_and_not_shown(secret):
+    with (
+        Server(raw(), "none") as server,
+        pytest.raises(InputError, match="expected headers") as caught,
+    ):
+        OpenInference(server.url, "m", headers={"Authorization": secret})
+    assert "tok" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 0}, {"timeout": float("nan")}, {"retries": -1}, {"batch": 0}]
+)
+def test_impossible_limits_are_refused(wrong):
+    with pytest.raises(
+        InputError, match=r"expected (a limit seconds above 0|0 retries|a batch of 1)"
+    ):
+        OpenInference("http://localhost", "m", **wrong)
+    with pytest.raises(InputError, match="expected a limit body above 0, got -1"):
+        Limits(body=-1)
