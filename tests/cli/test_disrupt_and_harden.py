@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +15,7 @@ from typer.testing import CliRunner
 import tiny_classifiers
 import tiny_heads
 import tiny_models
+from command_line import interrupted
 from keyhole import disrupt, harden
 from keyhole.cli import app
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
@@ -154,19 +152,10 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
 
 def stopped(command, ready, cwd):
     """A process that is sent Ctrl-C as soon as it is `ready`: its words."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "keyhole", *map(str, command)], cwd=cwd, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not ready():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
-    assert process.returncode == 130, words
-    assert "Traceback" not in words
-    return words
+    done = interrupted(*command, cwd=cwd, ready=lambda _: ready())
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize("processes", [0, 2])

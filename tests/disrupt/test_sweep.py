@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ import pytest
 
 import tiny_heads
 import tiny_models
+from command_line import started
 from keyhole.data import Example
 from keyhole.disrupt import Disruption, HackAttend, ModelSource, Rerank, sweep
 from keyhole.errors import InputError
@@ -126,7 +126,7 @@ def test_killed_in_the_middle_resumes(folder, tmp_path):
         f"        resume={str(path)!r}, progress=lambda *_: time.sleep(0.3))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment) as run:
+    with started([sys.executable, "-c", script], env=environment) as run:
         while not (path.exists() and path.read_text().count("\n") >= 3):
             assert run.poll() is None
             time.sleep(0.02)
