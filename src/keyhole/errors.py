@@ -1,4 +1,4 @@
-"""The two ways a run can be refused. Everything else is a Status (see results/status.py)."""
+"""The ways a run can be refused. Everything else is a Status (see results/status.py)."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class KeyholeError(Exception):
 
 class InputError(KeyholeError, ValueError):
     """What the caller gave cannot be used: `expected …, got …`. The CLI exits with 2."""
+
+
+class MissingExtra(InputError):
+    """A package that only some of Keyhole needs is not installed; the message names the extra."""

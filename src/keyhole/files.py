@@ -1,7 +1,8 @@
 """Files that are whole or not there, and the one line that says why one cannot be read or written.
 
 Everything is written under another name first and then renamed: whoever reads, or comes back after
-a crash, never finds half a file.
+a crash, never finds half a file. What Keyhole writes is what a target gave away, so only its owner
+may read it (mode 0600).
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ def read_tensors(
         raise InputError(f"expected {what}, got {path}: {error}") from error
 
 
+def private(path: Path) -> None:
+    """Make sure that there is a file which only its owner may read."""
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    path.chmod(0o600)
+
+
 def _whole(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        private(partial)
         write(partial)
         partial.replace(path)
     except (OSError, SafetensorError) as error:

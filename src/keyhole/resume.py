@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from keyhole.errors import InputError
+from keyhole.files import private
 
 Run = Mapping[str, Any]
 
@@ -99,6 +100,7 @@ class Journal:
             whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
             if whole:
                 self._recall(path, whole, run)
+            private(path)
             file = path.open("w" if not whole else "r+", encoding="utf-8")
             file.write(whole or json.dumps(dict(run)) + "\n")
             file.truncate()

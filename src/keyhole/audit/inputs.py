@@ -16,6 +16,7 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.audit.check import Checked
+from keyhole.errors import MissingExtra
 from keyhole.invert import Inversion, Problem, certify
 from keyhole.invert.judge import SAME
 from keyhole.invert.registry import METHODS, Line
@@ -59,6 +60,17 @@ def _ordinary(layer: Attention, X: Tensor) -> Tensor:
     return X / max(deviation, 1e-6) ** 0.5
 
 
+def _proof(problem: Problem, X: Tensor) -> str:
+    """What can be proved of an input, in words; a proof that cannot be made is not the end."""
+    try:
+        certificate = certify(problem, X)
+    except MissingExtra as missing:
+        return f"; not proved: {missing}"
+    if certificate.radius is None:
+        return ""
+    return f"; proved: one exact input lies within {certificate.radius:.0e} of this one"
+
+
 def _layer(oracle: Oracle) -> Attention | None:
     """The planted layer under the wrappers, if there is one that answers for every token."""
     inner: object = oracle
@@ -83,9 +95,7 @@ def _run(
     inversion = method(problem, progress=track(exposure))
     status, reason, error = _compared(inversion, secret, line.decimals)
     if inversion.X is not None and inversion.solved:
-        certificate = certify(problem, inversion.X)
-        if certificate.radius is not None:
-            reason += f"; proved: one exact input lies within {certificate.radius:.0e} of this one"
+        reason += _proof(problem, inversion.X)
     return Finding(
         surface=surface,
         exposure=exposure,

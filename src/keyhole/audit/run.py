@@ -59,12 +59,13 @@ def audit(
     findings: list[Finding] = [one for part in checked for one in part.findings]
     skips: list[Skip] = [one for part in checked for one in part.skips]
     if len(opened.surfaces) + len(opened.models) > 1:
-        skips = []  # what one part of the target does not give, another does
+        # What one part of the target does not give, another does.
+        skips = [skip for skip in skips if skip.unchecked]
     return Audit(
         target=opened.name or opened.identity,
         identity=opened.identity,
         findings=tuple(findings),
-        skips=tuple(skips),
+        skips=(*opened.skips, *skips),
         seed=seed,
         seconds=time.perf_counter() - started,
     )

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
-from keyhole.errors import InputError
+from keyhole.errors import InputError, MissingExtra
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
+from keyhole.results import Skip
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Target:
     name: str
     surfaces: Mapping[str, Oracle] = field(default_factory=dict[str, Oracle])
     models: Mapping[str, TextTarget] = field(default_factory=dict[str, TextTarget])
+    skips: tuple[Skip, ...] = ()  # parts that could not be opened
 
     @property
     def identity(self) -> str:
@@ -101,11 +103,16 @@ def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: s
 
 def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:
     """The planted endpoints, and the classifier that ships beside its hardened twin."""
-    loaded = demo.load_demo("classification", device)
+    surfaces = open_surfaces(DEMO)
+    name = describe(DEMO, surfaces)
+    try:
+        loaded = demo.load_demo("classification", device)
+    except MissingExtra as missing:
+        what = "the text and the predictions of the classifier that ships with Keyhole"
+        return Target(name, surfaces, skips=(Skip(what, "–", str(missing), unchecked=True),))
     twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
     texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
     if data is not None:
         (texts, examples), about = data.read(loaded), ""
     subject = TextTarget(loaded, texts, layers, examples=examples, twin=twin, about=about)
-    surfaces = open_surfaces(DEMO)
-    return Target(describe(DEMO, surfaces), surfaces, {loaded.name: subject})
+    return Target(name, surfaces, {loaded.name: subject})

@@ -1,7 +1,7 @@
 """Who does the work of a sweep: processes of our own, any executor, or a Dask cluster's workers.
 
-Processes have one thread each and ignore Ctrl-C, which is for the process that people talk to. When
-one of them dies, the pool can be made again.
+Processes have one thread each and ignore Ctrl-C, which is for the process that people talk to; when
+that one is killed, they end by themselves. When one of them dies, the pool can be made again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Generator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -17,9 +19,10 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import InputError, KeyholeError
+from keyhole.errors import KeyholeError, MissingExtra
 
 _THREADS = "OMP_NUM_THREADS"
+_LOOK = 0.5  # seconds between looks at whether the parent is alive
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def cluster(address: str | None) -> Generator[tuple[Executor | None, int]]:
     try:
         library = importlib.import_module("distributed")
     except ImportError as missing:
-        raise InputError(
+        raise MissingExtra(
             "expected distributed for a Dask cluster, got none: pip install 'keyhole[cluster]'"
         ) from missing
     try:
@@ -43,10 +46,18 @@ def cluster(address: str | None) -> Generator[tuple[Executor | None, int]]:
         yield client.get_executor(), max(1, len(client.scheduler_info()["workers"]))
 
 
-def _settle_in() -> None:
-    """One thread a process; Ctrl-C is for the process that people talk to."""
+def _settle_in(parent: int) -> None:
+    """One thread a process; Ctrl-C is for the process that people talk to, and ends with it."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose parent was killed would wait, or work, for ever."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
 
 
 class Pool:
@@ -89,7 +100,7 @@ class Pool:
         if self.own is None:
             # Not fork: torch's threads do not survive it.
             context = multiprocessing.get_context("spawn")
-            self.own = ProcessPoolExecutor(self.workers, context, _settle_in)
+            self.own = ProcessPoolExecutor(self.workers, context, _settle_in, (os.getpid(),))
         return self.own
 
     def broke(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.errors import InputError, MissingExtra
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
@@ -103,6 +103,6 @@ def _cvxpy() -> Any:
     try:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
-        raise InputError(
+        raise MissingExtra(
             "expected CVXPY for NuclearNorm, got none: pip install 'keyhole[convex]'"
         ) from missing

@@ -12,7 +12,6 @@ the run was, so that another run is not mistaken for it.
 from __future__ import annotations
 
 import math
-import resource
 import shutil
 import sys
 import time
@@ -39,7 +38,8 @@ class Training(Result):
     """What a run cost. `losses` are each epoch's mean; those of resumed epochs are remembered.
 
     `seconds` are this call's. `peak` is memory in bytes: what tensors took on a GPU, the whole
-    process on a CPU. `reason` is empty, or says why the run ended early.
+    process on a CPU (0 where the system does not say). `reason` is empty, or says why the run
+    ended early.
     """
 
     steps: int
@@ -288,5 +288,9 @@ def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":  # there is no such module
+        return 0
+    import resource
+
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

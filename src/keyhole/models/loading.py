@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from keyhole.errors import InputError
+from keyhole.errors import InputError, MissingExtra
 from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
@@ -52,7 +52,7 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise InputError(
+        raise MissingExtra(
             "expected transformers to be installed, got none: pip install 'keyhole[models]'"
         ) from error
 

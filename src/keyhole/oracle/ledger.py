@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError, KeyholeError
+from keyhole.files import private
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Oracle,
@@ -203,8 +204,9 @@ def _open(path: Path) -> sqlite3.Connection:
     if not path.parent.is_dir():
         raise InputError(f"expected a folder for the ledger, got {path.parent}: it does not exist")
     try:
+        private(path)
         db = sqlite3.connect(path, timeout=_TURN_SECONDS, isolation_level=None)
-    except sqlite3.OperationalError as error:
+    except (sqlite3.OperationalError, OSError) as error:
         raise InputError(f"expected a file for the ledger, got {path}: {error}") from error
     try:
         db.execute("PRAGMA journal_mode = WAL")  # readers never wait for the one who asks

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.errors import MissingExtra
 from keyhole.invert.problem import Problem
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def flint() -> Any:
     try:
         return importlib.import_module("flint")  # by name: it is an extra
     except ModuleNotFoundError as missing:
-        raise InputError(
+        raise MissingExtra(
             "expected python-flint for certificates, got none: pip install 'keyhole[proofs]'"
         ) from missing
 
