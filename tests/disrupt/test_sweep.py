@@ -12,6 +12,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecu
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import tiny_heads
@@ -139,6 +140,32 @@ def test_killed_in_the_middle_resumes(folder, tmp_path):
                   progress=lambda *a: seen.append(a))  # fmt: skip
     assert len(seen) == 6 - known
     assert facts(found) == facts(sweep(METHOD, folder, examples(), workers=0, together=1))
+
+
+def test_workers_end_when_their_parent_is_killed(folder, tmp_path):
+    """SIGKILL to the process that people talk to: nobody goes on working for it."""
+    path = tmp_path / "run.jsonl"
+    script = (
+        "import sys\n"
+        "from keyhole.data import Example\n"
+        "from keyhole.disrupt import HackAttend, sweep\n"
+        "if __name__ == '__main__':\n"
+        "    texts = [Example(str(n), -1, 'w1 w2 w3 w4 w5 w6 w7 w8') for n in range(2000)]\n"
+        f"    sweep(HackAttend(0.2), {folder!r}, texts, workers=2, together=1, "
+        f"resume={str(path)!r})\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with started([sys.executable, tmp_path / "script.py"], env=environment) as run:
+        while not (path.exists() and path.read_text().count("\n") >= 3):
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.05)
+        workers = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+    assert len(workers) >= 2
+    assert not alive
 
 
 class Marked(ModelSource):
