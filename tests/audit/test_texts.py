@@ -153,5 +153,5 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
         "invert", "text", "demo", "leak.safetensors", "--method", "guess",
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr  # a guess: the leak is not explained
     assert "leak.safetensors: " in done.stderr

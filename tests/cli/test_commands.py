@@ -80,7 +80,7 @@ def test_every_method_and_auto_recover_their_kind(name, tmp_path, here):
 def test_a_budget_is_a_result_and_the_ledger_resumes(target, tmp_path, here):
     arguments = ("--method", "single-head", "--ledger", "run.db", "--json")
     first = here("extract", target, "--budget", 30, *arguments)
-    assert first.returncode == 0
+    assert first.returncode == 3  # what was not finished was not checked
     assert json.loads(first.stdout)["status"] == "budget exhausted"
     assert "stopped after 30 queries" in first.stderr
     second = here("extract", target, *arguments)
@@ -161,7 +161,7 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
 
 def test_a_server_that_is_not_there_is_a_failure(tmp_path, here, monkeypatch):
     waits = []
-    monkeypatch.setattr("keyhole.oracle.open_inference.time.sleep", waits.append)
+    monkeypatch.setattr("keyhole.oracle.http.time.sleep", waits.append)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -300,7 +300,10 @@ def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
 
 def exposed(data):
     """The exit code that an audit's findings ask for."""
-    return int(any(row["status"] in ("recovered", "inexact") for row in data["findings"]))
+    statuses = {row["status"] for row in data["findings"] if not row["control"]}
+    if statuses & {"recovered", "recovered within a domain", "inexact"}:
+        return 1
+    return 0 if statuses <= {"unsolved", "not identifiable"} else 3
 
 
 def written(folder, family, task):
@@ -347,7 +350,8 @@ def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
     findings = data["findings"]
     flips = [one for one in findings if one["sought"] == "prediction"]
     assert len(flips) == 4
-    assert all("right answers flipped" in one["reason"] for one in flips)
+    short = "the texts are too short"  # at 1%; the rest of the model can be checked all the same
+    assert all("right answers flipped" in f["reason"] or short in f["reason"] for f in flips)
 
 
 WRONG = {

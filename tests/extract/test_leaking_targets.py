@@ -99,4 +99,20 @@ def test_what_no_heads_explain_is_a_mismatch():
 
     result = extract.Fitted(most=1, starts=2)(Cubic())
     assert result.status is Status.MISMATCH
-    assert "times the answers' own error" in result.reason
+    assert "answers to single tokens are not linear" in result.reason
+    two = oracle.plant("multi-head", dim=3, heads=2, seed=1)
+    result = extract.Fitted(heads=1, starts=2)(two)
+    assert result.status is Status.MISMATCH
+    assert "1 heads leave residuals" in result.reason
+
+
+def test_what_never_changes_gives_nothing_away():
+    class Constant:
+        dim = 3
+
+        def __call__(self, sequences):
+            return torch.full((len(sequences),), 2.5, dtype=torch.float64)
+
+    result = extract.Auto()(Constant())
+    assert result.status is Status.NOT_IDENTIFIABLE
+    assert "every answer is the same" in result.reason

@@ -160,6 +160,9 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     seen = torch.cat([pairs.flatten(), singles.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
         return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1")
+    if pairs.ndim == 1 and bool((seen == seen[0]).all()):
+        link = None if not float(seen[0]) else Link("identity", seen[0].clone())
+        return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision = _precision(seen)
     decimals = _decimals(seen) if precision <= _EXACT else None
     if decimals is not None and pairs.ndim == 1:

@@ -27,7 +27,7 @@ from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
 from keyhole.extract.single_head import SingleHead
-from keyhole.least_squares import LinAlgError
+from keyhole.least_squares import LinAlgError, least_squares
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError
 from keyhole.results import Status, Unsuccessful
@@ -92,6 +92,8 @@ class Fitted:
         miss = math.inf
         for count in counts:
             answered.extend(self._count(count, oracle.dim))
+            if count == counts[0]:
+                self._expect_linear(answered)
             first = _solved(oracle, self.seed) if count == 1 else None
             W, v, miss = self._fit(answered, count, stream, first)
             if miss <= _EXPLAINED:
@@ -104,6 +106,22 @@ class Fitted:
             f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
         )
 
+    def _expect_linear(self, answered: _Answers) -> None:
+        """One token has nothing to attend to but itself: heads answer with `(Σ_h v_h)ᵀx`."""
+        y, X = answered.parts[1], answered.questions[1][:, 0]
+        if not bool(answered.values.any()):
+            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
+        miss = (y - X @ _total(answered)) / self._sigma(y)
+        if float(miss.square().mean().sqrt()) > 4 * _EXPLAINED:
+            raise Unsuccessful(
+                Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
+            )
+
+    def _sigma(self, y: Tensor) -> Tensor:
+        """What rounding does to each answer."""
+        error = self.answer_error + self.precision * (y.abs() + y.abs().median())
+        return error / math.sqrt(3) + 16 * _EPSILON * y.abs().max().clamp(min=1e-300)
+
     def _fit(
         self,
         answered: _Answers,
@@ -112,10 +130,7 @@ class Fitted:
         first: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor, float]:
         """The best of several starts, which ends early when one explains the answers."""
-        y = answered.values
-        typical = y.abs().median()
-        sigma = (self.answer_error + self.precision * (y.abs() + typical)) / math.sqrt(3)
-        sigma = sigma + 16 * _EPSILON * y.abs().max()
+        sigma = self._sigma(answered.values)
         best: tuple[Tensor, Tensor, float] | None = None
         for number in range(self.starts):
             start = _start(answered, heads, stream)
@@ -221,11 +236,16 @@ def _answered(oracle: Oracle, sequences: Tensor) -> Tensor:
         return error.answers
 
 
+def _total(answered: _Answers) -> Tensor:
+    """Σ_h v_h, from the answers to single tokens."""
+    singles, answers = answered.questions[1][:, 0], answered.parts[1]
+    return least_squares(singles, answers[:, None])[:, 0]
+
+
 def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random heads whose values add up to the linear function of single tokens."""
     dim = answered.oracle.dim
-    singles, answers = answered.questions[1][:, 0], answered.parts[1]
-    total = torch.linalg.lstsq(singles, answers[:, None], driver="gelsd").solution[:, 0]
+    total = _total(answered)
     size = 0.3 / (answered.scale**2 * math.sqrt(dim))
     W = size * torch.randn(heads, dim, dim, generator=stream, dtype=torch.float64)
     v = torch.randn(heads, dim, generator=stream, dtype=torch.float64) * total.abs().mean()
