@@ -56,8 +56,8 @@ def audit(
         opened = target_of(target)
     with session(opened.surfaces, ledger=ledger) as surfaces:
         checked = [check(seed, track) for check in _checks(surfaces, opened.models)]
-    findings: list[Finding] = [one for part in checked for one in part.findings]
-    skips: list[Skip] = [one for part in checked for one in part.skips]
+    findings: list[Finding] = [finding for part in checked for finding in part.findings]
+    skips: list[Skip] = [skip for part in checked for skip in part.skips]
     if len(opened.surfaces) + len(opened.models) > 1:
         # What one part of the target does not give, another does.
         skips = [skip for skip in skips if skip.unchecked]

@@ -34,7 +34,8 @@ class Target:
     def identity(self) -> str:
         """A name that two targets share only if they are the same."""
         named = [identity_of(oracle) for oracle in self.surfaces.values()]
-        named += [f"{one.loaded.name} {one.loaded.identity}" for one in self.models.values()]
+        loaded = [model.loaded for model in self.models.values()]
+        named += [f"{model.name} {model.identity}" for model in loaded]
         return "; ".join(named)
 
 

@@ -71,8 +71,10 @@ def _miss(scores: Tensor) -> float:
     """How far scores at 0, 1, 2, −1, −2 are from two straight rays, relative to the largest."""
     if not bool(scores.isfinite().all()):
         return torch.inf
-    zero, one, two, minus, minus_two = scores.unbind(0)
-    off = torch.stack([two - zero - 2 * (one - zero), minus_two - zero - 2 * (minus - zero)])
+    zero, single, double, minus, minus_double = scores.unbind(0)
+    off = torch.stack(
+        [double - zero - 2 * (single - zero), minus_double - zero - 2 * (minus - zero)]
+    )
     size = (scores - zero).abs().max()
     return float(off.abs().max() / size.clamp(min=1e-300)) if float(size) else 0.0
 
