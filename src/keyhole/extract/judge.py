@@ -41,7 +41,7 @@ class Step:
     """What an attack knows at some point: a model, and the number of unknowns it settles.
 
     `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers and what was assumed about them. `numbers` is how many an answer holds,
+    proved from the answers if what `assumed` says of them holds. `numbers` is how many an answer holds,
     so that `floor / numbers` answers are the fewest that could do. `remark` is what was found out
     besides the weights; it joins the reason of a judged result.
     """
@@ -53,6 +53,7 @@ class Step:
     guarantee_v: float | None = None
     numbers: int = 1
     remark: str = ""
+    assumed: str = ""
 
 
 class Method(Protocol):
@@ -270,6 +271,7 @@ def _explained(status: Status, reason: str, last: Step | None) -> str:
         reason = f"{reason}; {last.remark}"
     if last.guarantee is not None and last.guarantee_v is not None:
         reason += f"; W is within {last.guarantee:.1e} and v within {last.guarantee_v:.1e}, proved"
+        reason += f" if {last.assumed}" if last.assumed else ""
     return reason
 
 

@@ -140,6 +140,7 @@ class SignOnly:
             floor=math.ceil((d * d + d) * bits),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
+            assumed="no label is wrong",
         )
 
 
