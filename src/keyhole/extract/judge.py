@@ -41,9 +41,9 @@ class Step:
     """What an attack knows at some point: a model, and the number of unknowns it settles.
 
     `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers if what `assumed` says of them holds. `numbers` is how many an answer holds,
-    so that `floor / numbers` answers are the fewest that could do. `remark` is what was found out
-    besides the weights; it joins the reason of a judged result.
+    proved from the answers if what `assumed` says of them holds. `numbers` is how many an answer
+    holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
+    found out besides the weights; it joins the reason of a judged result.
     """
 
     model: Planted
