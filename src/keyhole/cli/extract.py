@@ -38,7 +38,7 @@ def extract(
         int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
     ] = None,
     answer_error: Annotated[
-        float | None, typer.Option(help="How far an answer may be off (tolerant).")
+        float | None, typer.Option(help="How far an answer may be off (tolerant, fitted).")
     ] = None,
     max_norm: Annotated[
         float | None, typer.Option(help="Norm of the longest token the target takes (tolerant).")
