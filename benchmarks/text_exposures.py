@@ -122,7 +122,7 @@ def row(
     false = sum(
         recovery.verified and a != b for recovery, (a, b) in zip(recoveries, pairs, strict=True)
     )
-    seconds = max(recovery.seconds for recovery in recoveries) / len(recoveries)
+    seconds = statistics.mean(recovery.seconds for recovery in recoveries)
     measured = f"{share:.1%} of tokens, {exact} of {len(pairs)} exact, {verified} verified"
     if exposure.kind == "pooled":
         measured += f", token F1 {statistics.mean(f1(*pair) for pair in pairs):.2f}"

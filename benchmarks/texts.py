@@ -135,8 +135,10 @@ def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Te
 
 
 def sst2(data: Path, count: int | None = None) -> list[str]:
-    """The first sentences of SST-2's dev set."""
+    """The first sentences of SST-2's dev set, then of its training set if asked for more."""
     lines = _read(data / "sst2" / "dev.tsv").splitlines()[1:]
+    if count is not None and count > len(lines):
+        lines += _read(data / "sst2" / "train.tsv").splitlines()[1:]
     return [line.rsplit("\t", 1)[0].strip() for line in lines[:count]]
 
 

@@ -94,7 +94,7 @@ def test_no_file_and_no_datasets(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="no such file"):
         read_examples(tmp_path / "none.tsv")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match="pip install 'keyhole\[hub\]'"):
+    with pytest.raises(InputError, match=r"pip install 'keyhole\[hub\]'"):
         read_examples("glue:sst2")
 
 

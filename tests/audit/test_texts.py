@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -64,6 +64,23 @@ def test_a_reading_says_which_tokens_are_right(audited):
                 assert not reading.verified or reading.exact
 
 
+def test_a_text_is_exact_only_if_its_characters_came_back():
+    """One whole text, one with a word that has no token, one that is cut off."""
+    texts = (WORDS[0], "w1 nobody w3", "w7 " * 100)
+    subject = replace(target("bert", layers=[1], precisions=("float32",)), texts=texts)
+    finding = next(f for f in audit(subject).findings if f.exposure.startswith("hidden"))
+    whole, unknown, cut = finding.texts[0].readings
+    assert [reading.exact for reading in (whole, unknown, cut)] == [True, False, False]
+    assert all(reading.verified for reading in (whole, unknown, cut))  # every token is
+    assert "".join(piece.text for piece in unknown.pieces) == "w1 [UNK] w3"
+    assert unknown.note == "the tokenizer knows no token for nobody"
+    assert cut.note == "cut off after 80 of 102 tokens"
+    assert len(cut.pieces) == 78
+    assert finding.status is Status.INEXACT
+    assert finding.reason.startswith("1 of 3 texts exact and verified")
+    assert finding.reason.endswith(f"; {unknown.note}; {cut.note}")
+
+
 def test_json_and_page_hold_the_texts(audited):
     again = Audit.from_dict(json.loads(json.dumps(audited.to_dict())))
     assert again == audited
@@ -71,6 +88,7 @@ def test_json_and_page_hold_the_texts(audited):
     assert "Text, by exposure, layer and precision" in page
     assert page.count('class="cell') == sum(len(finding.texts) for finding in audited.findings)
     assert WORDS[0] in page
+    assert 'title="verified"' in page  # in words, not by colour alone
 
 
 def test_a_causal_model_skips_what_cannot_be_read():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors import safe_open
 import tiny_models as tiny
 from command_line import inside
 from keyhole import invert
+from keyhole.models.demo import load_demo
 
 TEXT = "a warm and funny film ."
 
@@ -126,3 +129,21 @@ def test_results_of_something_else_are_not_appended_to(keyhole, tmp_path):
     done = keyhole("invert", "text", "demo", "leak.safetensors", "--out", "notes.txt")
     assert done.returncode == 2
     assert (tmp_path / "notes.txt").read_text() == "my own notes\n"
+
+
+def test_a_text_that_is_read_in_part_is_a_finding_and_its_marks_are_words(tmp_path, keyhole):
+    demo = load_demo()
+    leak = invert.leak_of(demo.model, demo.tokenizer, TEXT, "hidden:1")
+    values = leak.values.clone()
+    values[3] = torch.nan  # "and" did not leak
+    replace(invert.degrade(replace(leak, values=values), noise=0.2), precision=None).save(
+        tmp_path / "leak.safetensors"
+    )
+    done = keyhole("invert", "text", "demo", "leak.safetensors")
+    assert done.returncode == 1, done.stderr
+    assert "leak.safetensors: inexact (" in done.stderr
+    words = " ".join(done.stderr.split())
+    assert re.search(
+        r" \[a warm\] ?\{[^}]+\} ?\[funny film\.\] 7 likely, 1 unknown of 8 tokens: ", words
+    )
+    assert "8 tokens: likely in [brackets], unknown in {braces} " in words

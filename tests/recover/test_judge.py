@@ -12,6 +12,7 @@ import tiny_models as tiny
 from keyhole import invert
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
+from keyhole.models.demo import load_demo
 from keyhole.recover import judge as judge_module
 from keyhole.recover import rivals
 from keyhole.recover.attack import Target
@@ -66,8 +67,9 @@ def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
             other[place] = 5 + (int(text[place]) + 11) % 190
             verdict = judge(target(), leak, other.tolist())
             assert not verdict.verified
-            assert verdict.status is Status.UNSOLVED
-            assert verdict.marks[place] is not Mark.VERIFIED
+            assert verdict.status is Status.INEXACT  # the others are known: partly read
+            assert verdict.marks[place] is Mark.UNKNOWN
+            assert Mark.VERIFIED not in verdict.marks
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_twins_cannot_be_told_apart():
         verdict = judge(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
         assert not verdict.verified
         assert verdict.status is Status.INEXACT
-        assert verdict.marks[5] is Mark.LIKELY
+        assert verdict.marks[5] is Mark.UNKNOWN  # as likely as its twin is not likely
         assert verdict.marks[3] is Mark.VERIFIED
         assert "1 of 14 tokens could be others" in verdict.reason
 
@@ -233,3 +235,46 @@ def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
     result = judge(target(), leak, ids.tolist())
     assert not result.verified
     assert [place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED] == [3]
+
+
+def test_nothing_is_known_of_another_text():
+    verdict = judge(target(), leak_of(IDS[1]), IDS[0].tolist())
+    assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
+    assert set(verdict.marks[1:-1]) == {Mark.UNKNOWN}
+
+
+def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
+    """Wrong tokens that did not leak can make up for each other where noise hides the rest."""
+    leak = leak_of(IDS[0])
+    values = leak.values.clone()
+    values[3] = torch.nan
+    assert judge(target(), replace(leak, values=values), IDS[0].tolist()).verified
+    sigma = 0.05 * float(leak.values.std())
+    loud = replace(leak, values=noisy(values.nan_to_num(), 0.05) + values * 0, noise=sigma)
+    verdict = judge(target(), loud, IDS[0].tolist())
+    assert verdict.marks[3] is Mark.UNKNOWN
+    assert verdict.status is Status.INEXACT
+    assert Mark.VERIFIED not in verdict.marks  # more than one in twenty is open
+    assert verdict.marks.count(Mark.LIKELY) == 13
+
+
+@functools.cache
+def shipped():
+    demo = load_demo()
+    return Target.of(demo.model, demo.tokenizer)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2])
+def test_a_word_of_like_meaning_is_tried_as_a_rival(share):
+    """The classifier gives words of one sentiment nearly the same states: a wrong one may fit."""
+    tokenizer = shipped().tokenizer
+    ids = tokenizer("a solid film , well told and refreshingly funny .")["input_ids"]
+    values = capture(shipped().model, Exposure("hidden", 4), ids=torch.tensor([ids]))["values"][0]
+    words = ["solid", "enjoyable", "charming", "unique", "moving", "touching", "entertaining"]
+    words = [number for number in tokenizer.convert_tokens_to_ids(words) if number is not None]
+    noise = share * float(values.std())
+    for seed in range(5):
+        leak = invert.HiddenStates(noisy(values, share, seed), 4, noise=noise)
+        for word in words:
+            verdict = judge(shipped(), leak, [*ids[:2], word, *ids[3:]])
+            assert verdict.marks[2] is Mark.UNKNOWN or word == ids[2]

@@ -25,13 +25,15 @@ from keyhole.progress import Track
 from keyhole.recover import Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
-from keyhole.recover.pieces import written
+from keyhole.recover.originals import Original
+from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import ATTACKS, NOISE, PRECISIONS, Line, readers
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import LONGEST, degrade, leak_of
 from keyhole.results import Finding, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
+_NOTES = 3  # that a reason repeats, on what of the texts could not come back
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +114,18 @@ def _run(
     started = time.perf_counter()
     exposure = Exposure(line.kind, layer or 0)
     exact = [leak_of(model, tokenizer, text, exposure) for text in target.texts]
-    above = anatomy(model).layers if layer is None else layer  # pooling is done at the top
+    parts = anatomy(model)
+    longest = min(LONGEST, parts.longest)
+    originals = [Original.of(tokenizer, text, longest) for text in target.texts]
+    above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
     for precision in [name for name in line.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
         progress = track(f"{words}, {precision}")
         recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
         readings = tuple(
-            _reading(tokenizer, text, recovery)
-            for text, recovery in zip(target.texts, recoveries, strict=True)
+            _reading(tokenizer, original, recovery)
+            for original, recovery in zip(originals, recoveries, strict=True)
         )
         cells.append(Readings(line.kind, above, precision, readings))
     status, reason = _verdict(cells)
@@ -146,20 +151,26 @@ def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
     return degrade(leak, precision)
 
 
-def _reading(tokenizer: Any, text: str, recovery: TextRecovery) -> Reading:
-    truth = list(tokenizer(text, truncation=True, max_length=512)["input_ids"])
-    special = set(tokenizer.all_special_ids)
+def _reading(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
+    truth = original.ids
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    note = "; ".join(original.notes)
     if len(recovery.ids) != len(truth):  # the attack ended without a proposal
         pieces = tuple(Piece("?", Mark.UNKNOWN.value, False) for id_ in truth if id_ not in special)
-        return Reading(text, pieces, False, False)
+        return Reading(original.text, pieces, False, False, note)
     tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, truth, strict=True)
     pieces = tuple(
         # A special token where a word was: it is not written, but it was read.
-        Piece(piece or f" {tokenizer.convert_ids_to_tokens(id_)}", mark.value, id_ == true)
+        Piece(
+            f" {tokenizer.convert_ids_to_tokens(id_)}" if id_ in special else piece,
+            mark.value,
+            id_ == true,
+        )
         for piece, mark, id_, true in tokens
         if true not in special
     )
-    return Reading(text, pieces, recovery.ids == truth, recovery.verified)
+    exact = original.is_exactly(tokenizer, recovery.ids)
+    return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
 def _verdict(cells: list[Readings]) -> tuple[Status, str]:
@@ -170,6 +181,9 @@ def _verdict(cells: list[Readings]) -> tuple[Status, str]:
     exact, known = cells[0].exact, cells[0].known
     shares = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
     reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
+    notes = list(dict.fromkeys(reading.note for reading in cells[0].readings if reading.note))
+    more = [f"{len(notes) - _NOTES} more texts are not whole"] if len(notes) > _NOTES else []
+    reason = "; ".join([reason, *notes[:_NOTES], *more])
     if exact == count:
         return Status.RECOVERED, reason
     if exact or known >= _PARTLY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,8 @@ EXAMPLE = (
     "  keyhole invert text demo leak.safetensors --json"
 )
 _STYLES = {Mark.VERIFIED: "green", Mark.LIKELY: "yellow", Mark.UNKNOWN: "red"}
+_NAMES = {Mark.LIKELY: "likely in [brackets]", Mark.UNKNOWN: "unknown in {braces}"}
+_SIGNS = {Mark.VERIFIED: ("", ""), Mark.LIKELY: ("[", "]"), Mark.UNKNOWN: ("{", "}")}
 
 
 def invert_text(
@@ -57,8 +60,8 @@ def invert_text(
 ) -> None:
     """Read the text back from what a model exposed, verified by running the model on it.
 
-    Green tokens are verified, yellow ones likely, red ones unknown. With --out, leaks that are
-    there already are not read again.
+    Verified tokens are plain and green, likely ones in [brackets] and yellow, unknown ones in
+    {braces} and red. With --out, leaks that are there already are not read again.
     """
     expect_folder(out)
     texts: list[LeakRead] = []
@@ -82,8 +85,19 @@ def _shown(loaded: Loaded, text: LeakRead) -> Text:
     recovery = text.recovery
     line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
     if recovery.ids:
-        pieces = written(loaded.tokenizer, recovery.ids)
-        for piece, mark in zip(pieces, recovery.marks, strict=False):
-            line.append(piece, style=_STYLES[mark])
+        padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
+        pieces = [
+            (" ?" if id_ == padding and mark is Mark.UNKNOWN else piece, mark)
+            for piece, mark, id_ in zip(
+                written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
+            )
+        ]
+        for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+            words = "".join(piece for piece, _ in run)
+            space = words[: len(words) - len(words.lstrip())]
+            before, after = _SIGNS[mark]
+            line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])
+    signs = ", ".join(words for mark, words in _NAMES.items() if mark in recovery.marks)
+    line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
     line.append(f"\n  {recovery.cost}")
     return line

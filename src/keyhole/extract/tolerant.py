@@ -192,7 +192,7 @@ class _State:
             floor=d * d + d,
             guarantee=self.W.furthest(W) if proved else None,
             guarantee_v=self.v.furthest(v) if proved else None,
-            assumed=f"every answer is within ±{self._method.tolerance:g} of one head's",
+            assumed=f"every answer is within ±{self._method.tolerance:g} of one head",
         )
 
     def _solve(self, forms: Forms, probes: ProbeBasis) -> tuple[Tensor, Tensor]:

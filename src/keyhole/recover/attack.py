@@ -6,7 +6,7 @@ the leak. It proposes ids and says what that cost; whether they are right is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,18 +18,28 @@ from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import capture
 from keyhole.progress import Progress, silent
 from keyhole.recover.leaks import Leak
+from keyhole.recover.pieces import decoded
 
 
 class TokenCount:
-    """How many tokens fit their leaks so far, over all of them: what a progress bar shows."""
+    """How many tokens fit their leaks so far, over all of them: what a progress bar shows.
+
+    `under_way` are the leaks that were worked on since somebody last emptied it.
+    """
 
     def __init__(self, leaks: Sequence[Leak] = (), progress: Progress = silent) -> None:
         self._total = sum(leak.length or 0 for leak in leaks)
         self._progress = progress
         self._fitting: dict[int, int] = {}
+        self.under_way: set[int] = set()
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        """Leaks are worked on together from here on."""
+        self.under_way.update(numbers)
 
     def set(self, number: int, tokens: int) -> None:
         """So many tokens of leak `number` fit."""
+        self.under_way.add(number)
         self._fitting[number] = tokens
         self._progress(sum(self._fitting.values()), self._total)
 
@@ -87,7 +97,7 @@ class Target:
             return capture(self.model, leak.exposure, ids=ids, mask=mask)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return decoded(self.tokenizer, list(ids))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ than that may be right, but is not called verified. State the noise, and it is t
 A wrong token fails at its own position; another model or layer at all of them.
 
 A fit is not enough where the leak is coarse or a position did not leak: another token might fit as
-well. So rivals are put in its place, and a token is verified only if they are excluded (rivals.py).
+well. So rivals are put in its place (rivals.py), one at a time. A token is verified if the text
+fits as a whole and the odds against each rival are at least V·e¹⁰ : 1 for a vocabulary of V tokens.
+Two exceptions, both of coarse leaks, where several wrong tokens may make up for each other: a token
+whose own position did not leak is not verified, and none is where more than one in twenty is open.
+
+A token is likely if its position leaked and the odds against each rival are e¹⁰ : 1, whether or not
+the rest of the text is right: what the text leaves unexplained counts as noise then, and has to be
+less than half of the leak's spread. benchmarks/text_marks.py measures how often that is right.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
-from keyhole.recover.rivals import distinguished, exposed_rows
+from keyhole.recover.rivals import exposed_rows, margins
 from keyhole.results import Status
 
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
@@ -39,6 +46,8 @@ _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
+_ODDS = 10.0  # their logarithm against a rival: e¹⁰ : 1 for a likely token
+_OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
 _TWIN = 1e-2  # embeddings nearer than this (relative) may pass for each other
 _TWINS: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
 
@@ -144,40 +153,59 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     given = exposed_rows(target, leak, text[None])[0]
     fit = compare(precision_of(leak), leaked, given)
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
-    apart, forwards = torch.ones_like(padding), 1
+    margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
+    odds = 2 * (math.log(target.vocabulary) + _ODDS)
     if coarse or bool(_twins(target)[text].any()):
-        apart, more = distinguished(target, leak, text, _misfits(fit, leaked), hidden)
-        apart, forwards = apart | padding, forwards + more
-    good = fit.good if own else fit.good.all().expand(len(ids))
-    marks = tuple(
-        _mark(fit.whole, here, alone)
-        for here, alone in zip(good.tolist(), apart.tolist(), strict=True)
-    )
+        margin, more = margins(target, leak, text, _misfits(fit, leaked, given), hidden, odds)
+        margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
+    marks = _marks(fit, margin, hidden, odds)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
-    status, more_words = _status(fit, marks)
+    status, more_words = _status(fit, marks, _framed(target, text) | padding)
     verified = status is Status.RECOVERED
     return Verdict(status, reason + more_words, verified, fit.residual, fit.level, marks, forwards)
 
 
-def _mark(whole: bool, good: bool, apart: bool) -> Mark:
-    if whole and apart:
-        return Mark.VERIFIED
-    return Mark.LIKELY if whole or good or apart else Mark.UNKNOWN
+def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:
+    """What each token has earned; see the head of this file and Mark."""
+    shown = ~hidden | (fit.whole and fit.level <= _FINE)
+    apart = margin > odds
+    certain = apart & shown & fit.whole
+    if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
+        certain = torch.zeros_like(certain)
+    likely = shown & (margin > 2 * _ODDS) & (fit.residual <= _NOISE)
+    return tuple(
+        Mark.VERIFIED if sure else Mark.LIKELY if nearly else Mark.UNKNOWN
+        for sure, nearly in zip(certain.tolist(), likely.tolist(), strict=True)
+    )
 
 
-def _status(fit: Fit, marks: tuple[Mark, ...]) -> tuple[Status, str]:
+def _framed(target: Target, text: Tensor) -> Tensor:
+    """Where (n,) do the tokenizer's own special tokens stand, which nobody has to read?"""
+    return target.framed(len(text)) == text
+
+
+def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, str]:
+    """Read, partly read or not: `given` (n,) are tokens that are no part of the text."""
     certain = sum(mark is Mark.VERIFIED for mark in marks)
     if certain == len(marks):
         return Status.RECOVERED, ""
+    likely = sum(mark is Mark.LIKELY for mark in marks)
+    known = any(
+        mark is not Mark.UNKNOWN and not free
+        for mark, free in zip(marks, given.tolist(), strict=True)
+    )
+    partly = Status.INEXACT if known else Status.UNSOLVED
+    words = f"; of {len(marks)} tokens {certain} verified, {likely} likely"
     if fit.whole:
-        words = f"; {len(marks) - certain} of {len(marks)} tokens could be others"
-        return (Status.INEXACT if certain else Status.NOT_IDENTIFIABLE), words
+        words += f": {len(marks) - certain} of {len(marks)} tokens could be others"
+        return (Status.INEXACT if known else Status.NOT_IDENTIFIABLE), words
     if fit.settled:
-        return Status.INEXACT, ": as noise would leave it, but noise that strong was not stated"
+        return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
     if fit.residual > 1:
         return Status.MISMATCH, ": no better than nothing"
-    return Status.UNSOLVED, f"; {sum(not here for here in fit.good.tolist())} positions do not fit"
+    misfits = sum(not here for here in fit.good.tolist())
+    return partly, f"{words}; {misfits} positions do not fit"
 
 
 def _twins(target: Target) -> Tensor:
@@ -200,8 +228,15 @@ def _twins(target: Target) -> Tensor:
     return twins
 
 
-def _misfits(fit: Fit, leaked: Tensor) -> Callable[[Tensor], Tensor]:
-    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked."""
+def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked.
+
+    Where the text does not fit as a whole, what it leaves unexplained is an error too.
+    """
     seen = leaked.isfinite()
-    weights, known = torch.where(seen, 1 / fit.sigma, 0.0), leaked.nan_to_num()
-    return lambda given: ((given - known) * weights).square().sum(-1)
+    sigma = fit.sigma
+    if not fit.whole:
+        left = (given - leaked)[~leaked.isnan().any(-1)].square().mean().sqrt()
+        sigma = sigma.clamp(min=float(left))
+    weights, known = torch.where(seen, 1 / sigma, 0.0), leaked.nan_to_num()
+    return lambda rows: ((rows - known) * weights).square().sum(-1)

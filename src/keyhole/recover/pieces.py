@@ -1,18 +1,78 @@
-"""Tokens as they stand in the text: what each adds to the text before it."""
+"""Tokens as they stand in the text: what each adds to the text before it.
+
+A text is decoded without the tokenizer's special tokens, but with the unknown token: it stands for
+something that was there. Tokenizers that work on bytes may split a character between tokens; it is
+written where it is complete, and bytes that never make a character as `\\xNN`.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_LONGEST = 4  # bytes of a character, and so tokens
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+# How byte-level tokenizers spell bytes: themselves where they print, else from U+0100 on.
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
 
 
 def written(tokenizer: Any, ids: list[int]) -> list[str]:
     """One piece for each token; joined they are the text, special tokens are empty."""
     pieces: list[str] = []
-    before = ""
-    for place in range(len(ids)):
-        now = str(tokenizer.decode(ids[: place + 1], skip_special_tokens=True))
-        # Half of a character, or a space before a comma that goes: then the token itself.
-        kept = now.startswith(before)
-        pieces.append(now[len(before) :] if kept else str(tokenizer.decode([ids[place]])))
-        before = now
+    before, start = "", 0
+    while start < len(ids):
+        end, now = start + 1, _decode(tokenizer, ids[: start + 1])
+        while now.endswith(_BROKEN) and end < min(start + _LONGEST, len(ids)):
+            end, now = end + 1, _decode(tokenizer, ids[: end + 1])
+        added = now.removeprefix(before)
+        if _BROKEN in added:
+            pieces.append(_spelled(tokenizer, ids[start]))
+            end, now = start + 1, _decode(tokenizer, ids[: start + 1])
+        else:
+            pieces += [""] * (end - start - 1)
+            # A space before a comma may go with the comma: then the token itself.
+            kept = now.startswith(before)
+            pieces.append(added if kept else _decode(tokenizer, [ids[end - 1]]))
+        before, start = now, end
     return pieces
+
+
+def decoded(tokenizer: Any, ids: list[int]) -> str:
+    """The text of ids, without special tokens and without broken characters."""
+    text = _decode(tokenizer, ids)
+    return "".join(written(tokenizer, ids)) if _BROKEN in text else text
+
+
+def unknown_token(tokenizer: Any) -> int | None:
+    """The id that stands for what the tokenizer has no token for, where there is such a one."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    others = ("bos", "eos", "pad", "cls", "sep", "mask")  # GPT-2's is its end of text
+    shared = unknown in [getattr(tokenizer, f"{name}_token_id", None) for name in others]
+    return None if unknown is None or shared else int(unknown)
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    unknown = unknown_token(tokenizer)
+    if unknown is None or unknown not in ids:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+    special = set(tokenizer.all_special_ids) - {unknown}
+    shown = [id_ for id_ in ids if id_ not in special]
+    return str(tokenizer.decode(shown, skip_special_tokens=False))
+
+
+def _spelled(tokenizer: Any, id_: int) -> str:
+    """A token by itself, with `\\xNN` for bytes that make no character."""
+    text = _decode(tokenizer, [id_])
+    if _BROKEN not in text:
+        return text
+    token = str(tokenizer.convert_ids_to_tokens(id_))
+    byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+    if byte:
+        return f"\\x{byte[1].lower()}"
+    if all(letter in _BYTES for letter in token):
+        return bytes(_BYTES[letter] for letter in token).decode("utf-8", "backslashreplace")
+    return text

@@ -6,6 +6,7 @@ Which attack reads which leak stands in registry.py.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from keyhole.progress import Progress, silent
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
 from keyhole.recover.judge import judge
 from keyhole.recover.leaks import TYPES, Leak
+from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.results import Status, Unsuccessful
@@ -58,12 +60,13 @@ def recovering(
 
     `progress` is told how many tokens fit so far, and of how many.
     """
-    started = time.perf_counter()
     target = Target.of(model, tokenizer)
     texts = checked(target, leaks)
-    target = replace(target, count=TokenCount(leaks, progress))
     if not texts:
         return
+    count = TokenCount(leaks, progress)
+    clock = _Clock(count)
+    target = replace(target, count=count)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
     try:
@@ -71,12 +74,47 @@ def recovering(
         name = type(attack).__name__
         for number, proposal in attack(target, texts):
             left.discard(number)
-            recovery = _judged(target, texts[number], proposal, name, started)
+            clock.share(number)
+            recovery = _judged(target, texts[number], proposal, name)
             target.count.set(number, len(recovery.ids))
-            yield number, recovery
+            yield number, replace(recovery, seconds=clock.seconds(number))
+            clock.go_on()
     except Unsuccessful as end:
+        clock.share(*left)
         for number in sorted(left):
-            yield number, _ended(end, name, started)
+            yield number, replace(_ended(end, name), seconds=clock.seconds(number))
+            clock.go_on()
+
+
+class _Clock:
+    """The seconds of each leak: its own, and its share of what was done for several at once.
+
+    What passes until an attack has a proposal belongs to the leaks that it worked on meanwhile, in
+    equal parts; judging a proposal belongs to its leak. What happens to a result once it is out
+    belongs to nobody. All seconds together are the time that the recovery took.
+    """
+
+    def __init__(self, count: TokenCount) -> None:
+        self._count = count
+        self._spent: defaultdict[int, float] = defaultdict(float)
+        self._since = time.perf_counter()
+
+    def share(self, *ready: int) -> None:
+        """The time since the last proposal is theirs that were worked on; some are ready now."""
+        now, numbers = time.perf_counter(), {*self._count.under_way, *ready}
+        for number in numbers:
+            self._spent[number] += (now - self._since) / len(numbers)
+        self._since = now
+        self._count.under_way.clear()
+
+    def seconds(self, number: int) -> float:
+        """What leak `number` took in all, what has passed since `share` included."""
+        self._count.under_way &= {number}
+        self.share(number)
+        return self._spent[number]
+
+    def go_on(self) -> None:
+        self._since = time.perf_counter()
 
 
 def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
@@ -137,19 +175,18 @@ def _check_shapes(target: Target, leak: Leak) -> None:
             )
 
 
-def _judged(
-    target: Target, leak: Leak, proposal: Proposal, method: str, started: float
-) -> TextRecovery:
+def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> TextRecovery:
     verdict = judge(target, leak, proposal.ids)
+    notes = (verdict.reason, *_lost(target, leak, proposal.ids), proposal.note)
     return TextRecovery(
         status=verdict.status,
-        reason="; ".join(part for part in (verdict.reason, proposal.note) if part),
+        reason="; ".join(note for note in notes if note),
         method=method,
         ids=proposal.ids,
         text=target.decode(proposal.ids),
         verified=verdict.verified,
         passes=proposal.passes + verdict.forwards,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         marks=verdict.marks,
         residual=verdict.residual,
         precision=verdict.precision,
@@ -160,8 +197,21 @@ def _judged(
     )
 
 
-def _ended(end: Unsuccessful, method: str, started: float) -> TextRecovery:
+def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
+    """What the text had that its tokens do not hold."""
+    notes: list[str] = []
+    unknown = unknown_token(target.tokenizer)
+    count = ids.count(unknown) if unknown is not None else 0
+    if count:
+        name = target.tokenizer.convert_ids_to_tokens(unknown)
+        notes.append(f"{count} {name}: something stood there that the tokenizer has no token for")
+    if leak.length == target.parts.longest:
+        notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
+    return notes
+
+
+def _ended(end: Unsuccessful, method: str) -> TextRecovery:
     return TextRecovery(
         status=end.status, reason=end.reason, method=method, ids=[], text="", verified=False,
-        passes=0, seconds=time.perf_counter() - started,
+        passes=0, seconds=0.0,
     )  # fmt: skip

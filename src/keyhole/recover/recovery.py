@@ -14,7 +14,7 @@ from keyhole.results.result import Result
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
-    Status.INEXACT: "Part of the text is certain: see the marks; treat the rest as nearly known.",
+    Status.INEXACT: "Part of the text is known: the marks say which. Treat it as given away.",
     Status.UNSOLVED: "Not recovered this time: more passes may do it. It is no proof of safety.",
     Status.MISMATCH: "The leak is not this model's at this layer: check both.",
     Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
@@ -25,9 +25,10 @@ _ADVICE = {
 class Mark(StrEnum):
     """How far one token is to be believed.
 
-    Verified: running the model on the text reproduces what leaked at this position, and no other
-    token would within the leak's precision. Likely: the best found, but others would do or nothing
-    leaked here. Unknown: the model's answer differs from the leak here.
+    Verified: running the model on the text reproduces the whole leak, and would not with another
+    token here, within the leak's precision. Likely: every other token tried here fits worse, by
+    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
+    Unknown: others would do as well, or nothing leaked here.
     """
 
     VERIFIED = "verified"
@@ -44,7 +45,8 @@ class TextRecovery(Result):
     the leak's own error in the same unit, as stated or estimated. `passes` counts forward–backward
     passes plus `forwards`, those without a backward one, of this text; `judging` of them are the
     judge's. `fitting` counts the forward passes that were spent once for the model and layer, on no
-    text in particular, `tested` the tokens that a left-to-right search tried.
+    text in particular, `tested` the tokens that a left-to-right search tried. `seconds` are those
+    of this text: of what was done for several at once, its share.
     """
 
     status: Status
@@ -71,7 +73,14 @@ class TextRecovery(Result):
         return _ADVICE.get(self.status, self.status.advice)
 
     def summary(self) -> str:
-        return "\n".join([f"{self.status} ({self.reason})", f"  {self.text}", f"  {self.cost}"])
+        lines = [f"{self.status} ({self.reason})", f"  {self.text}", f"  {self.marked}"]
+        return "\n".join([*lines, f"  {self.cost}"])
+
+    @property
+    def marked(self) -> str:
+        """How many tokens have which mark, in words."""
+        counts = [f"{self.marks.count(mark)} {mark}" for mark in Mark if mark in self.marks]
+        return f"{', '.join(counts)} of {len(self.marks)} tokens" if counts else "no tokens"
 
     @property
     def cost(self) -> str:

@@ -1,27 +1,36 @@
 """Could another token stand in the place of one? Rivals are tried by running the model.
 
-A token is distinguished from a rival if the leak is less likely with it, by odds of V·e¹⁰ : 1 for a
-vocabulary of V tokens. Not all V can be tried at each position. Those that might pass are the token
-of most similar embedding, and the tokens that the misfit itself asks for: with g the gradient of
-the misfit with respect to the embedding e, those of least g·(e_v − e). Where a proposed text is
-wrong within the noise, the right token is among the latter.
+With E(text) the misfit of a text in units of the leak's error, a rival's margin is how much larger
+E becomes with the rival in the token's place: twice the logarithm of the odds against it. The
+margin of a token is the least of its rivals'.
+
+Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
+similar embedding e, and the tokens whose answer would be what leaked: with A the linear map from
+embeddings to a row of the leak (answers.py) and r what the text leaves unexplained at its own
+position, those of least ‖(e_v − e) A − r‖. In 112 tokens that were wrong within the noise, on a
+model of four layers, these ten always held one that fits as well or better; of the tokens that the
+gradient of E asks for, whose steps are far too long, the first three did in 15 to 20% of them.
+Where a position did not leak there is no r, and where rows are no position's own there is no A:
+the gradient's are all there is besides the most similar ones.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from keyhole.models.capture import capture
+from keyhole.recover.answers import answers_of
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 
 _ALONE = 64  # rivals tried one by one; more only together
 _AT_ONCE = 4096  # tokens in one pass
-_WISHED = 3  # rivals of each token that the gradient asks for
+_SIMILAR = 4  # rivals of each token by its embedding,
+_ANSWERING = 6  # … by what leaked at its position
+_WISHED = 3  # … and by the gradient
 
 
 def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
@@ -29,25 +38,26 @@ def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     return leak.rows(target.expose(leak, ids, _mask(target, leak, len(ids))))
 
 
-def distinguished(
+def margins(
     target: Target,
     leak: Leak,
     text: Tensor,
     misfits: Callable[[Tensor], Tensor],
     hidden: Tensor,
+    enough: float,
 ) -> tuple[Tensor, int]:
-    """Where (n,) is the token distinguished from all its rivals? And the passes that took.
+    """The margin (n,) of each token over its nearest rival, and the passes that took.
 
     The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
     lower layers of MiniLM), while all others do. So a rival is tried alone. In a long text only
-    rivals at every 64th position, together, and each is judged by its own row; the first 64 that
-    are not distinguished so are tried alone, and so are the first 64 positions that did not leak
+    rivals at every 64th position, together, and each is judged by its own row; the first 64 whose
+    margin is not `enough` so are tried alone, and so are the first 64 positions that did not leak
     (`hidden`).
     """
-    odds = 2 * (math.log(target.vocabulary) + 10)
     size = max(1, _AT_ONCE // len(text))
     places = torch.arange(len(text), device=text.device)
-    before = misfits(exposed_rows(target, leak, text[None])[0])
+    given = exposed_rows(target, leak, text[None])[0]
+    before = misfits(given)
 
     def gains(rival: Tensor, groups: Tensor) -> Tensor:
         """How much worse each row (g, n) fits with the rivals of a group (g, n) in their places."""
@@ -55,21 +65,40 @@ def distinguished(
         rows = [misfits(exposed_rows(target, leak, part)) for part in swapped.split(size)]
         return torch.cat(rows) - before
 
-    clear, spent = torch.ones_like(hidden), 3
-    wished = _wished(target, leak, text, misfits)
-    for rival in torch.cat([_nearest_other(target.parts.table, text)[None], wished]):
-        apart = torch.zeros_like(hidden)
+    least, spent = torch.full(text.shape, torch.inf, device=text.device), 3
+    for rival in _rivals(target, leak, text, given, misfits, hidden):
+        margin = torch.zeros_like(least)
         if len(text) > _ALONE:
             groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
-            apart = (groups & (gains(rival, groups) > odds)).any(0)
+            margin = gains(rival, groups).where(groups, -torch.inf).amax(0)
             spent += len(groups)
-        for part in (hidden, ~apart & ~hidden):
+        for part in (hidden, ~hidden & ~(margin > enough)):
             tried = part.nonzero().flatten()[:_ALONE]
             if len(tried):
-                apart[tried] = gains(rival, places == tried[:, None]).sum(-1) > odds
+                margin[tried] = gains(rival, places == tried[:, None]).sum(-1)
                 spent += len(tried)
-        clear = clear & apart
-    return clear, spent
+        least = torch.minimum(least, margin)
+    return least, spent
+
+
+def _rivals(
+    target: Target,
+    leak: Leak,
+    text: Tensor,
+    given: Tensor,
+    misfits: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+) -> Tensor:
+    """The tokens (k, n) to be tried at each position."""
+    rivals = [_most_similar(target.parts.table, text)]
+    answers = answers_of(target, leak.exposure)
+    if answers is not None:
+        leaked = leak.rows(leak.tensors).to(given)
+        unexplained = answers.own(leaked - given).nan_to_num()
+        rivals.append(answers.nearest(target.parts.table, text, unexplained, _ANSWERING))
+    if answers is None or bool(hidden.any()):
+        rivals.append(_wished(target, leak, text, misfits))
+    return torch.cat(rivals)
 
 
 def _wished(
@@ -92,11 +121,12 @@ def _mask(target: Target, leak: Leak, count: int) -> Tensor | None:
     return None if leak.mask is None else leak.mask.to(target.parts.device).expand(count, -1)
 
 
-def _nearest_other(table: Tensor, text: Tensor) -> Tensor:
-    """For each token the other one whose embedding points most nearly the same way."""
+def _most_similar(table: Tensor, text: Tensor) -> Tensor:
+    """For each token the others (k, n) whose embeddings point most nearly the same way."""
     directions = torch.nn.functional.normalize(table.float(), dim=-1)
+    count = min(_SIMILAR, len(table) - 1)
     rivals: list[Tensor] = []
     for part in text.split(64):
         likeness = directions[part] @ directions.T
-        rivals.append(likeness.scatter_(1, part[:, None], -2.0).argmax(-1))
-    return torch.cat(rivals)
+        rivals.append(likeness.scatter_(1, part[:, None], -2.0).topk(count).indices)
+    return torch.cat(rivals).T

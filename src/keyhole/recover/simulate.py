@@ -20,6 +20,8 @@ from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
 from keyhole.recover.leaks import PRECISIONS, TYPES, Leak
 
+LONGEST = 512  # tokens of a text that a leak is made of
+
 
 def leak_of(
     model: nn.Module,
@@ -27,7 +29,7 @@ def leak_of(
     text: str | Sequence[int],
     exposure: Exposure | str,
     *,
-    most: int = 512,
+    most: int = LONGEST,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 

@@ -17,12 +17,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """One text, and what was read of it; only an audit, which knows the original, can make one."""
+    """One text, and what was read of it; only an audit, which knows the original, can make one.
+
+    `exact`: every character came back, up to what the tokenizer's own normaliser changes. `note`
+    says what could not: characters that the tokenizer has no token for, an end that was cut off.
+    """
 
     original: str
     pieces: tuple[Piece, ...]
     exact: bool
     verified: bool
+    note: str = ""
 
     @property
     def known(self) -> float:
@@ -32,7 +37,8 @@ class Reading:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Reading:
         pieces = tuple(Piece(**part) for part in data["pieces"])
-        return cls(data["original"], pieces, data["exact"], data["verified"])
+        note = data.get("note", "")
+        return cls(data["original"], pieces, data["exact"], data["verified"], note)
 
 
 @dataclass(frozen=True)

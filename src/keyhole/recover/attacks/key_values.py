@@ -100,6 +100,7 @@ def _affine(module: nn.Module) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _look_up(target: Target, inputs: Sequence[Tensor]) -> Iterator[tuple[int, Proposal]]:
     """The token at each position whose own input of the first attention is nearest."""
+    target.count.begin(range(len(inputs)))
     longest = max(len(x) for x in inputs)
     padded = nn.utils.rnn.pad_sequence(list(inputs), batch_first=True).nan_to_num(0.0)
     near = torch.zeros(*padded.shape[:2], 0, device=padded.device)

@@ -1,0 +1,70 @@
+"""Did a text come back? Its characters decide, not its tokens.
+
+A text is exact if decoding the recovered ids gives what the tokenizer makes of the original, and
+that is the original's characters up to what the tokenizer's own normaliser changes (case, accents,
+and where its tokens are words, the spaces between them). What became the unknown token, what has no
+token at all and what was cut off after the model's last position did not come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.recover.pieces import decoded, unknown_token
+
+_NAMED = 3  # characters or words without a token that a note names
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """A text as a tokenizer takes it: `ids` of at most so many tokens, and what is lost in them."""
+
+    text: str
+    ids: list[int]
+    made: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, longest: int) -> Original:
+        """What goes into the model of `text`, which is cut off after `longest` tokens."""
+        ids = list(tokenizer(text, truncation=True, max_length=longest)["input_ids"])
+        whole = list(tokenizer(text, verbose=False)["input_ids"])
+        notes = [_unknown(tokenizer, text, whole)]
+        if len(whole) > len(ids):
+            notes.append(f"cut off after {longest} of {len(whole)} tokens")
+        made = decoded(tokenizer, whole)
+        if not any(notes) and _characters(tokenizer, made) != _characters(tokenizer, text):
+            notes.append("the tokenizer does not keep all of its characters")
+        return cls(text, ids, made, tuple(note for note in notes if note))
+
+    def is_exactly(self, tokenizer: Any, ids: Sequence[int]) -> bool:
+        """Do these ids give every character of the text?"""
+        return not self.notes and decoded(tokenizer, list(ids)) == self.made
+
+
+def _unknown(tokenizer: Any, text: str, ids: list[int]) -> str:
+    """What the tokenizer has no token for, in words; empty where it has one for everything."""
+    unknown = unknown_token(tokenizer)
+    if unknown is None or unknown not in ids:
+        return ""
+    if not getattr(tokenizer, "is_fast", False):
+        return "the tokenizer knows no token for some of it"
+    spans = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    words = [
+        text[start:end] for (start, end), id_ in zip(spans, ids, strict=True) if id_ == unknown
+    ]
+    words = list(dict.fromkeys(words))
+    more = f" and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
+    return f"the tokenizer knows no token for {', '.join(words[:_NAMED])}{more}"
+
+
+def _characters(tokenizer: Any, text: str) -> str:
+    """A text as the tokenizer's normaliser leaves it, without spaces."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    normaliser = getattr(inner, "normalizer", None)
+    if normaliser is not None:
+        text = normaliser.normalize_str(text)
+        text = text.replace("\u2581", " ")  # SentencePiece's sign for a space
+    return "".join(text.split())
