@@ -60,12 +60,13 @@ def recovering(
 
     `progress` is told how many tokens fit so far, and of how many.
     """
+    started = time.perf_counter()
     target = Target.of(model, tokenizer)
     texts = checked(target, leaks)
     if not texts:
         return
     count = TokenCount(leaks, progress)
-    clock = _Clock(count)
+    clock = _Clock(count, started)
     target = replace(target, count=count)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -94,10 +95,9 @@ class _Clock:
     belongs to nobody. All seconds together are the time that the recovery took.
     """
 
-    def __init__(self, count: TokenCount) -> None:
-        self._count = count
+    def __init__(self, count: TokenCount, since: float) -> None:
+        self._count, self._since = count, since
         self._spent: defaultdict[int, float] = defaultdict(float)
-        self._since = time.perf_counter()
 
     def share(self, *ready: int) -> None:
         """The time since the last proposal is theirs that were worked on; some are ready now."""
