@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jinja2
 import plotly.graph_objects as go
 import plotly.io
@@ -34,18 +36,21 @@ def render(audit: Audit) -> str:
     )
 
 
-def plot(findings: tuple[Finding, ...]) -> Markup | None:
-    """Error on fresh queries against queries asked, with each attack's floor drawn in."""
+def figure(findings: Sequence[Finding]) -> go.Figure | None:
+    """Error on fresh queries against queries asked, with each attack's floor drawn in.
+
+    A Plotly figure, for a notebook: `.show()`. None where no attack was followed on its way.
+    """
     traced = [finding for finding in findings if finding.trace]
     if not traced:
         return None
-    figure = go.Figure()
+    drawn = go.Figure()
     for number, finding in enumerate(traced):
         colour = _COLOURS[number % len(_COLOURS)]
         attack = f" ({finding.attack})" if finding.attack else ""
         label = str(escape(f"{finding.exposure}{attack}"))
         queries, errors = zip(*finding.trace, strict=True)
-        figure.add_scatter(
+        drawn.add_scatter(
             x=queries,
             y=[max(error, _SMALLEST) for error in errors],
             name=label,
@@ -55,8 +60,8 @@ def plot(findings: tuple[Finding, ...]) -> Markup | None:
             hovertemplate="%{x:,} queries<br>error %{y:.1e}<extra></extra>",
         )
         if finding.floor is not None:
-            figure.add_vline(x=finding.floor, line={"color": colour, "dash": "dot", "width": 1})
-    figure.update_layout(
+            drawn.add_vline(x=finding.floor, line={"color": colour, "dash": "dot", "width": 1})
+    drawn.update_layout(
         template="simple_white",
         height=520,
         margin={"l": 70, "r": 20, "t": 20, "b": 60},
@@ -69,8 +74,16 @@ def plot(findings: tuple[Finding, ...]) -> Markup | None:
         yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
         font={"family": "system-ui, sans-serif", "size": 13},
     )
+    return drawn
+
+
+def plot(findings: Sequence[Finding]) -> Markup | None:
+    """The figure as a part of the page."""
+    drawn = figure(findings)
+    if drawn is None:
+        return None
     html: str = plotly.io.to_html(
-        figure, include_plotlyjs=True, full_html=False, div_id="error-against-queries",
+        drawn, include_plotlyjs=True, full_html=False, div_id="error-against-queries",
         config={"displaylogo": False, "responsive": True},
     )  # fmt: skip
     return Markup(html)  # noqa: S704 - plotly's own output; labels were escaped above
