@@ -88,4 +88,5 @@ def test_a_recovery_is_saved_and_loaded(tmp_path):
     lines = repr(again).splitlines()
     assert lines[0].startswith("TextRecovery: recovered (residual")
     assert lines[1].strip() == WORDS[0]
-    assert lines[2].endswith("Treat this exposure as the text itself.")
+    assert lines[2].strip() == f"{len(result.ids)} verified of {len(result.ids)} tokens"
+    assert lines[3].endswith("Treat this exposure as the text itself.")

@@ -60,10 +60,11 @@ def recovering(
 
     `progress` is told how many tokens fit so far, and of how many.
     """
-    count = TokenCount(leaks, progress)
-    clock = _Clock(count)
-    target = replace(Target.of(model, tokenizer), count=count)
+    started = time.perf_counter()
+    target = Target.of(model, tokenizer)
     texts = checked(target, leaks)
+    target = replace(target, count=TokenCount(leaks, progress))
+    clock = _Clock(target.count, started)
     if not texts:
         return
     left = set(range(len(texts)))
@@ -93,10 +94,10 @@ class _Clock:
     belongs to nobody. All seconds together are the time that the recovery took.
     """
 
-    def __init__(self, count: TokenCount) -> None:
+    def __init__(self, count: TokenCount, started: float) -> None:
         self._count = count
         self._spent: defaultdict[int, float] = defaultdict(float)
-        self._since = time.perf_counter()
+        self._since = started
 
     def share(self, *ready: int) -> None:
         """The time since the last proposal is theirs that were worked on; some are ready now."""
