@@ -4,8 +4,8 @@ Hidden states of every layer in turn, as they are and rounded, noisy (stated or 
 positions missing, of the classifier that ships and of all-MiniLM-L6-v2 where it is installed or
 given (texts.py: `--encoder`, `--data`). The tokenizer's own special tokens do not count: nobody has
 to read them. `--texts` for each precision, `--partial` for each partial leak (its search is long,
-so it ends early), `--models demo,minilm` and `--leaks int4,…` shorten it. `--quick` takes a
-random-weight model instead.
+so it ends early), `--models demo,minilm` and `--leaks "int4;noise of 10%"` shorten it. `--quick`
+takes a random-weight model instead.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ OPTIONS.add_argument("--partial", type=int, default=100)
 OPTIONS.add_argument("--models", default="demo,minilm")
 OPTIONS.add_argument("--leaks", default="")
 CHOSEN = texts.chosen(OPTIONS)
+MINILM = "all-MiniLM-L6-v2"
 
 
 def run(quick: bool) -> list[Row]:
@@ -42,13 +43,17 @@ def full() -> Iterator[texts.Part]:
     sentences = texts.sst2(CHOSEN.data, CHOSEN.texts)
     for name in CHOSEN.models.split(","):
         try:
-            loaded = load_demo(device=CHOSEN.device) if name == "demo" else texts.minilm(CHOSEN)
+            loaded = load_demo(device=CHOSEN.device) if name == "demo" else minilm()
         except SystemExit as missing:
-            reason = str(missing)
-            yield name, lambda reason=reason: [Row("all-MiniLM-L6-v2", f"skipped: {reason}")]
+            reason = f"skipped: {missing}"
+            yield name, lambda reason=reason: [Row(MINILM, reason)]
             continue
         ids = texts.encoded(loaded, sentences, anatomy(loaded.model).longest)
         yield from parts(loaded, ids, CHOSEN.partial, EncoderStates())
+
+
+def minilm() -> Loaded:
+    return replace(texts.minilm(CHOSEN), name=MINILM)
 
 
 def small() -> Iterator[texts.Part]:
@@ -73,7 +78,7 @@ def parts(
         "every second position, noise of 10%": leaving_out(2, degraded(noise=0.1)),
     }
     for name, change in (whole | missing).items():
-        if not CHOSEN.leaks or name in CHOSEN.leaks.split(","):
+        if not CHOSEN.leaks or name in CHOSEN.leaks.split(";"):
             few = ids[:partial] if name in missing else ids
             search = replace(attack, rounds=min(attack.rounds, 4)) if name in missing else attack
             what = f"{loaded.name}, {name}"
