@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -47,16 +46,7 @@ def keyhole(monkeypatch, tmp_path):
 
 @pytest.fixture
 def lightly(monkeypatch):
-    """The stronger attack with few rounds, and a share at which eight words lose some units."""
-
-    def light(share=0.01, scope="head", *, seed=0):
-        del share
-        return HackAttend(0.2, scope=scope, schedule=Rerank(2, 2, 1), seed=seed)
-
-    monkeypatch.setattr(HackAttend, "strongest", light)
-    monkeypatch.setitem(
-        ATTACKERS._entries, "strongest", replace(ATTACKERS["strongest"], make=light)
-    )
+    tiny_classifiers.attack_lightly(monkeypatch)
 
 
 def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
@@ -72,7 +62,6 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     assert done.exit_code == (1 if found.flips else 0), done.stderr
     assert found.flips, "a share of 20% flips something"
     assert max(one.worst_head for one in found.attacked) <= 0.2
-    assert "right answers flipped" in done.stderr
     assert "became <b>LABEL_" in page.read_text()
 
 
@@ -106,14 +95,17 @@ def test_from_python_without_the_command_line(place, tmp_path):
 
     light = HackAttend(0.2, schedule=Rerank(2, 2, 1), seed=5)
     found = disrupt.run(model, place / "dev.tsv", method=light, examples=4, track=track)
-    assert rows == [("HackAttend", 4, 4)]
+    assert rows == [("disrupt", 0, 4), ("disrupt", 4, 4)]
     assert HackAttend.from_dict(found.method) == light
     rows.clear()
     done = harden.run(
         model, place / "train.tsv", tmp_path / "new", method=harden.SAttend(0.3), epochs=1,
         batch=4, track=track,
     )  # fmt: skip
-    assert rows == [("training", step, 3) for step in (1, 2, 3)]
+    assert [row for row in rows if row[0] != "harden"] == [
+        ("training", step, 3) for step in (1, 2, 3)
+    ]
+    assert rows[-1] == ("harden", 1, 1)
     assert (done.method, done.before, done.after) == ("SAttend", None, ())
     assert harden.Hardening.load(tmp_path / "new" / "hardening.json") == done
     assert repr(done).splitlines()[0].endswith("my-classifier: SAttend, 12 examples")
@@ -192,7 +184,6 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, 
     (run,) = data["runs"]
     assert len(run["training"]["losses"]) == 2
     assert 0 <= run["after"]["accuracy"] <= 1
-    assert "flips, stronger" in first.stderr
     trained = load_model(tmp_path / "new", task="classification")
     assert trained.tokenizer is not None
     again = json.loads(keyhole(*arguments, "--out", "again").stdout)
@@ -233,7 +224,6 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
         *view, *options, "--dev", place / "dev.tsv", "--flips", 3, "--seeds", 2, "--out", "both"
     )
     assert both.exit_code == 0, both.stderr
-    assert "after, 2 seeds" in both.stderr
     runs = json.loads(both.stdout)["runs"]
     assert [(run["seed"], run["folder"]) for run in runs] == [(0, "seed-0"), (1, "seed-1")]
     keyhole(*view, *options, "--seed", 1, "--out", "one")

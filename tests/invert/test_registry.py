@@ -96,4 +96,4 @@ def test_one_line_adds_a_method(tmp_path, monkeypatch, capsys):
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "only zeros" in done.stderr
+    assert "only zeros" in done.stdout

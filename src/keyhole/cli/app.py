@@ -1,7 +1,8 @@
 """What all commands share: the application, exit codes, options, and how a command ends.
 
-JSON goes to stdout, people's words to stderr. Exit codes: 0 nothing was given away, 1 something
-was, 2 wrong usage or input, 3 could not check.
+What a command was asked for goes to stdout, in words for people or, with --json, as JSON; what goes
+on meanwhile (progress, warnings, where files were written, errors) goes to stderr. Exit codes: 0
+nothing was given away, 1 something was, 2 wrong usage or input, 3 could not check.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import typer
 import typer.core
 import typer.main
 
-from keyhole.cli.console import say
+from keyhole.cli.console import say, write_in_any_locale
 from keyhole.errors import InputError, KeyholeError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
@@ -112,7 +113,7 @@ Classes = Annotated[
 Longest = Annotated[int, typer.Option(help="Cut texts off after this many tokens.")]
 Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(
@@ -125,6 +126,7 @@ LedgerFile = Annotated[
 
 def main() -> None:
     """Run a command; whatever goes wrong in a foreseen way is one line and an exit code."""
+    write_in_any_locale()
     try:
         app()
     except InputError as error:

@@ -18,7 +18,8 @@ from keyhole.cli.app import (
     expect_folder,
     interruptible,
 )
-from keyhole.cli.console import bars, people, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.cli.extract import kept_in
 from keyhole.errors import InputError
 from keyhole.files import write_text
@@ -75,7 +76,7 @@ def audit(
 ) -> None:
     """Try every attack that applies, and report what the target gives away."""
     expect_folder(json_file, page)
-    with interruptible(lambda: kept_in(ledger)), bars("done") as track:
+    with interruptible(lambda: kept_in(ledger)), bars("audit", "checks") as track:
         result = run(
             target, data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, ledger=ledger, seed=seed, track=track,
@@ -84,7 +85,8 @@ def audit(
     write_text(page, report.render(result))
     if as_json:
         typer.echo(dump(result.to_dict()))
-    people.print(report.table(result))
+    else:
+        show(report.table(result))
     say(f"page: {page}   findings: {json_file}")
     raise typer.Exit(result.exit_code)
 

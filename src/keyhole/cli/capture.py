@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.app import AllowPickle, Device, ModelName, Seed, app, interruptible
-from keyhole.cli.console import say
+from keyhole.cli.console import show
 from keyhole.data import read_texts
 from keyhole.errors import InputError
 from keyhole.recover.run import capturing
@@ -70,4 +70,4 @@ def capture(
             model, texts, expose, out=out, precision=precision, noise=noise, device=device,
             allow_pickle=allow_pickle, seed=seed,
         ):  # fmt: skip
-            say(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")
+            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")

@@ -23,7 +23,8 @@ from keyhole.cli.app import (
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import show
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
@@ -138,7 +139,7 @@ def disrupt(
     """Flip predictions by cutting a small share of attention, the text left alone."""
     expect_folder(out, page, resume)
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
-    with interruptible(lambda: kept), bars("examples") as track:
+    with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
             model, data, method=_method(method, as_released), share=share, scope=scope,
             ranking=ranking, order=order, scale=scale, spare=spare, target=target,
@@ -153,7 +154,8 @@ def disrupt(
         write_text(page, report.render(audit_of(result, model)))
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(f"{model}: {result.method['words']}\n{result.summary()}")
+    else:
+        show(f"{model}: {result.method['words']}\n{result.summary()}")
     raise typer.Exit(exit_code([result.status]))
 
 

@@ -17,11 +17,14 @@ from keyhole.cli.app import (
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import show
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import dump, exit_code
+
+_UNIT = "queries, the judge's included"
 
 
 @app.command(
@@ -54,7 +57,7 @@ def extract(
 ) -> None:
     """Read the weights back from black-box answers."""
     expect_folder(out)
-    with interruptible(lambda: kept_in(ledger)), bars() as track:
+    with interruptible(lambda: kept_in(ledger)), bars("extract", _UNIT, each=False) as track:
         result = run(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
             budget=budget, ledger=ledger, seed=seed, track=track,
@@ -63,7 +66,8 @@ def extract(
         result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(result.summary())
+    else:
+        show(result.summary())
     raise typer.Exit(exit_code([result.status]))
 
 

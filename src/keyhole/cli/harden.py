@@ -24,7 +24,8 @@ from keyhole.cli.app import (
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, people, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.harden.registry import DEFENCES
@@ -119,7 +120,7 @@ def harden(
     if page is not None and dev is None:
         raise InputError("expected --dev with --page, got none: the page shows what was measured")
     expect_folder(page)
-    with interruptible(lambda: _kept(checkpoint)), bars("done") as track:
+    with interruptible(lambda: _kept(checkpoint)), bars("harden", "parts") as track:
         result = run(
             model, data, out, method=method, rate=rate, mode=mode, weight=weight, text=text or (),
             label=label, classes=classes.split(",") if classes else (), examples=examples,
@@ -131,10 +132,11 @@ def harden(
         write_text(page, report.render(audit_of(result, out)))
     if as_json:
         typer.echo(dump(result.to_dict()))
-    for trained in result.runs:
-        say(trained.training.summary())
-    if result.after:
-        people.print(report.hardening(result))
+    else:
+        for trained in result.runs:
+            show(trained.training.summary())
+        if result.after:
+            show(report.hardening(result))
     say(f"{'model' if seeds == 1 else 'models'}: {out}")
 
 

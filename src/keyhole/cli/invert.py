@@ -18,7 +18,8 @@ from keyhole.cli.app import (
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
@@ -90,7 +91,7 @@ def invert(
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
     expect_folder(out)
-    with interruptible(), bars("starts") as track:
+    with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
         n, d = asked.length, asked.dim
         say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
@@ -102,7 +103,8 @@ def invert(
         result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(result.summary())
+    else:
+        show(result.summary())
     if result.status is Status.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(exit_code([result.status]))

@@ -10,7 +10,7 @@ import typer
 
 from keyhole import invert, oracle
 from keyhole.cli.app import Seed, app
-from keyhole.cli.console import say
+from keyhole.cli.console import show
 
 
 @app.command(
@@ -52,11 +52,11 @@ def plant(
         if maps:
             problem = replace(problem, maps=problem.maps_of(secret))
         problem.save(path)
-        say(f"{path}: the output of {tokens} secret tokens, d = {dim}")
+        show(f"{path}: the output of {tokens} secret tokens, d = {dim}")
         return
     target = oracle.plant(
         kind, dim=dim, rank=rank, heads=heads, width=width, scale=scale,
         every_token=every_token, causal=causal, seed=seed,
     )  # fmt: skip
     oracle.save(target, path)
-    say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
+    show(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")

@@ -9,7 +9,7 @@ import typer
 
 from keyhole import report as reports
 from keyhole.cli.app import Json, app
-from keyhole.cli.console import people, say
+from keyhole.cli.console import say, show
 from keyhole.files import write_text
 from keyhole.results import Audit, dump
 
@@ -34,5 +34,6 @@ def report(
     write_text(page, reports.render(audit))
     if as_json:
         typer.echo(dump(audit.to_dict()))
-    people.print(reports.table(audit))
+    else:
+        show(reports.table(audit))
     say(f"page: {page}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.app import Json, app
-from keyhole.cli.console import say
+from keyhole.cli.console import show
 from keyhole.errors import InputError
 from keyhole.results import dump
 
@@ -38,5 +38,6 @@ def serve(
     url = f"http://{host}:{port}/v2/models/{name}"
     if as_json:
         typer.echo(dump({"url": url}))
-    say(f"serving {target} at {url} (Ctrl-C ends it)")
+    else:
+        show(f"serving {target} at {url} (Ctrl-C ends it)")
     run(target, name=name, host=host, port=port)

@@ -64,19 +64,16 @@ def run(
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
     if isinstance(method, str):
-        name = method
         method = ATTACKERS.make(
-            name, share=share, scope=scope, ranking=ranking, order=order, scale=scale, spare=spare,
-            target=target, continuation=continuation, seed=seed,
+            method, share=share, scope=scope, ranking=ranking, order=order, scale=scale,
+            spare=spare, target=target, continuation=continuation, seed=seed,
         )  # fmt: skip
-    else:
-        name = type(method).__name__
     source = _source(str(model), task, device, longest, allow_pickle)
     chosen = _examples(source, data, text, label, classes, examples)
     with cluster(dask) as (executor, size):
         result = sweep(
             method, source, chosen, executor, workers=size or processes, resume=resume,
-            progress=track(name, len(chosen)),
+            progress=track("disrupt", len(chosen)),
         )  # fmt: skip
     return replace(result, data=SHIPPED if data is None else str(data))
 

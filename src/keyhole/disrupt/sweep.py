@@ -98,7 +98,8 @@ def sweep(
         queue = deque(
             _batches([todo[name] for name in todo if name not in outcomes.known], together)
         )
-        run = _Run(attacker, source, identity, outcomes, progress, len(examples), retries)
+        run = _Run(attacker, source, identity, outcomes, progress, set(todo), retries)
+        run.tell()
         if executor is None and workers == 0:
             run.here(queue)
         else:
@@ -127,11 +128,11 @@ class _Run:
 
     def __init__(
         self, attacker: Attacker, source: ModelSource, identity: str, outcomes: Outcomes,
-        progress: Progress, total: int, retries: int,
+        progress: Progress, wanted: set[str], retries: int,
     ) -> None:  # fmt: skip
         self.attacker, self.source, self.identity = attacker, source, identity
         self.outcomes = outcomes
-        self.progress, self.total, self.retries = progress, total, retries
+        self.progress, self.wanted, self.retries = progress, wanted, retries
         self.failed: list[tuple[str, str]] = []
 
     def here(self, queue: deque[tuple[Example, ...]]) -> None:
@@ -208,4 +209,8 @@ class _Run:
         self.outcomes.add(
             {key(example): outcome for example, outcome in pairs}, result.control, result.seconds
         )
-        self.progress(len(self.outcomes.known), self.total)
+        self.tell()
+
+    def tell(self) -> None:
+        """How many are done; the file may know more than are wanted this time."""
+        self.progress(len(self.wanted & self.outcomes.known.keys()), len(self.wanted))

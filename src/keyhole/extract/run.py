@@ -44,5 +44,6 @@ def run(
     oracle = open_target(target) if isinstance(target, str) else target
     with session({"": oracle}, budget=budget, ledger=ledger) as surfaces:
         ready = surfaces[""]
-        progress = track(name, method.expected(ready.dim))
+        progress = track("extract", method.expected(ready.dim))
+        progress(0, note=name)
         return method(Counted(ready, progress=progress))

@@ -151,17 +151,22 @@ class _Course:
     def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
         loaded, has_head = self._loaded(seeds[0])
+        parts = _Parts(self, len(seeds), has_head)
         before = self.measure(loaded, "before") if has_head else None
+        if has_head:
+            parts.measured("before")
         card = replace(card, identity=loaded.identity, before=before)
         for seed in seeds:
             part = "" if len(seeds) == 1 else f"seed-{seed}"
             if seed != seeds[0]:
                 loaded, _ = self._loaded(seed)
-            trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
+            trained = Trained(seed, part or ".", self._trained(loaded, seed, part, parts))
+            parts.trained()
             # First: whoever is stopped from here on may come again.
             self._write(replace(card, runs=(*card.runs, trained)))
             save(loaded, self.out / part)
             after = self.measure(loaded, f"after {part}".strip(), before)
+            parts.measured(f"after {part}".strip())
             card = replace(card, runs=(*card.runs, replace(trained, after=after)))
             self._write(card)
         return card
@@ -183,11 +188,17 @@ class _Course:
             raise InputError(f"expected labels from 0 to {classes - 1}, got {count - 1}")
         return loaded, has_head
 
-    def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
+    def _trained(self, loaded: Loaded, seed: int, part: str, parts: _Parts) -> Training:
+        steps = self.track(f"training {part}".strip())
+
+        def progress(done: int, total: int | None = None, note: str = "") -> None:
+            steps(done, total, note)
+            parts.training(done, total, note)
+
         training = train(
             loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
             device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
-            progress=self.track(f"training {part}".strip()), **self.settings,
+            progress=progress, **self.settings,
         )  # fmt: skip
         loaded.model.requires_grad_(False)
         if training.reason:
@@ -202,3 +213,27 @@ class _Course:
                 f"expected a folder to write, got {self.out}: {error.strerror}"
             ) from error
         card.save(self.out / CARD)
+
+
+class _Parts:
+    """How far all of it is, counted in epochs of every seed and evaluations."""
+
+    def __init__(self, course: _Course, seeds: int, has_head: bool) -> None:
+        self._epochs: int = course.settings["epochs"]
+        self._evaluation = int(bool(course.measure.held_out))
+        total = self._evaluation * (seeds + has_head) + self._epochs * seeds
+        self._progress, self._done = course.track("harden", total), 0
+        self._progress(0)
+
+    def training(self, step: int, steps: int | None, note: str) -> None:
+        """Whole epochs of the training under way, a resumed one's included."""
+        epochs = 0 if steps is None else step * self._epochs // steps
+        self._progress(self._done + epochs, note=note)
+
+    def trained(self) -> None:
+        self._done += self._epochs
+        self._progress(self._done)
+
+    def measured(self, when: str) -> None:
+        self._done += self._evaluation
+        self._progress(self._done, note=f"measured {when}" if self._evaluation else "")

@@ -45,7 +45,9 @@ def run(
         )  # fmt: skip
     else:
         name = type(method).__name__
-    result = method(asked, progress=track(name))
+    progress = track("invert")
+    progress(0, note=name)
+    result = method(asked, progress=progress)
     if certify and result.X is not None:
         result = replace(result, certificate=prove(asked, result.X))
     return result

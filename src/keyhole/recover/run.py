@@ -84,6 +84,7 @@ def recovering_files(
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
     with Journal(out, identity) as journal:
+        overall = track("invert text", len(opened))
         fresh: list[int] = []
         for number, digest in enumerate(digests):
             if digest in journal:
@@ -92,14 +93,18 @@ def recovering_files(
             else:
                 fresh.append(number)
         texts = [opened[number] for number in fresh]
+        finished = len(opened) - len(fresh)
+        overall(finished)
         tokens = sum(leak.length or 0 for leak in texts)
-        progress = track(f"{opened[0].exposure} of {len(texts)} texts", tokens or None)
+        progress = track(f"tokens from {opened[0].exposure}", tokens or None)
         for place, recovery in recovering(
             loaded.model, loaded.tokenizer, texts, method=attack, progress=progress
         ):
             number = fresh[place]
             read = LeakRead(number, names[number], digests[number], recovery)
             journal.add({read.digest: read.to_dict()})
+            finished += 1
+            overall(finished, note=Path(read.leak).name)
             yield read
 
 
