@@ -26,6 +26,7 @@ from keyhole.models.loading import load_config, load_tokenizer
 from keyhole.models.tasks import GENERATES, head_of
 from keyhole.percent import percent
 from keyhole.progress import Progress, Track, silent, untracked
+from keyhole.recover.pieces import decoded, labels
 from keyhole.results import Audit, Cut, Finding, Skip, Status
 
 SHOWN = 3  # flipped inputs that a finding shows
@@ -206,8 +207,8 @@ def _tokens(
     kept = ids[batch["attention_mask"].flatten(0, -2)[row].bool()].tolist()
     missing = max(0, least - len(kept))
     more = [token for token in continued if token >= 0][:missing]
-    tokens = tokenizer.convert_ids_to_tokens(kept + more)
-    return tuple(map(str, [*tokens, *["?"] * (least - len(tokens))]))
+    tokens = labels(tokenizer, kept + more)
+    return (*tokens, *["?"] * (least - len(tokens)))
 
 
 def _answer(
@@ -219,4 +220,4 @@ def _answer(
     if task == "classification":
         names: Mapping[int, str] = getattr(config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))
-    return str(tokenizer.decode([token for token in answer if token >= 0]))
+    return decoded(tokenizer, [token for token in answer if token >= 0])
