@@ -46,7 +46,7 @@ def test_it_never_goes_back_and_its_end_is_all_of_it():
     early.end()
     assert (early.share, early.count, early.complete) == (1.0, "4 of 4", True)
     untold = Standing("closed form")
-    assert (untold.share, untold.count) == (None, "0")
+    assert (untold.share, untold.count, untold.words()) == (None, "", "closed form")
     untold.end()
     assert (untold.share, untold.count) == (1.0, "done")
 

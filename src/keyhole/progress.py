@@ -82,9 +82,9 @@ class Standing:
 
     @property
     def count(self) -> str:
-        """What is done, of how much."""
-        if self.ended and not self.done:
-            return "done"
+        """What is done, of how much; nothing where neither is known yet."""
+        if not self.done and (self.ended or self.total is None):
+            return "done" if self.ended else ""
         whole = "" if self.total is None else f" of {self.total:,}"
         return f"{self.done:,}{whole} {self.unit}".rstrip()
 
@@ -103,9 +103,9 @@ class Standing:
     def words(self, now: str = "") -> str:
         """All of it in one line; `now` is what runs at the moment."""
         # Where a count has no unit of its own, the note begins with it: 12 of 256 starts.
-        first = self.count if self.unit else f"{self.count} {self.note}".rstrip()
-        parts = [first, self.note if self.unit else "", now, self.time]
-        return f"{self.name}: {', '.join(part for part in parts if part)}"
+        told = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
+        parts = ", ".join(part for part in (*told, now, self.time) if part)
+        return f"{self.name}: {parts}" if parts else self.name
 
 
 def duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ from keyhole.cli import bars as module
 from keyhole.cli import console
 from keyhole.cli.bars import bars
 
+# A name, a bar, what is done and of how much: of a part that has told nothing yet there is none.
 ROW = re.compile(r"^(\S.*?) +[━╸╺]+ +(done|([\d,]+)(?: of ([\d,]+))?)(?: |$)")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
