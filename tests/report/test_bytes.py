@@ -15,6 +15,7 @@ from command_line import inside
 from keyhole.audit import audit
 from keyhole.audit.texts import TextTarget
 from keyhole.models import load_model
+from keyhole.models.demo import load_demo
 from keyhole.recover.pieces import labels
 from keyhole.report import render
 
@@ -82,3 +83,10 @@ def test_every_token_has_a_label(bytes_model):
         "n", "o",
     ]  # fmt: skip
     assert labels(tokenizer, [tokenizer.eos_token_id, *ids[:1]]) == [tokenizer.eos_token, "a"]
+
+
+def test_parts_of_words_keep_their_sign():
+    tokenizer = load_demo().tokenizer
+    ids = tokenizer("edges , fine")["input_ids"]
+    assert labels(tokenizer, ids) == tokenizer.convert_ids_to_tokens(ids)
+    assert "##s" in labels(tokenizer, ids)

@@ -51,12 +51,19 @@ def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     """A word to show for each token by itself: nothing is empty, and no bytes are broken.
 
     The space before a word is left out; white space, special tokens and parts of a character have
-    their names: `\\n`, `[SEP]`, `\\xc3`.
+    their names: `\\n`, `[SEP]`, `\\xc3`. So has a part of a word that the tokenizer marks: `##s`.
     """
     return [
-        piece.strip() or _blank(piece) or _spelled(tokenizer, id_) or _name(tokenizer, id_)
+        _label(tokenizer, piece, id_)
         for piece, id_ in zip(written(tokenizer, ids), ids, strict=True)
     ]
+
+
+def _label(tokenizer: Any, piece: str, id_: int) -> str:
+    name = _name(tokenizer, id_)
+    if name == f"##{piece}":
+        return name
+    return piece.strip() or _blank(piece) or _spelled(tokenizer, id_) or name
 
 
 def _blank(piece: str) -> str:
