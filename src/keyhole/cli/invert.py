@@ -11,10 +11,13 @@ import typer.core
 from keyhole.cli.app import (
     INTERRUPTED,
     Device,
+    Force,
     Json,
     Seed,
+    and_tensors,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
@@ -82,6 +85,7 @@ def invert(
         Path | None,
         typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
     ] = None,
+    force: Force = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -90,6 +94,7 @@ def invert(
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
     expect_folder(out)
+    expect_new(*and_tensors(out), force=force)
     with interruptible(), bars("starts") as track:
         asked = Problem.load(problem)
         n, d = asked.length, asked.dim
