@@ -119,7 +119,7 @@ def _kept(journal: Path, ledger: Path | None) -> str:
 
 def _unanswered(result: Audit, journal: Path) -> str:
     """Remove the journal of an audit that is complete; of another, say how it is completed."""
-    if Checked(result.findings, result.skips).answered or not journal.exists():
+    if Checked(result.findings).answered or not journal.exists():
         journal.unlink(missing_ok=True)
         return ""
     return (

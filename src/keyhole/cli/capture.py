@@ -21,6 +21,7 @@ from keyhole.cli.console import say
 from keyhole.data import read_texts
 from keyhole.errors import InputError
 from keyhole.recover.run import UNFINISHED, capturing, files_of
+from keyhole.resume import records_in
 
 
 @app.command(
@@ -78,9 +79,15 @@ def capture(
     files = files_of(out, len(texts))
     if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
         expect_new(*files, force=force)
-    with interruptible():
+    with interruptible(lambda: _kept(out)):
         for path, leak in capturing(
             model, texts, expose, out=out, precision=precision, noise=noise, device=device,
             allow_pickle=allow_pickle, force=force, seed=seed,
         ):  # fmt: skip
             say(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")
+
+
+def _kept(out: Path) -> str:
+    """What a stopped capture has behind it."""
+    leaks = records_in(out / UNFINISHED)
+    return f"{leaks} leaks are in {out}: the same command goes on" if leaks else ""
