@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 import command_line
 import warm_process
 from keyhole.cli import main
+from keyhole.oracle.ledger import answers_in
 from keyhole.resume import records_in
 
 # What differs between two runs that give the same: times, machines, and who paid for an answer.
@@ -41,6 +41,11 @@ def size(name: str) -> Callable[[Path], int]:
     return lambda folder: (folder / name).stat().st_size if (folder / name).exists() else 0
 
 
+def answers(name: str) -> Callable[[Path], int]:
+    """How many answers a ledger holds, which need not be paid for again."""
+    return lambda folder: answers_in(folder / name)
+
+
 def epochs(name: str) -> Callable[[Path], int]:
     """How far a training has come."""
     return lambda folder: max(
@@ -53,17 +58,19 @@ def epochs(name: str) -> Callable[[Path], int]:
 class Case:
     """A command, the files that it is to leave, and what grows on its way there.
 
-    `kept` is what Ctrl-C says of that, `journal` a file whose records stay, `ledger` one of paid
-    answers. `own_process` is for a command that starts processes: these need a beginning of their
-    own.
+    `kept` is what Ctrl-C says of that. `done` counts what need not be done again (by default what
+    has grown), and `taken_over` how much of it the second run says that it did not do again; where
+    that is not to be had, `journal` is a file whose records stay as they are. `own_process` is for
+    a command that starts processes: these need a beginning of their own.
     """
 
     arguments: tuple[object, ...]
     outputs: tuple[str, ...]
     grown: Callable[[Path], int] | None = None
     kept: str = ""
+    done: Callable[[Path], int] | None = None
+    taken_over: Callable[[Path, str], int] | None = None
     journal: str | None = None
-    ledger: str | None = None
     own_process: bool = False
 
 
@@ -229,7 +236,8 @@ def expect_to_go_on(case: Case, whole: Whole, folder: Path) -> None:
 
     Only where the first one had an output on disk already is it refused, and takes --force.
     """
-    paid = answers(folder / case.ledger) if case.ledger else 0
+    count = case.done or case.grown
+    done = count(folder) if count else 0
     before = whole_lines(folder / case.journal) if case.journal else ""
     there = [name for name in case.outputs if (folder / name).exists()]
     end = finish(case, folder)
@@ -243,22 +251,13 @@ def expect_to_go_on(case: Case, whole: Whole, folder: Path) -> None:
     if case.journal:
         assert (folder / case.journal).read_text().startswith(before)  # nothing is done twice
         assert records_in(folder / case.journal) == whole.growth
-    if case.ledger:
-        remembered = json.loads((folder / case.outputs[0]).read_text())["remembered"]
-        assert remembered >= paid  # what was on disk was not paid for again
+    if case.taken_over and done:
+        assert case.taken_over(folder, end.words) >= done
 
 
 def whole_lines(journal: Path) -> str:
     text = journal.read_text() if journal.exists() else ""
     return text[: text.rfind("\n") + 1]
-
-
-def answers(ledger: Path) -> int:
-    if not ledger.exists():
-        return 0
-    with closing(sqlite3.connect(ledger)) as db:
-        tables = db.execute("SELECT name FROM sqlite_master WHERE name = 'answers'").fetchall()
-        return db.execute("SELECT count(*) FROM answers").fetchone()[0] if tables else 0
 
 
 KILL, CTRL_C = signal.SIGKILL, signal.SIGINT

@@ -6,6 +6,7 @@ and interrupted at 5.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ from kill_points import (
     CTRL_C,
     KILL,
     Case,
+    answers,
     epochs,
     expect_complete,
     expect_to_go_on,
@@ -57,6 +59,19 @@ def place(tmp_path_factory):
     return folder
 
 
+def checks_done(folder, words):
+    """What a second audit says that it goes on from."""
+    return int(re.search(r"^resuming: (\d+) of \d+ checks are done$", words, re.M)[1])
+
+
+def answers_remembered(folder, words):
+    return json.loads((folder / "stolen.json").read_text())["remembered"]
+
+
+def epochs_resumed(folder, words):
+    return json.loads((folder / "new/hardening.json").read_text())["runs"][0]["training"]["resumed"]
+
+
 def cases(place):
     flip = ("disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.1,
             "--method", "as-released", "--resume", "run.jsonl", "--out", "flips.json",
@@ -70,18 +85,19 @@ def cases(place):
     }  # fmt: skip
     return {
         "audit of an endpoint": Case(
-            ("audit", place / "layer.safetensors"), report, journal, checks,
+            ("audit", place / "layer.safetensors"), report, journal, checks, taken_over=checks_done,
         ),
         "audit of a model": Case(
             ("audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1,
              "--flips", 2, "--layers", 1),
-            report, journal, checks,
+            report, journal, checks, taken_over=checks_done,
         ),
         "extract": Case(
             ("extract", place / "head.safetensors", "--method", "single-head", "--ledger",
              "run.db", "--out", "stolen.json"),
             ("stolen.json", "stolen.safetensors"), size("run.db-wal"),
-            r"[\d,]+ answers are in run.db: the same command resumes", ledger="run.db",
+            r"[\d,]+ answers are in run.db: the same command resumes", answers("run.db"),
+            answers_remembered,
         ),
         "invert": Case(
             ("invert", place / "problem.safetensors", "--starts", 64, "--method",
@@ -91,7 +107,7 @@ def cases(place):
         "invert text": Case(
             ("invert", "text", place / "model", place / "leaks", "--out", "texts.jsonl"),
             ("texts.jsonl",), records("texts.jsonl"),
-            r"\d+ texts are in texts.jsonl: the same command goes on", "texts.jsonl",
+            r"\d+ texts are in texts.jsonl: the same command goes on", journal="texts.jsonl",
         ),
         "capture": Case(
             ("capture", place / "model", "--data", place / "texts.txt", "--expose", "hidden:1",
@@ -108,7 +124,7 @@ def cases(place):
             ("harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
              "--epochs", 5, "--batch", 8, "--checkpoint", "kept", "--out", "new"),
             ("new/hardening.json", "new/model.safetensors"), epochs("kept"),
-            "whole epochs are in kept: the same command resumes",
+            "whole epochs are in kept: the same command resumes", taken_over=epochs_resumed,
         ),
         "plant": Case(("plant", "target.safetensors", "--dim", 256), ("target.safetensors",)),
         "report": Case(("report", place / "audit.json"), ("keyhole-report.html",)),
