@@ -136,7 +136,7 @@ def wait_until(condition: Callable[[], bool], process: Running, seconds: float =
         if process.poll() is not None:
             return condition()
         assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.002)
+        time.sleep(0.005)
     return True
 
 

@@ -65,7 +65,8 @@ def checks_done(folder, words):
 
 
 def answers_remembered(folder, words):
-    return json.loads((folder / "stolen.json").read_text())["remembered"]
+    result = json.loads((folder / "stolen.json").read_text())
+    return result["remembered"] + result["check"]["remembered"]
 
 
 def epochs_resumed(folder, words):
