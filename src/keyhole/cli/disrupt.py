@@ -151,10 +151,10 @@ def disrupt(
             longest=longest, device=device, allow_pickle=allow_pickle, processes=processes,
             dask=dask, resume=resume, seed=seed, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
-    if page is not None:
-        write_text(page, report.render(audit_of(result, model)))
+        if out is not None:
+            result.save(out)
+        if page is not None:
+            write_text(page, report.render(audit_of(result, model)))
     if as_json:
         typer.echo(dump(result.to_dict()))
     say(f"{model}: {result.method['words']}\n{result.summary()}")

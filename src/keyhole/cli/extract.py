@@ -64,8 +64,8 @@ def extract(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
             budget=budget, ledger=ledger, seed=seed, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
+        if out is not None:
+            result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
     say(result.summary())

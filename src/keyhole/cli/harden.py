@@ -131,8 +131,8 @@ def harden(
             dev=dev, flips=flips, checkpoint=checkpoint, device=device, allow_pickle=allow_pickle,
             seed=seed, seeds=seeds, force=force, track=track,
         )  # fmt: skip
-    if page is not None:
-        write_text(page, report.render(audit_of(result, out)))
+        if page is not None:
+            write_text(page, report.render(audit_of(result, out)))
     if as_json:
         typer.echo(dump(result.to_dict()))
     for trained in result.runs:

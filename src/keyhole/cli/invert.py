@@ -103,8 +103,8 @@ def invert(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
             seed=seed, certify=certify, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
+        if out is not None:
+            result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
     say(result.summary())
