@@ -63,7 +63,7 @@ def _model(target: TextTarget) -> dict[str, Any]:
         "texts": len(target.texts),
         "examples": len(examples),
         "data": digest(list(target.texts), examples),
-        "device": str(loaded.model.device),
+        "device": str(next(loaded.model.parameters()).device),
     }
 
 
