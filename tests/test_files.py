@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -37,6 +41,19 @@ def test_nothing_half_written(tmp_path, monkeypatch, kind):
         write(2)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_a_killed_process_had_begun_is_removed(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    mine, others = (
+        f"a.{os.getppid()}.partial",
+        ("a.b.partial", "b.1.partial", f"ab.{ended}.partial"),
+    )
+    for name in (f"a.{ended}.partial", mine, *others):
+        (tmp_path / name).touch()
+    write_text(tmp_path / "a", "whole")
+    assert {file.name for file in tmp_path.iterdir()} == {"a", mine, *others}
 
 
 def test_no_folder_to_write_in_and_no_file_to_read(tmp_path):

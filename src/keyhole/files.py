@@ -7,7 +7,9 @@ may read it (mode 0600).
 
 from __future__ import annotations
 
+import glob
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -56,6 +58,7 @@ def _whole(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        _remove_abandoned(path)
         private(partial)
         write(partial)
         partial.replace(path)
@@ -63,3 +66,23 @@ def _whole(path: str | Path, write: Callable[[Path], object]) -> None:
         partial.unlink(missing_ok=True)
         why = getattr(error, "strerror", None) or error
         raise InputError(f"expected a file to write, got {path}: {why}") from error
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What processes that were killed had begun to write there."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
+        if number.isdecimal() and not _is_alive(int(number)):
+            partial.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    if sys.platform == "win32":  # where os.kill would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process, or no process number at all
+        return True
+    return True

@@ -92,7 +92,8 @@ def test_a_method_by_name(keyhole):
 
 def test_a_leak_of_the_same_name_is_read_again(keyhole):
     for text in ("a good film .", "a bad film ."):
-        keyhole("capture", "demo", "--text", text, "--expose", "hidden:1", "--out", "l.safetensors")
+        leak = ("--expose", "hidden:1", "--out", "l.safetensors", "--force")
+        keyhole("capture", "demo", "--text", text, *leak)
         done = keyhole("invert", "text", "demo", "l.safetensors", "--out", "f.jsonl", "--json")
         assert json.loads(done.stdout)["text"] == text.replace(" .", ".")
 

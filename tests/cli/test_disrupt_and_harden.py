@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import tiny_classifiers
 import tiny_heads
 import tiny_models
-from command_line import interrupted
 from keyhole import disrupt, harden
 from keyhole.cli import app
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
@@ -142,35 +141,6 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     assert (tmp_path / "p.html").exists()
 
 
-def stopped(command, ready, cwd):
-    """A process that is sent Ctrl-C as soon as it is `ready`: its words."""
-    done = interrupted(*command, cwd=cwd, ready=lambda _: ready())
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, tmp_path, processes):
-    command = (
-        "disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.02,
-        "--resume", "run.jsonl", "--json", "--processes", processes,
-    )  # fmt: skip
-    journal = tmp_path / "run.jsonl"
-    words = stopped(
-        command, lambda: journal.exists() and journal.read_text().count("\n") > 1, tmp_path
-    )
-    assert "stopped; what is finished is in run.jsonl: the same command resumes" in words
-    kept = journal.read_text().splitlines()
-    again = keyhole(*command[:-1], 0)
-    data = json.loads(again.stdout)
-    assert again.exit_code == (1 if data["success"] else 0), again.stderr
-    assert len(data["outcomes"]) == 12
-    lines = journal.read_text().splitlines()
-    assert lines[: len(kept)] == kept  # nothing was attacked twice
-    assert len(lines) == 1 + 12
-
-
 def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, lightly):
     arguments = (
         "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
@@ -234,23 +204,6 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
     assert not all(torch.equal(weight, other[name]) for name, weight in alone.items())
 
 
-def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
-    command = (
-        "harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
-        "--epochs", 12, "--batch", 2, "--checkpoint", "kept", "--out", "new", "--json",
-    )  # fmt: skip
-    kept = tmp_path / "kept"
-    words = stopped(command, lambda: any(kept.glob("epoch-*[0-9]")), tmp_path)
-    told = "keyhole: stopped; whole epochs are in kept: the same command resumes"
-    assert words.splitlines()[-1] == told
-    (last,) = (int(path.name.removeprefix("epoch-")) for path in kept.glob("epoch-*[0-9]"))
-    assert 1 <= last < 12
-    assert not (tmp_path / "new").exists()
-    training = json.loads(keyhole(*command).stdout)["runs"][0]["training"]
-    assert (training["resumed"], len(training["losses"])) == (last, 12)
-    assert load_model(tmp_path / "new", task="classification").tokenizer is not None
-
-
 def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     keyhole, place, tmp_path, monkeypatch, lightly
 ):
@@ -275,9 +228,18 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     assert card["before"] is not None
     assert card["runs"][0]["after"] is None
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
+    with pytest.raises(
+        KeyholeError, match=r"a run with epochs 2, got one with epochs 1: .*--force"
+    ):
+        keyhole(*command, "--epochs", 2)
     assert keyhole(*command).exit_code == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["runs"][0]["after"] is not None
+    with pytest.raises(
+        KeyholeError, match=r"^expected a new folder, got new, .*: give --force to "
+    ):
+        keyhole(*command)
+    assert keyhole(*command, "--force").exit_code == 0
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):

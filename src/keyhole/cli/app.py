@@ -114,6 +114,7 @@ Longest = Annotated[int, typer.Option(help="Cut texts off after this many tokens
 Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(
@@ -171,3 +172,22 @@ def expect_folder(*files: Path | None) -> None:
     for file in files:
         if file is not None and not file.absolute().parent.is_dir():
             raise InputError(f"expected a file to write, got {file}: there is no such folder")
+
+
+def and_tensors(out: Path | None) -> tuple[Path, ...]:
+    """A result's JSON file and the file of tensors that is saved beside it."""
+    return () if out is None else (out, out.with_suffix(".safetensors"))
+
+
+def expect_new(*files: Path | None, force: bool) -> None:
+    """Said before hours of work too: nothing that is there is overwritten unless `force` says so.
+
+    Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
+    """
+    for file in files:
+        if file is not None and file.is_dir():
+            raise InputError(f"expected a file to write, got {file}, which is a folder")
+        if file is not None and file.exists() and not force:
+            raise InputError(
+                f"expected a new file, got {file}, which exists: give --force to replace it"
+            )

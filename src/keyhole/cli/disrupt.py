@@ -13,6 +13,7 @@ from keyhole.cli.app import (
     AllowPickle,
     Classes,
     Device,
+    Force,
     Json,
     Longest,
     ModelName,
@@ -20,6 +21,7 @@ from keyhole.cli.app import (
     TextColumn,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
@@ -132,12 +134,14 @@ def disrupt(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write a page that shows what was cut."),
     ] = None,
+    force: Force = False,
     allow_pickle: AllowPickle = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Flip predictions by cutting a small share of attention, the text left alone."""
     expect_folder(out, page, resume)
+    expect_new(out, page, force=force)
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
@@ -148,10 +152,10 @@ def disrupt(
             longest=longest, device=device, allow_pickle=allow_pickle, processes=processes,
             dask=dask, resume=resume, seed=seed, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
-    if page is not None:
-        write_text(page, report.render(audit_of(result, model)))
+        if out is not None:
+            result.save(out)
+        if page is not None:
+            write_text(page, report.render(audit_of(result, model)))
     if as_json:
         typer.echo(dump(result.to_dict()))
     else:

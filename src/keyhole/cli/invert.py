@@ -11,10 +11,13 @@ import typer.core
 from keyhole.cli.app import (
     INTERRUPTED,
     Device,
+    Force,
     Json,
     Seed,
+    and_tensors,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
@@ -83,6 +86,7 @@ def invert(
         Path | None,
         typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
     ] = None,
+    force: Force = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -91,6 +95,7 @@ def invert(
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
     expect_folder(out)
+    expect_new(*and_tensors(out), force=force)
     with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
         n, d = asked.length, asked.dim
@@ -99,8 +104,8 @@ def invert(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
             seed=seed, certify=certify, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
+        if out is not None:
+            result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
     else:

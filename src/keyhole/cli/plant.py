@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from keyhole import invert, oracle
-from keyhole.cli.app import Seed, app
+from keyhole.cli.app import Force, Seed, app, expect_folder, expect_new
 from keyhole.cli.console import show
 
 
@@ -42,9 +42,12 @@ def plant(
     maps: Annotated[
         bool, typer.Option("--maps", help="Leak the attention maps as well (inversion).")
     ] = False,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on."""
+    expect_folder(path)
+    expect_new(path, force=force)
     if kind == "inversion":
         problem, secret = invert.plant(
             tokens, dim, scale=scale, heads=heads, residual=residual, causal=causal, seed=seed

@@ -24,6 +24,7 @@ from keyhole.models.demo import folder_of
 from keyhole.models.loading import class_names, load_config, save, task_of
 from keyhole.models.tasks import Task
 from keyhole.progress import Progress, Track, untracked
+from keyhole.resume import expect_same_run
 
 CARD = "hardening.json"
 _TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
@@ -54,6 +55,7 @@ def run(
     allow_pickle: bool = False,
     seed: int = 0,
     seeds: int = 1,
+    force: bool = False,
     track: Track = untracked,
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
@@ -65,6 +67,7 @@ def run(
     `rate`, `mode` and `weight` for those that have them, or a defence of your own. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples, before and after.
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
+    A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
     for name, value in (("--flips", flips), ("--seeds", seeds)):
         if value < 1:
@@ -87,6 +90,8 @@ def run(
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
     )
+    if not force:
+        expect_unfinished(Path(out), card)
     return course.run(range(seed, seed + seeds), card)
 
 
@@ -99,6 +104,25 @@ def expect_writable(out: Path, model: str) -> None:
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(f"expected a folder to write, got {out}: nothing can be made in {there}")
+
+
+def expect_unfinished(out: Path, card: Hardening) -> None:
+    """A folder of this command's may be continued by the same run, but not overwritten."""
+    if not (out / CARD).exists():
+        return
+    earlier = Hardening.load(out / CARD)
+    if earlier.finished:
+        raise InputError(
+            f"expected a new folder, got {out}, which holds a trained model: give --force to "
+            "replace it"
+        )
+    fix = "choose another folder, or give --force to replace what is in it"
+    expect_same_run(out, _run_of(card), _run_of(earlier), fix)
+
+
+def _run_of(card: Hardening) -> dict[str, Any]:
+    names = ("model", "method", "defence", "data", "examples", "device", "seed")
+    return {**{name: getattr(card, name) for name in names}, **card.settings}
 
 
 @dataclass(frozen=True)
@@ -169,6 +193,8 @@ class _Course:
             parts.measured(f"after {part}".strip())
             card = replace(card, runs=(*card.runs, replace(trained, after=after)))
             self._write(card)
+        card = replace(card, finished=True)
+        self._write(card)
         return card
 
     def _loaded(self, seed: int) -> tuple[Loaded, bool]:
