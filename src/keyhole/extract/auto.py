@@ -139,7 +139,9 @@ class Auto:
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
             reason = f"asked again, {changed} of {asked} questions {CHANGED}"
-            return replace(result, status=Status.MISMATCH, reason=reason, guarantee=None)
+            return replace(
+                result, status=Status.MISMATCH, reason=reason, guarantee=None, guarantee_v=None
+            )
         return result
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
