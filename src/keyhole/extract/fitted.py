@@ -24,6 +24,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
 from keyhole.extract.single_head import SingleHead
@@ -101,6 +102,8 @@ class Fitted:
                 remark = f"{count} heads explain the answers" if count > 1 else ""
                 yield Step(model, count * unknowns, count * unknowns, remark=remark)
                 return
+            if count == counts[0]:
+                self._expect_steady(answered)  # before the long search for more heads
         raise Unsuccessful(
             Status.MISMATCH,
             f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
@@ -115,6 +118,16 @@ class Fitted:
         if float(miss.square().mean().sqrt()) > 4 * _EXPLAINED:
             raise Unsuccessful(
                 Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
+            )
+
+    def _expect_steady(self, answered: _Answers) -> None:
+        """The first questions once more: no heads explain a target that changes."""
+        y, X = answered.parts[1], answered.questions[1][:_PAIRS]
+        off = (_answered(answered.oracle, X) - y[:_PAIRS]).abs() / self._sigma(y)[:_PAIRS]
+        changed = int((off > 4 * _EXPLAINED).sum())
+        if changed:
+            raise Unsuccessful(
+                Status.MISMATCH, f"asked again, {changed} of {len(X)} questions {CHANGED}"
             )
 
     def _sigma(self, y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.extract.domain import Domain, Scope, Witness, scope
+from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
@@ -119,7 +119,7 @@ class Exam:
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
             sequences = sequences.flatten(0, 1)
-            papers.append((sequences, ask(oracle, sequences)))
+            papers.append(within_reach(oracle, sequences))
         return cls(tuple(papers))
 
     def grade(self, model: Oracle) -> Check:
