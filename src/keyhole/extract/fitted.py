@@ -113,6 +113,10 @@ class Fitted:
         """One token has nothing to attend to but itself: heads answer with `(Σ_h v_h)ᵀx`."""
         y, X = answered.parts[1], answered.questions[1][:, 0]
         if not bool(answered.values.any()):
+            if self.answer_error or self.precision > _EPSILON:
+                raise Unsuccessful(
+                    Status.MISMATCH, "every answer of ordinary size is rounded to zero"
+                )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
         miss = (y - X @ _total(answered)) / self._sigma(y)
         if float(miss.square().mean().sqrt()) > 4 * _EXPLAINED:
