@@ -39,6 +39,7 @@ _SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looke
 _PAIRS = 8  # that are looked at for a scale
 _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 2.0  # root mean square of the residuals in units of σ
+_FINE = 1e-6  # errors of answers with which weak attention is still seen clearly
 _STEPS = 120
 _UNKNOWNS = 400  # of all heads together, up to which their number is looked for
 _STALLED = 12  # steps within which a start has to gain a tenth
@@ -86,6 +87,8 @@ class Fitted:
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         scale = _scale(oracle, stream)
+        if max(self.precision, self.answer_error) <= _FINE:
+            scale /= 2  # softer attention has fewer false minima, and digits enough are left
         answered = _Answers(oracle, stream, scale)
         unknowns = oracle.dim**2 + oracle.dim
         most = max(1, min(self.most, _UNKNOWNS // unknowns))
