@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.errors import InputError, MissingExtra
 
 TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
 NO_LABEL = -1  # of an example that came without one
@@ -245,7 +245,7 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise InputError(
+        raise MissingExtra(
             f"expected a file of examples, got {name}: there is no such file, and names on the hub"
             " need the package datasets: pip install 'keyhole[hub]'"
         ) from error

@@ -9,7 +9,7 @@ import typer
 
 from keyhole.cli.app import Json, app
 from keyhole.cli.console import show
-from keyhole.errors import InputError
+from keyhole.errors import MissingExtra
 from keyhole.results import dump
 
 
@@ -32,7 +32,7 @@ def serve(
     try:
         from keyhole.oracle.server import serve as run
     except ModuleNotFoundError as missing:
-        raise InputError(
+        raise MissingExtra(
             "expected MLServer for serve, got none: pip install 'keyhole[serve]'"
         ) from missing
     url = f"http://{host}:{port}/v2/models/{name}"

@@ -62,7 +62,7 @@ class Link:
 
 
 def undone(name: str, answers: Tensor) -> Tensor:
-    """Scores plus offset; NaN where an answer is too near the end of its range to have digits."""
+    """Scores plus offset; not finite where an answer is too near the end of its range to say."""
     match name:
         case "sigmoid":
             return torch.logit(_inside(answers, 0.0, 1.0))
@@ -78,8 +78,8 @@ def undone(name: str, answers: Tensor) -> Tensor:
 
 
 def _inside(answers: Tensor, low: float, high: float) -> Tensor:
-    near = (answers - low < _NEAR) | (high - answers < _NEAR)
-    return answers.masked_fill(near, torch.nan)
+    answers = answers.masked_fill(answers - low < _NEAR, low)
+    return answers.masked_fill(high - answers < _NEAR, high)
 
 
 class Undone:
