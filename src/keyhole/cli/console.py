@@ -25,6 +25,7 @@ people = Console(stderr=True)
 
 def say(message: str, style: str | None = None) -> None:
     """One line stays one line, and nothing in it is taken for markup."""
+    message = message.encode("utf-8", "replace").decode()  # names of files may be any bytes
     people.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

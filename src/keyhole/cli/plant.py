@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from keyhole import invert, oracle
+from keyhole.bounds import expect_count
 from keyhole.cli.app import Seed, app
 from keyhole.cli.console import say
 
@@ -45,6 +46,7 @@ def plant(
     seed: Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on."""
+    expect_count("--tokens", tokens)
     if kind == "inversion":
         problem, secret = invert.plant(
             tokens, dim, scale=scale, heads=heads, residual=residual, causal=causal, seed=seed
