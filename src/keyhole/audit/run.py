@@ -17,6 +17,8 @@ from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Checked
 from keyhole.audit.targets import Data, Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
+from keyhole.bounds import expect_count, expect_seed
+from keyhole.devices import expect_device
 from keyhole.oracle import Oracle
 from keyhole.oracle.session import session
 from keyhole.progress import Track, untracked
@@ -33,7 +35,7 @@ def audit(
     texts: int = 3,
     flips: int = 12,
     column: str | None = None,
-    label: str = "label",
+    label: str | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     ledger: str | Path | None = None,
@@ -45,10 +47,15 @@ def audit(
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name),
     or an oracle, several by name, or a model with its texts. `data` is a file of texts for a model:
     the first `texts` of its `column` are read back, and the first `flips` flipped, whose right
-    classes are in the column `label`. `layers` overrides which layers are looked at. `ledger`
+    classes are in the column `label`: by default the one of that name, if there is one, or else the
+    model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
     remembers what endpoints answered.
     """
     started = time.perf_counter()
+    expect_seed(seed)
+    expect_count("--texts", texts)
+    expect_count("--flips", flips)
+    expect_device(device)
     if isinstance(target, str):
         given = None if data is None else Data(data, texts, flips, column, label)
         opened = open_target(target, data=given, layers=layers, device=device)

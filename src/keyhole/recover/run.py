@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
+from keyhole.files import is_folder, trouble
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
@@ -118,7 +120,7 @@ def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not is_folder(path):
         return [path]
     inside = sorted(path.glob("*.safetensors"))
     if not inside:
@@ -178,6 +180,7 @@ def capturing(
     seed: int = 0,
 ) -> Iterator[tuple[Path, Leak]]:
     """The same as they come: each leak and the file that holds it."""
+    expect_seed(seed)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = _paths(Path(out), len(texts))
@@ -189,10 +192,8 @@ def capturing(
         leak = degrade(leak, precision, noise, seed + number)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"expected a folder to write to, got {path.parent}: {error}"
-            ) from error
+        except (OSError, ValueError) as error:
+            raise trouble("a folder to write to", path.parent, error) from error
         leak.save(path)
         yield path, leak
 
