@@ -32,7 +32,7 @@ from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
-_HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
 _NOT_COMPUTED = frozenset({
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
