@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from keyhole.errors import InputError
-from keyhole.files import private
+from keyhole.files import exists, private, read_text, trouble
+from keyhole.strict_json import parse
 
 Run = Mapping[str, Any]
 _FIX = "choose another file, or remove this one"
@@ -106,15 +107,17 @@ class Journal:
         self.records |= records
         if self._file is None:
             return
-        for key, record in records.items():
-            line = json.dumps({"key": key, **record}, allow_nan=False)
-            self._file.write(line + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        lines = [json.dumps({"key": k, **record}, allow_nan=False) for k, record in records.items()]
+        try:
+            self._file.write("".join(f"{line}\n" for line in lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:  # what stands there stays; half a line is dropped next time
+            raise trouble("a file that remembers", str(self.path), error) from error
 
     def _open(self, path: Path, run: Run) -> IO[str]:
+        text = read_text(path, "a file to resume from") if exists(path) else ""
         try:
-            text = path.read_text("utf-8") if path.exists() else ""
             whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
             if whole and not self._recalls(path, whole, run):
                 whole = ""
@@ -123,13 +126,15 @@ class Journal:
             file.write(whole or json.dumps(dict(run)) + "\n")
             file.truncate()
             file.flush()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"expected a file to resume from, got {path}: {error}") from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise trouble("a file to resume from", path, error) from error
         return file
 
     def _recalls(self, path: Path, whole: str, run: Run) -> bool:
         """Read what the run has done; False where it is another's, which is to be replaced."""
-        lines = whole.splitlines()
+        lines = whole.rstrip("\n").split("\n")  # texts may hold other ends of lines
         try:
             expect_same_run(path, run, _line(path, 1, lines[0]), self._fix)
         except AnotherRun:
@@ -146,7 +151,7 @@ class Journal:
 
 def _line(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = parse(text)
     except ValueError as error:
         raise InputError(f"expected JSON in {path}:{number}, got {text[:40]!r}") from error
     if not isinstance(record, dict):

@@ -175,12 +175,13 @@ def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
     assert "the only input with this output and these maps" in done.stdout
 
 
-def test_a_nan_in_a_problem_could_not_be_checked(tmp_path, here):
+def test_a_nan_in_a_problem_is_wrong_input(tmp_path, here):
     problem, _ = invert.plant(3, 2)
     replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
     done = here("invert", "p.safetensors", "--json")
-    assert done.returncode == 3
-    assert json.loads(done.stdout)["reason"].startswith("expected finite numbers in B")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("keyhole: expected finite numbers in B, got 6 NaN")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path)
     with pytest.raises(InputError, match=r"expected JSON in .*run.jsonl:2, got 'no'"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     path.write_text(f'{header}\n{{"key": "a"}}\n')
-    with pytest.raises(InputError, match=r"expected an outcome under a in .*run.jsonl"):
+    with pytest.raises(InputError, match=r"expected outcome, got none under a in .*run.jsonl"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     with pytest.raises(InputError, match="expected a file"):
         sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")

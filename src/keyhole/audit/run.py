@@ -18,6 +18,8 @@ from keyhole.audit.check import Check
 from keyhole.audit.journal import Resuming, make_all, opened_journal
 from keyhole.audit.targets import Data, Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
+from keyhole.bounds import expect_count, expect_seed
+from keyhole.devices import expect_device
 from keyhole.errors import InputError
 from keyhole.models.loading import names_model
 from keyhole.oracle import Oracle
@@ -36,7 +38,7 @@ def audit(
     texts: int = 3,
     flips: int = 12,
     column: str | None = None,
-    label: str = "label",
+    label: str | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     ledger: str | Path | None = None,
@@ -51,12 +53,17 @@ def audit(
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name),
     or an oracle, several by name, or a model with its texts. `data` is a file of texts for a model:
     the first `texts` of its `column` are read back, and the first `flips` flipped, whose right
-    classes are in the column `label`. `layers` overrides which layers are looked at. `ledger`
+    classes are in the column `label`: by default the one of that name, if there is one, or else the
+    model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
     remembers what endpoints answered. `journal` is the file that remembers finished checks, from
     which an audit that was stopped goes on (`resuming` is told so); remove it once the findings are
     saved. Another audit's journal is refused, or replaced with `force`.
     """
     started = time.perf_counter()
+    expect_seed(seed)
+    expect_count("--texts", texts)
+    expect_count("--flips", flips)
+    expect_device(device)
     if isinstance(target, str):
         if ledger is not None and names_model(target):
             raise _no_endpoint(target)

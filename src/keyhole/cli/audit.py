@@ -57,12 +57,12 @@ def audit(
     ] = 12,
     column: Annotated[str | None, typer.Option(help="The column that holds the texts.")] = None,
     label: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="The column that holds the right class; without it, the model's own answer is "
-            "taken to be right."
+            help="The column that holds the right class: label, if there is one; without it, the "
+            "model's own answer is taken to be right."
         ),
-    ] = "label",
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from keyhole.bounds import expect_count
 from keyhole.cli.app import (
     AllowPickle,
     Device,
@@ -73,6 +74,7 @@ def capture(
     seed: Seed = 0,
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on."""
+    expect_count("--limit", limit)
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
     if not texts:
         raise InputError("expected --text or --data, got neither")

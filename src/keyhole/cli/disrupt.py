@@ -57,12 +57,12 @@ def disrupt(
     ] = None,
     text: TextColumn = None,
     label: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="The column that holds the right class; without it, the model's own answer is "
-            "taken to be right."
+            help="The column that holds the right class: label, if there is one; without it, the "
+            "model's own answer is taken to be right."
         ),
-    ] = "label",
+    ] = None,
     classes: Classes = None,
     examples: Annotated[
         int | None, typer.Option(help="Attack only this many examples, the first of the file.")

@@ -27,6 +27,7 @@ from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
 from keyhole.invert.run import run
+from keyhole.progress import Progress
 from keyhole.results import Status, dump, exit_code
 
 
@@ -98,11 +99,16 @@ def invert(
     expect_new(*and_tensors(out), force=force)
     with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
-        n, d = asked.length, asked.dim
-        say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+
+        def begun(name: str, total: int | None = None) -> Progress:
+            """Said when the search begins: a refusal comes before it, as the only line."""
+            n, d = asked.length, asked.dim
+            say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+            return track(name, total)
+
         result = run(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
-            seed=seed, certify=certify, track=track,
+            seed=seed, certify=certify, track=begun,
         )  # fmt: skip
         if out is not None:
             result.save(out)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from keyhole import invert, oracle
+from keyhole.bounds import expect_count
 from keyhole.cli.app import Force, Seed, app, expect_folder, expect_new
 from keyhole.cli.console import show
 
@@ -46,6 +47,7 @@ def plant(
     seed: Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on."""
+    expect_count("--tokens", tokens)
     expect_folder(path)
     expect_new(path, force=force)
     if kind == "inversion":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +37,12 @@ def serve(
             "expected MLServer for serve, got none: pip install 'keyhole[serve]'"
         ) from missing
     url = f"http://{host}:{port}/v2/models/{name}"
-    if as_json:
-        typer.echo(dump({"url": url}))
-    else:
-        show(f"serving {target} at {url} (Ctrl-C ends it)")
-    run(target, name=name, host=host, port=port)
+
+    def begun() -> None:
+        if as_json:
+            typer.echo(dump({"url": url}))
+        else:
+            show(f"serving {target} at {url} (Ctrl-C ends it)")
+        sys.stdout.flush()
+
+    run(target, name=name, host=host, port=port, begun=begun)

@@ -22,7 +22,7 @@ from concurrent.futures import (
 )
 from typing import Any
 
-from keyhole.data import Example, encode
+from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
 from keyhole.disrupt.disruption import Disruption
@@ -32,6 +32,7 @@ from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
+from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
 from keyhole.progress import Progress, silent
 from keyhole.resume import Journal
@@ -60,7 +61,8 @@ def _attack(
     attacker: Attacker, source: ModelSource, model: Any, tokenizer: Any,
     examples: Sequence[Example],
 ) -> Disruption:  # fmt: skip
-    batch, given = encode(tokenizer, examples, longest=source.longest)
+    longest = fitting(model, tokenizer, source.longest)
+    batch, given = encode(tokenizer, examples, longest=longest)
     names = [example.id for example in examples]
     labels = None
     if source.task not in GENERATES:
@@ -109,6 +111,7 @@ def sweep(
     return Disruption(
         method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
         failed=tuple(run.failed), identity=identity, task=source.task, examples=tuple(examples),
+        own_answers=source.task in GENERATES or any(e.label == NO_LABEL for e in examples),
     )  # fmt: skip
 
 

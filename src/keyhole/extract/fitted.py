@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_number
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
@@ -68,6 +69,8 @@ class Fitted:
                 raise InputError(f"expected {name} of 1 or more, got {getattr(self, name)}")
         if self.heads is not None and self.heads < 1:
             raise InputError(f"expected heads of 1 or more, got {self.heads}")
+        expect_number("answer_error", self.answer_error, least=0)
+        expect_number("precision", self.precision, above=0)
         if not self.oversampling > 1:
             raise InputError(f"expected an oversampling above 1, got {self.oversampling}")
 

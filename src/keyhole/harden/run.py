@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.data import Example, read_examples
+from keyhole.devices import expect_device
 from keyhole.disrupt import HackAttend
 from keyhole.errors import InputError, KeyholeError
+from keyhole.files import exists, is_folder, trouble
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
 from keyhole.harden.hardening import Hardening, Trained
@@ -21,11 +24,12 @@ from keyhole.harden.registry import DEFENCES
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
-from keyhole.models.loading import class_names, load_config, save, task_of
+from keyhole.models.loading import class_names, expect_names, load_config, save, task_of
 from keyhole.models.tasks import Task
 from keyhole.progress import Progress, Track, untracked
 from keyhole.resume import expect_same_run
 
+MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
 _TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
 
@@ -69,14 +73,25 @@ def run(
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
-    for name, value in (("--flips", flips), ("--seeds", seeds)):
-        if value < 1:
-            raise InputError(f"expected {name} of 1 or more, got {value}")
+    counts = {
+        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "--batch": batch,
+        "--longest": longest, "--examples": examples,
+    }  # fmt: skip
+    for option, value in counts.items():
+        expect_count(option, value)
+    expect_number("--learning-rate", learning_rate, above=0)
+    expect_seed(seed)
+    expect_seed(seed + seeds - 1)
+    expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
     expect_writable(Path(out), str(model))
-    names = list(classes) or class_names(load_config(folder_of(str(model))))
+    if checkpoint is not None:
+        expect_folder(Path(checkpoint))
+    config = load_config(folder_of(str(model)))
+    expect_names(classes, config)
+    names = list(classes) or class_names(config)
     read = partial(read_examples, text=text, label=label, names=names)
     chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
     settings: dict[str, Any] = {
@@ -97,13 +112,30 @@ def run(
 
 def expect_writable(out: Path, model: str) -> None:
     """Said before hours of training, not after; nothing is made before there is a model."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / CARD).exists():
+    expect_folder(out)
+    if out.exists() and any(out.iterdir()) and not (out / CARD).exists():
         raise InputError(f"expected a new folder, or one made by this command, got {out}")
-    if out.exists() and Path(model).exists() and out.samefile(model):
+    if out.exists() and exists(model) and out.samefile(model):
         raise InputError(f"expected another folder than the model's own, got {out}")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+
+
+def expect_folder(folder: Path) -> None:
+    """A folder that is there, or that can be made."""
+    try:
+        os.lstat(folder)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write", folder, error) from error
+    else:
+        if not is_folder(folder):
+            raise InputError(f"expected a folder to write, got {folder}: it is none")
+    places = (folder, *folder.absolute().parents)
+    there = next(place for place in places if exists(place))
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"expected a folder to write, got {out}: nothing can be made in {there}")
+        raise InputError(
+            f"expected a folder to write, got {folder}: nothing can be made in {there}"
+        )
 
 
 def expect_unfinished(out: Path, card: Hardening) -> None:
@@ -203,6 +235,8 @@ class _Course:
         task: Task = "choice" if self.examples[0].choices else "classification"
         has_head = task_of(name) == task
         count = max(example.label for example in self.examples) + 1
+        if not has_head:
+            expect_count("classes for a new head", count, most=MOST_CLASSES)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             loaded = load_model(
@@ -235,9 +269,7 @@ class _Course:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                f"expected a folder to write, got {self.out}: {error.strerror}"
-            ) from error
+            raise trouble("a folder to write", self.out, error) from error
         card.save(self.out / CARD)
 
 

@@ -34,6 +34,9 @@ class Link:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise InputError(f"expected a link among {', '.join(NAMES)}, got {self.name}")
+        if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
+            got = f"shape {tuple(self.offset.shape)}" if self.offset.ndim > 1 else "NaN or infinity"
+            raise InputError(f"expected an offset that is a number, or one a score, got {got}")
 
     def __str__(self) -> str:
         shift = "" if not bool(self.offset.any()) else "an offset"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keyhole.results import Status, environment
 from keyhole.results.result import Result
+from keyhole.results.typed import restored
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
@@ -94,14 +95,4 @@ class TextRecovery(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        return cls(
-            status=Status(data["status"]),
-            marks=tuple(Mark(mark) for mark in data["marks"]),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = (
-    "reason", "method", "ids", "text", "verified", "passes", "seconds", "residual", "precision",
-    "forwards", "fitting", "tested", "judging", "environment",
-)  # fmt: skip
+        return restored(cls, data, more=True)

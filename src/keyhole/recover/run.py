@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
+from keyhole.files import is_folder, trouble
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
@@ -124,7 +126,7 @@ def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not is_folder(path):
         return [path]
     inside = sorted(path.glob("*.safetensors"))
     if not inside:
@@ -187,6 +189,7 @@ def capturing(
     seed: int = 0,
 ) -> Iterator[tuple[Path, Leak]]:
     """The same as they come: each leak and the file that holds it."""
+    expect_seed(seed)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
@@ -195,10 +198,8 @@ def capturing(
         loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"expected a folder to write to, got {paths[0].parent}: {error}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write to", paths[0].parent, error) from error
     run = {
         "run": "capture", "model": loaded.identity, "exposure": str(exposure),
         "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
