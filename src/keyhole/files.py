@@ -66,6 +66,10 @@ def is_folder(path: str | Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def is_file(path: str | Path) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
 def _mode(path: str | Path, follow: bool = True) -> int:
     """What stat says of the kind of thing; 0 where there is none."""
     try:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import sys
 from functools import partial
 
@@ -26,9 +27,14 @@ from keyhole.results import Audit
 ESCAPE = "\x1b"
 
 
+@pytest.fixture
+def place(everything, tmp_path):
+    """Something tiny for every command, and nothing that an earlier test wrote."""
+    return shutil.copytree(everything, tmp_path / "place")
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Something tiny for every command."""
+def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     tiny_classifiers.classifier(folder, 6)
     target = oracle.plant(dim=4, seed=1)
@@ -141,7 +147,7 @@ def test_a_terminal_has_colours_unless_nobody_wants_them(wish, here, monkeypatch
     master, slave = pty.openpty()
     with os.fdopen(slave, "w", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        here("report", "audit.json")
+        assert here("report", "audit.json").returncode in (0, 1)
         shown = b""
         while b"signs" not in shown:
             shown += os.read(master, 65536)

@@ -213,11 +213,12 @@ def expect_new(*files: Path | None, force: bool) -> None:
 
     Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
     """
-    expect_folder(*files)
+    from keyhole.files import is_file, is_folder  # loads torch
+
     for file in files:
-        if file is not None and file.is_dir():
-            raise InputError(f"expected a file to write, got {file}, which is a folder")
-        if file is not None and file.is_file() and not force:
+        if file is not None and is_folder(file):
+            raise InputError(f"expected a file to write, got {file}: it is a folder")
+        if file is not None and is_file(file) and not force:
             raise InputError(
                 f"expected a new file, got {file}, which exists: give --force to replace it"
             )
