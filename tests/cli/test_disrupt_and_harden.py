@@ -311,7 +311,10 @@ WRONG = {
     "a random head": (["disrupt", "base", "--task", "classification"], "expected a trained head"),
     "no such class": (["disrupt", "my-classifier", "--target", "7"], "a target from 0 to 1, got 7"),
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
-    "bad count": (["disrupt", "my-classifier", "--examples", "0"], "--examples of 1 or more, got 0"),
+    "bad count": (
+        ["disrupt", "my-classifier", "--examples", "0"],
+        "--examples of 1 or more, got 0",
+    ),
     "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
     "scale": (
         ["disrupt", "my-classifier", "--scale", "half"],
