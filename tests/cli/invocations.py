@@ -163,8 +163,9 @@ def _codes(title: str, name: str, place: str) -> frozenset[int]:
         "out",
     )
     if place == "full":
-        folder = (title, name) == ("harden", "out")
-        return WRONG if remembers or folder else WORLDS_FAULT
+        # A folder; and a page without --dev, which is refused before it is looked at.
+        wrong = title == "harden" and name in ("out", "page")
+        return WRONG if remembers or wrong else WORLDS_FAULT
     if title in ("harden", "capture") and name in ("out", "checkpoint") and place == "empty/inside":
         return DONE  # folders are made
     ok = {"missing", "dangling-link", "\udcff\udcfe"}

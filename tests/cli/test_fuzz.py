@@ -93,7 +93,7 @@ def expect_whole_files(folder: Path) -> None:
 def _folder(case: Case, world: Path) -> Path:
     world.mkdir(exist_ok=True)
     for name in case.needs:
-        bad_files.make(world, name)
+        _as_it_was(bad_files.make(world, name))
     folder = world.parent / f"case-{CASES.index(case)}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -101,6 +101,32 @@ def _folder(case: Case, world: Path) -> Path:
         made = bad_files.make(world, name)
         subprocess.run(["cp", "-a", made, folder], check=True)  # links and pipes as they are
     return folder
+
+
+_MADE: dict[Path, object] = {}  # what bad files looked like when they were made
+
+
+def _as_it_was(path: Path) -> None:
+    """An earlier case may have written there, as it was told to: then it is made anew."""
+    if path in _MADE and _MADE[path] != _looks(path):
+        if path.is_symlink():
+            (path.parent / path.readlink()).unlink(missing_ok=True)  # what was written behind it
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        bad_files.make(path.parent, path.name)
+    _MADE[path] = _looks(path)
+
+
+def _looks(path: Path) -> object:
+    """Links, files and all that is inside folders: kinds, sizes and times."""
+    if not os.path.lexists(path):
+        return None
+    inner = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else []
+    behind = path.exists() if path.is_symlink() else None
+    stats = [os.lstat(place) for place in (path, *inner)]
+    return [(stat.st_mode, stat.st_size, stat.st_mtime_ns) for stat in stats], behind
 
 
 def _content(path: Path) -> object:

@@ -47,6 +47,8 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
         return [nothing_to_try("flips", Skip("attention cut", "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
+    if task == "classification":
+        _expect_labels(loaded, given)
 
     @cache
     def examples() -> Sequence[Example]:
@@ -110,6 +112,14 @@ def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = s
         loaded.model, loaded.tokenizer, examples, _TOGETHER, longest, alike=False,
         progress=progress,
     )  # fmt: skip
+
+
+def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
+    """Said before the first check, not after the last: the model has such classes."""
+    classes = int(loaded.model.config.num_labels)
+    largest = max((example.label for example in examples), default=NO_LABEL)
+    if largest >= classes:
+        raise InputError(f"expected labels from 0 to {classes - 1}, got {largest}")
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:

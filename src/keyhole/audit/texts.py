@@ -97,9 +97,13 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
 
 
 def _layers(line: Line, target: TextTarget, parts: Anatomy) -> Sequence[int | None]:
-    if target.layers is not None and line.kind in ("hidden", "kv"):
-        return list(target.layers)
-    return line.layers(parts)
+    if target.layers is None or line.kind not in ("hidden", "kv"):
+        return line.layers(parts)
+    for layer in target.layers:
+        Exposure(line.kind, layer).block(
+            parts
+        )  # said before the first check: there is such a layer
+    return list(target.layers)
 
 
 def _words(line: Line, layer: int | None) -> str:
