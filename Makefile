@@ -15,7 +15,7 @@ $(READY): requirements.lock pyproject.toml
 	touch $@
 
 demo: $(READY)
-	@$(BIN)/keyhole audit demo || [ $$? -eq 1 ]  # 1: something was given away, as it should be
+	@$(BIN)/keyhole audit demo --force || [ $$? -eq 1 ]  # 1: something was given away, as it should be
 
 # Workers that have nothing left to do take tests from those that have.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -252,7 +252,9 @@ class Texts:
         self.known: dict[str, list[int]] = {}
         self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
 
-    def __call__(self, chosen: list[str], **options: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, chosen: str | list[str], **options: Any) -> dict[str, Any]:
+        if isinstance(chosen, str):  # the training asks what frames a text
+            return self.tokenizer(chosen, **options)
         new = [text for text in chosen if text not in self.known]
         if new:
             cut = {name: options[name] for name in ("truncation", "max_length")}

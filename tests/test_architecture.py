@@ -17,7 +17,16 @@ SOURCE = Path(__file__).parent.parent / "src"
 LONGEST = 320  # lines of a module
 
 FLOORS = (  # from the ground up
-    {"errors", "progress", "percent", "attention", "least_squares", "two_loop_recursion"},
+    {
+        "errors",
+        "progress",
+        "percent",
+        "attention",
+        "least_squares",
+        "two_loop_recursion",
+        "strict_json",
+    },
+    {"bounds", "devices", "memory"},  # what a caller may ask for
     {"files"},
     {"registry", "resume", "data"},
     {"results"},  # what every attack returns

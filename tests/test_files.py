@@ -1,8 +1,16 @@
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 
-from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors, write_text
+from keyhole.errors import InputError, KeyholeError
+from keyhole.files import read_tensors, read_text, write_tensors, write_text
+from keyhole.resume import Journal
 
 
 def test_tensors_and_what_is_said_of_them_come_back(tmp_path):
@@ -39,6 +47,19 @@ def test_nothing_half_written(tmp_path, monkeypatch, kind):
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
+def test_what_a_killed_process_had_begun_is_removed(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    mine, others = (
+        f"a.{os.getppid()}.partial",
+        ("a.b.partial", "b.1.partial", f"ab.{ended}.partial"),
+    )
+    for name in (f"a.{ended}.partial", mine, *others):
+        (tmp_path / name).touch()
+    write_text(tmp_path / "a", "whole")
+    assert {file.name for file in tmp_path.iterdir()} == {"a", mine, *others}
+
+
 def test_no_folder_to_write_in_and_no_file_to_read(tmp_path):
     nowhere = tmp_path / "no" / "such"
     for write in (lambda: write_text(nowhere, ""), lambda: write_tensors(nowhere, {})):
@@ -49,3 +70,70 @@ def test_no_folder_to_write_in_and_no_file_to_read(tmp_path):
     (tmp_path / "text").write_text("words")
     with pytest.raises(InputError, match=r"expected a leak, got .*text"):
         read_tensors(tmp_path / "text", "a leak")
+
+
+@contextmanager
+def files_of_at_most(size):
+    """No file may grow beyond `size` bytes: what a full disk is like, for this process alone."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITERS = {
+    "text": lambda path: write_text(path, "x" * 10_000),
+    "tensors": lambda path: write_tensors(path, {"x": torch.zeros(10_000)}),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_full_disk_is_the_machines_fault_and_the_old_file_stays(tmp_path, write):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with files_of_at_most(1000), pytest.raises(KeyholeError, match="expected a file") as failure:
+        write(path)
+    assert not isinstance(failure.value, InputError)
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_journal_on_a_full_disk_keeps_what_it_has(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Journal(path, {"run": "this"}) as journal:
+        journal.add({"a": {}})
+    with (
+        files_of_at_most(200),
+        pytest.raises(KeyholeError, match="a file that remembers"),
+        Journal(path, {"run": "this"}) as journal,
+    ):
+        journal.add({"b": {"text": "x" * 10_000}})
+    with Journal(path, {"run": "this"}) as journal:
+        assert list(journal.records) == ["a"]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_devices_and_pipes_are_written_to_and_stay_what_they_are(tmp_path, write):
+    (tmp_path / "full").symlink_to("/dev/full")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(KeyholeError, match="No space left"):
+        write(tmp_path / "full")
+    with pytest.raises(InputError, match="No such device"):  # nobody reads from it
+        write(tmp_path / "pipe")
+    assert (tmp_path / "full").is_char_device()
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["full", "pipe"]
+
+
+def test_only_plain_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(InputError, match="it is a device or a pipe"):
+            read_text(path, "a text")
+    with pytest.raises(InputError, match="it is a folder"):
+        read_text(tmp_path, "a text")
+    for name in ("x" * 300, "a\0b"):
+        with pytest.raises(InputError, match="there is no such file"):
+            read_text(tmp_path / name, "a text")

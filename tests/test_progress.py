@@ -1,15 +1,11 @@
-"""One shape of progress: silent by default, bars on a terminal, nothing where nobody looks."""
+"""One shape of progress: silent by default, and what calls of it add up to."""
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
-from keyhole.cli import console
 from keyhole.oracle import Counted, plant
-from keyhole.progress import Progress, Track, silent, untracked
+from keyhole.progress import Progress, Standing, Track, duration, silent, untracked
 
 
 def test_by_default_nobody_looks():
@@ -28,38 +24,60 @@ def test_work_says_what_is_done_and_of_how_much():
     assert calls[-1][0][0] == 3
 
 
-@pytest.fixture
-def terminal(monkeypatch):
-    """What a person at a terminal sees."""
+class Clock:
+    def __init__(self):
+        self.now = 100.0
 
-    def look(is_terminal: bool) -> Console:
-        people = Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
-        monkeypatch.setattr(console, "people", people)
-        monkeypatch.delenv("KEYHOLE_NO_PROGRESS", raising=False)
-        return people
-
-    return look
+    def __call__(self):
+        return self.now
 
 
-def shown(people: Console) -> str:
-    with console.bars("texts") as track:
-        progress = track("search", 10)
-        progress(3)
-        progress(4, note="layer 2")
-        track("proof")(1, 2)
-    return people.file.getvalue()
+def test_it_never_goes_back_and_its_end_is_all_of_it():
+    standing = Standing("search", 10, "starts")
+    shares = []
+    for done, total in ((3, None), (2, None), (4, 40), (50, None)):
+        standing.report(done, total)
+        shares.append(standing.share)
+    assert shares == [0.3, 0.3, 0.3, 1.0]
+    assert standing.count == "50 of 50 starts"  # more than was expected
+    early = Standing("search", 10)
+    early.report(4)
+    assert not early.complete
+    early.end()
+    assert (early.share, early.count, early.complete) == (1.0, "4 of 4", True)
+    untold = Standing("closed form")
+    assert (untold.share, untold.count, untold.words()) == (None, "", "closed form")
+    untold.end()
+    assert (untold.share, untold.count) == (1.0, "done")
 
 
-def test_a_terminal_shows_bars(terminal):
-    text = shown(terminal(is_terminal=True))
-    assert "search layer 2" in text
-    assert "4/10" in text
-    assert "1/2" in text
-    assert "texts" in text
+def test_time_left_is_that_of_the_parts_done_in_this_run():
+    clock = Clock()
+    standing = Standing("audit", 18, "checks", clock)
+    standing.report(6)  # a run that was stopped had them
+    assert standing.words() == "audit: 6 of 18 checks"
+    clock.now += 12
+    standing.report(7, note="hidden states of layer 3")
+    assert standing.time == "about 2 minutes left"  # 11 of 12 seconds each
+    assert standing.words("now logits: 1 of 2") == (
+        "audit: 7 of 18 checks, hidden states of layer 3, now logits: 1 of 2, about 2 minutes left"
+    )
+    clock.now += 60  # a slow one: the estimate follows without another word
+    assert standing.time == "about 13 minutes left"
+    standing.end()
+    assert standing.time == "in 1 minute"
 
 
-def test_a_pipe_shows_nothing_and_so_does_a_wish(terminal, monkeypatch):
-    assert shown(terminal(is_terminal=False)).strip() == ""
-    people = terminal(is_terminal=True)
-    monkeypatch.setenv("KEYHOLE_NO_PROGRESS", "1")
-    assert "search" not in shown(people)
+def test_a_count_without_a_unit_takes_it_from_the_note():
+    standing = Standing("invert")
+    standing.report(12, 256, "starts, best 1.0e-03")
+    assert standing.words() == "invert: 12 of 256 starts, best 1.0e-03"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 second"), (8.6, "9 seconds"), (43, "45 seconds"), (60, "1 minute"),
+     (150, "3 minutes"), (5399, "90 minutes"), (7200, "2 hours")],
+)  # fmt: skip
+def test_durations_as_people_say_them(seconds, words):
+    assert duration(seconds) == words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 import tiny_models as tiny
 from keyhole.data import Example
+from keyhole.disrupt import ATTACKERS, HackAttend, Rerank
 
 KINDS = {
     "classes": transformers.BertForSequenceClassification,
@@ -79,3 +81,16 @@ def classifier(folder: Path, count: int = 12) -> Path:
         rows = [f"{one.text}\t{one.label}\n" for one in examples(count, seed)]
         (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
     return name
+
+
+def attack_lightly(monkeypatch) -> None:
+    """The stronger attack with few rounds, and a share at which eight words lose some units."""
+
+    def light(share=0.01, scope="head", *, seed=0):
+        del share
+        return HackAttend(0.2, scope=scope, schedule=Rerank(2, 2, 1), seed=seed)
+
+    monkeypatch.setattr(HackAttend, "strongest", light)
+    monkeypatch.setitem(
+        ATTACKERS._entries, "strongest", replace(ATTACKERS["strongest"], make=light)
+    )

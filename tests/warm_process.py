@@ -56,6 +56,19 @@ class Warm:
             raise TimeoutExpired(str(self._process), timeout, output=self._words.read_bytes())
         return CompletedProcess([], code, self._out.read_text(), self._words.read_text())
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def words(self) -> str:
+        """What it has written to stderr."""
+        return self._words.read_text()
+
+    def poll(self) -> int | None:
+        """Its code, once it has ended."""
+        return self._process.exitcode
+
     def send_signal(self, number: int) -> None:
         os.kill(self._process.pid, number)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,10 +27,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.bounds import expect_count
+from keyhole.errors import InputError, MissingExtra
+from keyhole.files import exists, read_text
+from keyhole.strict_json import parse
 
 TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
 NO_LABEL = -1  # of an example that came without one
+_LETTERS = 1000  # of one token, at most: the longest word of a vocabulary has far fewer
+_CLASSES = 1_000_000  # more than any classifier has
 Batch = dict[str, Tensor]
 
 
@@ -62,13 +66,11 @@ def read_examples(
     order, where a table may hold names instead of numbers. `split` is for the hub alone. Where
     `labelled` is False, examples may come without a label (NO_LABEL).
     """
+    expect_count("the number of texts", limit)
     given = tuple(name for name in ((text,) if isinstance(text, str) else text) if name)
-    columns = _Columns(given, label, tuple(names), labelled)
-    path = Path(source)
-    if path.is_file():
+    columns, path = _Columns(given, label, tuple(names), labelled), Path(source)
+    if exists(path, links=True) or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
         rows = _from_file(path, columns)
-    elif path.exists() or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
-        raise InputError(f"expected a file with texts, got {source}: there is no such file")
     else:
         rows = _from_hub(str(source), split, columns)
     examples = list(islice((row for row in rows if row.text.strip()), limit))
@@ -115,18 +117,18 @@ class _Columns:
             return self.names.index(str(value))
         if self.names and not str(value).lstrip("-").isdecimal():
             known = ", ".join(self.names)
-            raise InputError(f"expected a class among {known} in {where}, got {value!r}")
+            raise InputError(f"expected a class among {known[:200]} in {where}, got {value!r:.40}")
         return _number(value, where)
 
 
 def _number(value: Any, where: str, below: int | None = None) -> int:
+    shown, most = str(value)[:40], _CLASSES if below is None else below
     try:
         number = int(value)
-    except (TypeError, ValueError):
-        raise InputError(f"expected a class as a number in {where}, got {value!r}") from None
-    if number < 0 or (below is not None and number >= below) or isinstance(value, float):
-        most = "" if below is None else f" below {below}"
-        raise InputError(f"expected a class from 0{most} in {where}, got {value!r}")
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"expected a class as a number in {where}, got {shown!r}") from None
+    if not 0 <= number < most or isinstance(value, float):
+        raise InputError(f"expected a class from 0 below {most:,} in {where}, got {shown}")
     return number
 
 
@@ -140,15 +142,12 @@ def _field(row: Any, name: str, kind: type, where: str) -> Any:
 def _texts(row: Any, name: str, where: str) -> list[str]:
     values = cast("list[Any]", _field(row, name, list, where))
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
-        raise InputError(f"expected two or more texts in {name!r} in {where}, got {values!r}")
+        raise InputError(f"expected two or more texts in {name!r} in {where}, got {values!r:.80}")
     return values
 
 
 def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"expected a file with texts, got {path}: {error}") from error
+    text = read_text(path, "a file with texts")
     if path.suffix in (".csv", ".tsv"):
         return _table(text, path, columns)
     if path.suffix not in (".json", ".jsonl"):
@@ -166,14 +165,28 @@ def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
         reader = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
         reader = csv.reader(text.splitlines(keepends=True))
-    header = next(reader, [])
-    for row in reader:
-        if not row:
-            continue
-        where = f"{path.name}:{reader.line_num}"
-        if len(row) != len(header):
-            raise InputError(f"expected {len(header)} columns in {where}, got {len(row)}")
-        yield columns.example(dict(zip(header, row, strict=True)), where)
+    try:
+        header = next(reader, [])
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
+            raise InputError(f"expected every column once in {path.name}, got {twice[0]!r} twice")
+        for row in reader:
+            if not row:
+                continue
+            where = f"{path.name}:{reader.line_num}"
+            if len(row) != len(header):
+                raise InputError(f"expected {len(header)} columns in {where}, got {len(row)}")
+            yield columns.example(dict(zip(header, row, strict=True)), where)
+    except csv.Error as error:
+        where = f"{path.name}:{reader.line_num + 1}"
+        raise InputError(f"expected a table in {where}, got {error}") from error
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise InputError(f"expected JSON in {where}, got {text[:40]!r}: {error}") from error
 
 
 def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
@@ -181,10 +194,7 @@ def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
         if not line.strip():
             continue
         where = f"{path.name}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"expected JSON in {where}, got {line[:40]!r}: {error}") from error
+        row = _json(line, where)
         if isinstance(row, dict) and "endings" in row:
             yield _hellaswag(row, where)
         elif isinstance(row, dict) and "answers" in row:
@@ -198,10 +208,7 @@ def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
 
 
 def _entries(text: str, path: Path) -> Iterator[Example]:
-    try:
-        entries = cast("list[Any]", json.loads(text))
-    except ValueError as error:
-        raise InputError(f"expected JSON in {path}, got {error}") from error
+    entries = cast("list[Any]", _json(text, path.name))
     for number, entry in enumerate(entries, 1):
         where = f"{path.name}[{number}]"
         if isinstance(entry, list):
@@ -229,7 +236,9 @@ def _reclor(row: Any, where: str) -> Example:
 def _dream(entry: list[Any], where: str) -> Iterator[Example]:
     if len(entry) != 3 or not (isinstance(entry[0], list) and isinstance(entry[1], list)):
         raise InputError(f"expected [[turns], [questions], id] in {where}, got {str(entry)[:60]}")
-    turns, questions = cast("list[str]", entry[0]), cast("list[Any]", entry[1])
+    turns, questions = cast("list[Any]", entry[0]), cast("list[Any]", entry[1])
+    if not all(isinstance(turn, str) for turn in turns):
+        raise InputError(f"expected turns as texts in {where}, got {turns!r:.80}")
     for number, row in enumerate(questions):
         choices = _texts(row, "choice", where)
         answer, question = _field(row, "answer", str, where), _field(row, "question", str, where)
@@ -245,7 +254,7 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        raise InputError(
+        raise MissingExtra(
             f"expected a file of examples, got {name}: there is no such file, and names on the hub"
             " need the package datasets: pip install 'keyhole[hub]'"
         ) from error
@@ -275,6 +284,11 @@ def from_rows(
             yield columns.example(row, where)
 
 
+def opening(text: str, tokens: int | None) -> str:
+    """As much of a text as its first `tokens` can come from: a tokenizer reads all it is given."""
+    return text if tokens is None else text[: _LETTERS * tokens]
+
+
 def encode(
     tokenizer: Any, examples: Sequence[Example], *, longest: int | None = None
 ) -> tuple[Batch, Tensor]:
@@ -292,14 +306,15 @@ def encode(
     }  # fmt: skip
     width = widths.pop()
     if width:
-        firsts = [example.text for example in examples for _ in example.choices]
+        firsts = [opening(example.text, longest) for example in examples for _ in example.choices]
         seconds = [choice for example in examples for choice in example.choices]
         if longest is not None:
             options["truncation"] = "longest_first"
         encoded = tokenizer(firsts, seconds, **options)
         batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
     else:
-        seconds = [example.second for example in examples]
+        seconds = [opening(example.second, longest) for example in examples]
         pairs = [seconds] if any(seconds) else []
-        batch = dict(tokenizer([example.text for example in examples], *pairs, **options))
+        firsts = [opening(example.text, longest) for example in examples]
+        batch = dict(tokenizer(firsts, *pairs, **options))
     return batch, torch.tensor([example.label for example in examples])

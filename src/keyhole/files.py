@@ -2,25 +2,45 @@
 
 Everything is written under another name first and then renamed: whoever reads, or comes back after
 a crash, never finds half a file. What Keyhole writes is what a target gave away, so only its owner
-may read it (mode 0600).
+may read it (mode 0600). Devices and pipes are written to as they are: nothing takes their place.
+
+Only plain files are read: a device has no end, and a pipe may have nobody at its other end.
 """
 
 from __future__ import annotations
 
+import errno
+import glob
 import os
+import re
+import stat
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.errors import InputError, KeyholeError
+from keyhole.memory import expect_room
+
+# What the machine is at fault for; everything else is a wrong name.
+_MACHINE = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+})  # fmt: skip
+_TEXT = 8  # bytes of memory for a byte of text that is read and taken apart, about
 
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a whole text file or leave the old one."""
-    _whole(path, lambda partial: partial.write_text(text, "utf-8"))
+    # "replace": half a surrogate pair is no text.
+    _whole(
+        path,
+        lambda partial: partial.write_text(text, "utf-8", "replace"),
+        lambda: text.encode("utf-8", "replace"),
+    )
 
 
 def write_tensors(
@@ -29,37 +49,156 @@ def write_tensors(
     """Write a whole .safetensors file or leave the old one."""
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = None if metadata is None else dict(metadata)
-    _whole(path, lambda partial: save_file(plain, partial, metadata=about))
+    _whole(
+        path,
+        lambda partial: save_file(plain, partial, metadata=about),
+        lambda: save(plain, metadata=about),
+    )
+
+
+def exists(path: str | Path, *, links: bool = False) -> bool:
+    """Is there something, be it a link to nothing? Takes names that no file can have, as Path's
+    own does not."""
+    return _mode(path, follow=not links) != 0
+
+
+def is_folder(path: str | Path) -> bool:
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: str | Path) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: str | Path, follow: bool = True) -> int:
+    """What stat says of the kind of thing; 0 where there is none."""
+    try:
+        return Path(path).stat(follow_symlinks=follow).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def expect_file(path: str | Path, what: str) -> None:
+    """Refuse what is no plain file; `what` is what the reader expected."""
+    mode = _mode(path)
+    if stat.S_ISREG(mode):
+        return
+    reason = "it is a device or a pipe" if mode else "there is no such file"
+    if stat.S_ISDIR(mode):
+        reason = "it is a folder"
+    raise InputError(f"expected {what}, got {path}: {reason}")
+
+
+def expect_writable(path: Path) -> None:
+    """Said before hours of work, not after: a file can be written there, as far as names tell."""
+    reason = ""
+    if not is_folder(path.absolute().parent):
+        reason = "there is no such folder"
+    elif is_folder(path):
+        reason = "it is a folder"
+    elif stat.S_ISFIFO(_mode(path)):
+        reason = "it is a pipe"
+    else:
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise trouble("a file to write", path, error) from error
+    if reason:
+        raise InputError(f"expected a file to write, got {path}: {reason}")
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a plain file in UTF-8."""
+    expect_file(path, what)
+    try:
+        expect_room(_TEXT * Path(path).stat().st_size, f"the file {path}")
+        return Path(path).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"expected {what}, got {path}: {error}") from error
+    except OSError as error:
+        raise trouble(what, path, error) from error
 
 
 def read_tensors(
     path: str | Path, what: str = "a .safetensors file"
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a .safetensors file; `what` is what the reader expected."""
-    if not Path(path).is_file():
-        raise InputError(f"expected {what}, got {path}: there is no such file")
+    expect_file(path, what)
+    expect_room(Path(path).stat().st_size, f"the file {path}")
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return file.metadata() or {}, tensors
     except (OSError, SafetensorError) as error:
-        raise InputError(f"expected {what}, got {path}: {error}") from error
+        raise trouble(what, path, error) from error
+
+
+def trouble(what: str, path: str | Path, error: BaseException) -> KeyholeError:
+    """What to raise where `what` was expected: a wrong name, or a machine that cannot."""
+    number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+    if number is None:  # safetensors is written in Rust, and tells the number in words
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else None
+    kind = KeyholeError if number in _MACHINE else InputError
+    return kind(f"expected {what}, got {path}: {why}")
 
 
 def private(path: Path) -> None:
     """Make sure that there is a file which only its owner may read."""
+    if _special(path):
+        raise OSError(errno.EINVAL, "it is a device or a pipe")
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
     path.chmod(0o600)
 
 
-def _whole(path: str | Path, write: Callable[[Path], object]) -> None:
+def _special(path: Path) -> bool:
+    """A device, a pipe or a socket: neither a file, nor a folder, nor nothing."""
+    mode = _mode(path)
+    return mode != 0 and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _whole(path: str | Path, write: Callable[[Path], object], content: Callable[[], bytes]) -> None:
     path = Path(path)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        private(partial)
-        write(partial)
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"expected a file to write, got {path}: {why}") from error
+        if _special(path):
+            return _through(path, content())
+        _remove_abandoned(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            private(partial)
+            write(partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise trouble("a file to write", path, error) from error
+
+
+def _through(path: Path, content: bytes) -> None:
+    """Into a device, or a pipe that somebody reads: one that nobody does is not waited for."""
+    opened = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.set_blocking(opened, True)
+    with os.fdopen(opened, "wb") as file:
+        file.write(content)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What processes that were killed had begun to write there."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
+        if number.isdecimal() and not _is_alive(int(number)):
+            partial.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    if sys.platform == "win32":  # where os.kill would end it
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # somebody else's process, or no process number at all
+        return True
+    return True

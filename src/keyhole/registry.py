@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
 
 Method = TypeVar("Method")
@@ -86,6 +87,8 @@ class Registry(Mapping[str, Entry[Method, Line]]):
     def make(self, name: str, **options: Any) -> Method:
         """The method called `name`; options that are None are left at its defaults."""
         entry = self[name]
+        if options.get("seed") is not None:
+            expect_seed(options["seed"])
         given = {option: value for option, value in options.items() if value is not None}
         for option in given:
             if option not in entry.options:

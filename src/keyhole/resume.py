@@ -20,9 +20,15 @@ from types import TracebackType
 from typing import IO, Any, cast
 
 from keyhole.errors import InputError
-from keyhole.files import private
+from keyhole.files import exists, private, read_text, trouble
+from keyhole.strict_json import parse
 
 Run = Mapping[str, Any]
+_FIX = "choose another file, or remove this one"
+
+
+class AnotherRun(InputError):
+    """A file remembers another run than the one that was to go on from it."""
 
 
 def digest(*parts: Any) -> str:
@@ -33,17 +39,16 @@ def digest(*parts: Any) -> str:
     return sum_.hexdigest()[:16]
 
 
-def expect_same_run(path: str | Path, mine: Run, theirs: object) -> None:
-    """Refuse a file that remembers another run, and say what differs."""
+def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX) -> None:
+    """Refuse a file that remembers another run, and say what differs and what to do."""
     # What tuples become on their way through JSON must not count as a difference.
     here = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
     there = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
     for name in (*here, *(name for name in there if name not in here)):
         if here.get(name) != there.get(name):
             wanted, got = _apart(name, here.get(name), there.get(name))
-            raise InputError(
-                f"expected {path} to remember a run with {wanted}, got one with {got}: "
-                "choose another file, or remove this one"
+            raise AnotherRun(
+                f"expected {path} to remember a run with {wanted}, got one with {got}: {fix}"
             )
 
 
@@ -57,11 +62,25 @@ def _apart(name: str, here: Any, there: Any) -> tuple[str, str]:
     return f"{name} {here}", f"{name} {there}"
 
 
-class Journal:
-    """What a run has done so far, by key; `path` None keeps it in memory alone."""
+def records_in(path: Path) -> int:
+    """How many finished pieces a journal holds; 0 where there is none."""
+    try:
+        return max(0, path.read_bytes().count(b"\n") - 1)
+    except OSError:
+        return 0
 
-    def __init__(self, path: str | Path | None, run: Run) -> None:
+
+class Journal:
+    """What a run has done so far, by key; `path` None keeps it in memory alone.
+
+    Another run's file is refused (`fix` says what to do about it), or begun anew with `replace`.
+    """
+
+    def __init__(
+        self, path: str | Path | None, run: Run, *, replace: bool = False, fix: str = _FIX
+    ) -> None:
         self.path = None if path is None else Path(path)
+        self._replace, self._fix = replace, fix
         self.records: dict[str, dict[str, Any]] = {}
         self._file = None if self.path is None else self._open(self.path, run)
 
@@ -88,40 +107,51 @@ class Journal:
         self.records |= records
         if self._file is None:
             return
-        for key, record in records.items():
-            line = json.dumps({"key": key, **record}, allow_nan=False)
-            self._file.write(line + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        lines = [json.dumps({"key": k, **record}, allow_nan=False) for k, record in records.items()]
+        try:
+            self._file.write("".join(f"{line}\n" for line in lines))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:  # what stands there stays; half a line is dropped next time
+            raise trouble("a file that remembers", str(self.path), error) from error
 
     def _open(self, path: Path, run: Run) -> IO[str]:
+        text = read_text(path, "a file to resume from") if exists(path) else ""
         try:
-            text = path.read_text("utf-8") if path.exists() else ""
             whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
-            if whole:
-                self._recall(path, whole, run)
+            if whole and not self._recalls(path, whole, run):
+                whole = ""
             private(path)
             file = path.open("w" if not whole else "r+", encoding="utf-8")
             file.write(whole or json.dumps(dict(run)) + "\n")
             file.truncate()
             file.flush()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"expected a file to resume from, got {path}: {error}") from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise trouble("a file to resume from", path, error) from error
         return file
 
-    def _recall(self, path: Path, whole: str, run: Run) -> None:
-        lines = whole.splitlines()
-        expect_same_run(path, run, _line(path, 1, lines[0]))
+    def _recalls(self, path: Path, whole: str, run: Run) -> bool:
+        """Read what the run has done; False where it is another's, which is to be replaced."""
+        lines = whole.rstrip("\n").split("\n")  # texts may hold other ends of lines
+        try:
+            expect_same_run(path, run, _line(path, 1, lines[0]), self._fix)
+        except AnotherRun:
+            if self._replace:
+                return False
+            raise
         for number, text in enumerate(lines[1:], 2):
             record = _line(path, number, text)
             if not isinstance(record.get("key"), str):
                 raise InputError(f"expected a key in {path}:{number}, got {text[:40]!r}")
             self.records[str(record.pop("key"))] = record
+        return True
 
 
 def _line(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = parse(text)
     except ValueError as error:
         raise InputError(f"expected JSON in {path}:{number}, got {text[:40]!r}") from error
     if not isinstance(record, dict):

@@ -12,6 +12,7 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole import report
 from keyhole.audit import Audit, audit, flips
+from keyhole.audit.check import joined
 from keyhole.audit.texts import TextTarget
 from keyhole.data import encode
 from keyhole.disrupt import (
@@ -27,6 +28,7 @@ from keyhole.disrupt.registry import Line
 from keyhole.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
+from keyhole.progress import untracked
 from keyhole.registry import Entry
 from keyhole.report import pictures, wording
 from keyhole.results import Finding, Status
@@ -42,6 +44,11 @@ def target(**options):
     return TextTarget(loaded, [one.text for one in examples], examples=examples, **options)
 
 
+def checked(asked, seed=0):
+    """What all the checks of a model's predictions give."""
+    return joined(check.run(untracked) for check in flips.checks("", asked, seed))
+
+
 @pytest.fixture
 def easily(monkeypatch):
     """A larger share: eight words leave 1% of a head no unit at all."""
@@ -53,7 +60,7 @@ def easily(monkeypatch):
 
 def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
     asked = target()
-    found = flips.check("", asked)
+    found = checked(asked)
     assert [one.exposure for one in found.findings] == [
         "20% of each head's attention cut",
         "20% of all attention cut",
@@ -101,7 +108,7 @@ class Whole:
 def test_an_attacker_in_one_line_is_in_the_audit():
     ATTACKERS.add(Entry("whole", Whole, (Line("everything"),)))
     try:
-        findings = flips.check("", target(), seed=3).findings
+        findings = checked(target(), seed=3).findings
     finally:
         ATTACKERS.remove("whole")
     assert [finding.exposure for finding in findings][-1] == "all of it cut"
@@ -140,16 +147,16 @@ def test_a_disruption_is_an_audit_of_one_finding(tmp_path):
 
 def test_without_labels_the_models_own_answers_count(easily):
     asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(3)])
-    for finding in flips.check("", asked).findings:
+    for finding in checked(asked).findings:
         assert " of 3 right answers flipped" in finding.reason
     bare = replace(asked, examples=())
-    assert " of 3 right" in flips.check("", bare).findings[0].reason
+    assert " of 3 right" in checked(bare).findings[0].reason
 
 
 def test_the_twin_stands_beside_it(easily):
     asked = target()
     twin = replace(asked.loaded, name="the hardened twin")
-    found = flips.check("", replace(asked, twin=twin)).findings[0]
+    found = checked(replace(asked, twin=twin)).findings[0]
     first, second = found.reason.split("; of the hardened twin: ")
     assert first.split(" right")[0] == second.split(" (")[0]  # the same model, so the same figures
 
@@ -157,24 +164,24 @@ def test_the_twin_stands_beside_it(easily):
 def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     bare = tiny.model("bert")
     loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
-    skipped = flips.check("", TextTarget(loaded, ["w1 w2"]))
+    skipped = checked(TextTarget(loaded, ["w1 w2"]))
     assert skipped.findings == ()
     assert "expected a head for classes or text, got BertModel" in skipped.skips[0].reason
     with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
-        flips.check("", target(examples=[tiny_classifiers.Example("a", 4, "w1")]))
+        checked(target(examples=[tiny_classifiers.Example("a", 4, "w1")]))
 
 
 def test_none_right_is_not_a_clean_bill():
     asked = target(examples=[replace(one, label=-1) for one in tiny_classifiers.examples(2)])
     labelled = flips._labelled(asked.loaded, asked.examples)
     wrong = [replace(one, label=1 - one.label) for one in labelled]
-    found = flips.check("", replace(asked, examples=wrong)).findings[0]
+    found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
     assert wording.outcome(found) == "could not check"
 
 
 def test_json_page_and_verdict(easily):
-    found = flips.check("", target())
+    found = checked(target())
     made = Audit("t", "t", found.findings)
     assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     page = report.render(made)
@@ -212,7 +219,7 @@ def test_a_model_that_hides_its_attention_is_skipped(monkeypatch):
         raise InputError("expected attention that can be reached, got none")
 
     monkeypatch.setattr(HackAttend, "__call__", refuse)
-    found = flips.check("", target())
+    found = checked(target())
     assert found.findings == ()
     (skip,) = found.skips  # said once, and not by every attacker
     assert "can be reached" in skip.reason

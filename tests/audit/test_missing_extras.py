@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tomllib
+from dataclasses import replace
 
 import pytest
 
+import command_line
 import keyhole
+from keyhole.audit import targets
 from keyhole.errors import MissingExtra
-from keyhole.results import Status
+from keyhole.results import Audit, Status
 from keyhole.resume import Journal
 
+NAMES = {"python-flint": "flint"}  # of modules, where a package's is another
 LAYER = keyhole.oracle.plant("attention", dim=3, every_token=True, seed=1)
 
 
@@ -18,6 +24,79 @@ LAYER = keyhole.oracle.plant("attention", dim=3, every_token=True, seed=1)
 def without(monkeypatch):
     """Python finds a package no longer."""
     return lambda name: monkeypatch.setitem(sys.modules, name, None)
+
+
+def extras(root):
+    """The modules behind each extra, from pyproject.toml."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    return {
+        extra: [NAMES.get(name, name) for name in (need.split(">")[0] for need in needs)]
+        for extra, needs in project["optional-dependencies"].items()
+        if extra not in ("all", "dev")
+    }
+
+
+# What the audit of the demo says where an extra is missing; the others it can do without.
+SAID = {
+    "models": "expected transformers to be installed, got none: pip install 'keyhole[models]'",
+    "proofs": "not proved: expected python-flint",
+}
+EXTRAS = ("cluster", "convex", "hub", "models", "proofs", "serve")
+FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
+# One at a time in a full run; otherwise those that the demo can do without are missing together.
+MISSING = (
+    [(extra,) for extra in EXTRAS]
+    if FULL
+    else [("models",), ("proofs", "cluster", "convex", "hub", "serve")]
+)
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    """The demo with one endpoint, text, example and layer, to be quick; whole in a full run."""
+    real = targets._demo
+
+    def demo(data, layers, device):
+        opened = real(data, [1], device)
+        models = {
+            name: replace(
+                model, texts=model.texts[:1], examples=model.examples[:1], twin=None,
+                precisions=("float32",),
+            )
+            for name, model in opened.models.items()
+        }  # fmt: skip
+        return replace(opened, surfaces={"the attention layer": LAYER}, models=models)
+
+    if not FULL:
+        monkeypatch.setattr(targets, "_demo", demo)
+
+
+def test_every_extra_is_tried(root):
+    assert set(extras(root)) == set(EXTRAS)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("missing", MISSING, ids=" ".join)
+@pytest.mark.usefixtures("small_demo")
+def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypatch, capsys):
+    for extra in missing:
+        for module in extras(root)[extra]:
+            without(module)
+    done = command_line.inside(
+        "audit", "demo", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.returncode == 1, done.stderr
+    audit = Audit.load(tmp_path / "keyhole-report.json")
+    page = (tmp_path / "keyhole-report.html").read_text()
+    reasons = [part.reason for part in (*audit.findings, *audit.skips)]
+    advised = [reason for reason in reasons if "pip install" in reason]
+    assert bool(advised) == (missing[0] in SAID) == ("pip install" in page)
+    for reason in advised:
+        assert SAID[missing[0]] in reason
+        assert f"pip install 'keyhole[{missing[0]}]'" in reason
+    sought = {finding.sought for finding in audit.findings}
+    assert sought >= {"weights", "input"}
+    assert ("text" in sought) == ("models" not in missing)
 
 
 def test_the_demo_without_transformers_checks_its_endpoints(without, monkeypatch):
@@ -59,6 +138,7 @@ def test_an_audit_without_flint_has_findings_without_proofs(without):
             keyhole.invert.plant(2, 2)[0], starts=1, certify=True
         )),
         ("distributed", "cluster", lambda: keyhole.disrupt.run("demo", dask="tcp://localhost:1")),
+        ("datasets", "hub", lambda: keyhole.disrupt.run("demo", data="nobody/nothing")),
     ],
 )  # fmt: skip
 def test_what_needs_a_package_names_its_extra(package, extra, use, without, tmp_path, monkeypatch):
@@ -66,6 +146,17 @@ def test_what_needs_a_package_names_its_extra(package, extra, use, without, tmp_
     without(package)
     with pytest.raises(MissingExtra, match=rf"pip install 'keyhole\[{extra}\]'"):
         use()
+
+
+def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
+    without("mlserver")
+    monkeypatch.delitem(sys.modules, "keyhole.oracle.server", raising=False)
+    keyhole.oracle.save(LAYER, tmp_path / "t.safetensors")
+    done = command_line.inside(
+        "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert done.returncode == 2
+    assert "pip install 'keyhole[serve]'" in done.stderr
 
 
 def test_what_is_written_is_for_its_owner_alone(tmp_path):

@@ -172,4 +172,4 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr  # a guess: the leak is not explained
-    assert "leak.safetensors: " in done.stderr
+    assert "leak.safetensors: " in done.stdout

@@ -29,7 +29,7 @@ def keyhole(tmp_path, monkeypatch, capsys):
 def test_a_leak_is_captured_and_read(keyhole, tmp_path):
     made = keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:3")
     assert made.returncode == 0
-    assert "leak.safetensors: hidden:3 of 8 tokens, float32" in made.stderr
+    assert "leak.safetensors: hidden:3 of 8 tokens, float32" in made.stdout
     with safe_open(tmp_path / "leak.safetensors", framework="pt") as file:
         about = json.loads(file.metadata()["about"])
     assert about["layer"] == 3
@@ -41,7 +41,8 @@ def test_a_leak_is_captured_and_read(keyhole, tmp_path):
     assert result["verified"]
     assert list(result)[:4] == ["leak", "digest", "format", "kind"]
     assert result["text"] == "a warm and funny film."
-    assert "recovered" in done.stderr
+    words = keyhole("invert", "text", "demo", "leak.safetensors").stdout
+    assert words.startswith("leak.safetensors: recovered (")
 
 
 def test_several_leaks_resume(keyhole, tmp_path):
@@ -91,7 +92,8 @@ def test_a_method_by_name(keyhole):
 
 def test_a_leak_of_the_same_name_is_read_again(keyhole):
     for text in ("a good film .", "a bad film ."):
-        keyhole("capture", "demo", "--text", text, "--expose", "hidden:1", "--out", "l.safetensors")
+        leak = ("--expose", "hidden:1", "--out", "l.safetensors", "--force")
+        keyhole("capture", "demo", "--text", text, *leak)
         done = keyhole("invert", "text", "demo", "l.safetensors", "--out", "f.jsonl", "--json")
         assert json.loads(done.stdout)["text"] == text.replace(" .", ".")
 
@@ -141,8 +143,8 @@ def test_a_text_that_is_read_in_part_is_a_finding_and_its_marks_are_words(tmp_pa
     )
     done = keyhole("invert", "text", "demo", "leak.safetensors")
     assert done.returncode == 1, done.stderr
-    assert "leak.safetensors: inexact (" in done.stderr
-    words = " ".join(done.stderr.split())
+    assert "leak.safetensors: inexact (" in done.stdout
+    words = " ".join(done.stdout.split())
     assert re.search(
         r" \[a warm\] ?\{[^}]+\} ?\[funny film\.\] 7 likely, 1 unknown of 8 tokens: ", words
     )

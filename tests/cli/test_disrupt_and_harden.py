@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 import tiny_classifiers
 import tiny_heads
 import tiny_models
-from command_line import interrupted
 from keyhole import disrupt, harden
 from keyhole.cli import app
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
-from keyhole.errors import KeyholeError
 from keyhole.models import load_model
 from tiny_classifiers import classifier
 
@@ -33,7 +31,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def keyhole(monkeypatch, tmp_path):
-    """A command in this process, which has torch already; errors that are foreseen are raised."""
+    """A command in this process, which has torch already."""
 
     def run(*arguments, cwd=tmp_path):
         monkeypatch.chdir(cwd)
@@ -47,16 +45,7 @@ def keyhole(monkeypatch, tmp_path):
 
 @pytest.fixture
 def lightly(monkeypatch):
-    """The stronger attack with few rounds, and a share at which eight words lose some units."""
-
-    def light(share=0.01, scope="head", *, seed=0):
-        del share
-        return HackAttend(0.2, scope=scope, schedule=Rerank(2, 2, 1), seed=seed)
-
-    monkeypatch.setattr(HackAttend, "strongest", light)
-    monkeypatch.setitem(
-        ATTACKERS._entries, "strongest", replace(ATTACKERS["strongest"], make=light)
-    )
+    tiny_classifiers.attack_lightly(monkeypatch)
 
 
 def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
@@ -72,7 +61,6 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     assert done.exit_code == (1 if found.flips else 0), done.stderr
     assert found.flips, "a share of 20% flips something"
     assert max(one.worst_head for one in found.attacked) <= 0.2
-    assert "right answers flipped" in done.stderr
     assert "became <b>LABEL_" in page.read_text()
 
 
@@ -106,14 +94,17 @@ def test_from_python_without_the_command_line(place, tmp_path):
 
     light = HackAttend(0.2, schedule=Rerank(2, 2, 1), seed=5)
     found = disrupt.run(model, place / "dev.tsv", method=light, examples=4, track=track)
-    assert rows == [("HackAttend", 4, 4)]
+    assert rows == [("disrupt", 0, 4), ("disrupt", 4, 4)]
     assert HackAttend.from_dict(found.method) == light
     rows.clear()
     done = harden.run(
         model, place / "train.tsv", tmp_path / "new", method=harden.SAttend(0.3), epochs=1,
         batch=4, track=track,
     )  # fmt: skip
-    assert rows == [("training", step, 3) for step in (1, 2, 3)]
+    assert [row for row in rows if row[0] != "harden"] == [
+        ("training", step, 3) for step in (1, 2, 3)
+    ]
+    assert rows[-1] == ("harden", 1, 1)
     assert (done.method, done.before, done.after) == ("SAttend", None, ())
     assert harden.Hardening.load(tmp_path / "new" / "hardening.json") == done
     assert repr(done).splitlines()[0].endswith("my-classifier: SAttend, 12 examples")
@@ -126,7 +117,8 @@ def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
     model = place / "my-classifier"
     view = ("disrupt", model, "--as-released", "--json", "--data")
     own = json.loads(keyhole(*view, "plain.txt").stdout)
-    assert own["accuracy"] == 1.0  # its own answers are what it holds to be right
+    assert own["own_answers"]
+    assert own["accuracy"] is None  # its own answers say nothing about that
     named = ("named.csv", "--label", "gold", "--classes", "no,yes")
     done = keyhole(*view, *named)
     said = [one["before"] == [1] for one in json.loads(done.stdout)["outcomes"]]
@@ -146,37 +138,9 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     )  # fmt: skip
     data = json.loads(done.stdout)
     assert done.exit_code == (1 if data["success"] else 0), done.stderr
-    assert data["accuracy"] == 1.0
+    assert data["accuracy"] is None  # of its own answers there is none
+    assert data["own_answers"]
     assert (tmp_path / "p.html").exists()
-
-
-def stopped(command, ready, cwd):
-    """A process that is sent Ctrl-C as soon as it is `ready`: its words."""
-    done = interrupted(*command, cwd=cwd, ready=lambda _: ready())
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_ctrl_c_keeps_the_journal_and_the_same_command_goes_on(keyhole, place, tmp_path, processes):
-    command = (
-        "disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.02,
-        "--resume", "run.jsonl", "--json", "--processes", processes,
-    )  # fmt: skip
-    journal = tmp_path / "run.jsonl"
-    words = stopped(
-        command, lambda: journal.exists() and journal.read_text().count("\n") > 1, tmp_path
-    )
-    assert "stopped; what is finished is in run.jsonl: the same command resumes" in words
-    kept = journal.read_text().splitlines()
-    again = keyhole(*command[:-1], 0)
-    data = json.loads(again.stdout)
-    assert again.exit_code == (1 if data["success"] else 0), again.stderr
-    assert len(data["outcomes"]) == 12
-    lines = journal.read_text().splitlines()
-    assert lines[: len(kept)] == kept  # nothing was attacked twice
-    assert len(lines) == 1 + 12
 
 
 def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, lightly):
@@ -192,7 +156,6 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, 
     (run,) = data["runs"]
     assert len(run["training"]["losses"]) == 2
     assert 0 <= run["after"]["accuracy"] <= 1
-    assert "flips, stronger" in first.stderr
     trained = load_model(tmp_path / "new", task="classification")
     assert trained.tokenizer is not None
     again = json.loads(keyhole(*arguments, "--out", "again").stdout)
@@ -233,7 +196,6 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
         *view, *options, "--dev", place / "dev.tsv", "--flips", 3, "--seeds", 2, "--out", "both"
     )
     assert both.exit_code == 0, both.stderr
-    assert "after, 2 seeds" in both.stderr
     runs = json.loads(both.stdout)["runs"]
     assert [(run["seed"], run["folder"]) for run in runs] == [(0, "seed-0"), (1, "seed-1")]
     keyhole(*view, *options, "--seed", 1, "--out", "one")
@@ -242,23 +204,6 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
     second = load_model(tmp_path / "both" / "seed-1", task="classification").model.state_dict()
     assert all(torch.equal(weight, second[name]) for name, weight in alone.items())
     assert not all(torch.equal(weight, other[name]) for name, weight in alone.items())
-
-
-def test_ctrl_c_keeps_whole_epochs_and_harden_goes_on(keyhole, place, tmp_path):
-    command = (
-        "harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
-        "--epochs", 12, "--batch", 2, "--checkpoint", "kept", "--out", "new", "--json",
-    )  # fmt: skip
-    kept = tmp_path / "kept"
-    words = stopped(command, lambda: any(kept.glob("epoch-*[0-9]")), tmp_path)
-    told = "keyhole: stopped; whole epochs are in kept: the same command resumes"
-    assert words.splitlines()[-1] == told
-    (last,) = (int(path.name.removeprefix("epoch-")) for path in kept.glob("epoch-*[0-9]"))
-    assert 1 <= last < 12
-    assert not (tmp_path / "new").exists()
-    training = json.loads(keyhole(*command).stdout)["runs"][0]["training"]
-    assert (training["resumed"], len(training["losses"])) == (last, 12)
-    assert load_model(tmp_path / "new", task="classification").tokenizer is not None
 
 
 def test_ctrl_c_after_training_leaves_a_model_and_a_card(
@@ -285,9 +230,16 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     assert card["before"] is not None
     assert card["runs"][0]["after"] is None
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
+    other = keyhole(*command, "--epochs", 2)
+    assert other.exit_code == 2
+    assert re.search(r"a run with epochs 2, got one with epochs 1: .*--force", other.stderr)
     assert keyhole(*command).exit_code == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["runs"][0]["after"] is not None
+    again = keyhole(*command)
+    assert again.exit_code == 2
+    assert re.match(r"keyhole: expected a new folder, got new, .*: give --force to ", again.stderr)
+    assert keyhole(*command, "--force").exit_code == 0
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
@@ -321,7 +273,8 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     options = ("--share", 0.05, "--page", "p.html", "--continuation", 2, "--spare", "padding")
     cut = json.loads(keyhole("disrupt", *view, *options).stdout)
     assert all(len(one["before"]) == 2 for one in cut["outcomes"])
-    assert cut["accuracy"] == 1.0  # its own answers are what it holds to be right
+    assert cut["own_answers"]
+    assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
     done = keyhole("audit", *view, "--texts", 2)
     found = json.loads(done.stdout)
@@ -358,7 +311,10 @@ WRONG = {
     "a random head": (["disrupt", "base", "--task", "classification"], "expected a trained head"),
     "no such class": (["disrupt", "my-classifier", "--target", "7"], "a target from 0 to 1, got 7"),
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
-    "bad count": (["disrupt", "my-classifier", "--examples", "0"], "expected one example or more"),
+    "bad count": (
+        ["disrupt", "my-classifier", "--examples", "0"],
+        "--examples of 1 or more, got 0",
+    ),
     "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
     "scale": (
         ["disrupt", "my-classifier", "--scale", "half"],
@@ -416,7 +372,7 @@ WRONG = {
     ),
     "a folder in a file": (
         ["harden", "my-classifier", "--out", "dev.tsv/o"],
-        "nothing can be made in .*dev.tsv",
+        "expected a folder to write, got dev.tsv/o: Not a directory",
     ),
     "no dev file": (
         ["harden", "my-classifier", "--out", "o", "--dev", "missing.tsv"],
@@ -424,7 +380,7 @@ WRONG = {
     ),
     "no epochs": (
         ["harden", "my-classifier", "--out", "o", "--epochs", "0"],
-        "expected epochs of 1",
+        "expected --epochs of 1 or more",
     ),
 }
 
@@ -433,9 +389,10 @@ WRONG = {
 def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
     if "base" in arguments:
         tiny_models.save("bert", place / "base")
-    with pytest.raises(KeyholeError, match=words) as said:
-        keyhole(*arguments, "--data", "dev.tsv", cwd=place)
-    assert "\n" not in str(said.value)
+    done = keyhole(*arguments, "--data", "dev.tsv", cwd=place)
+    assert done.exit_code in (2, 3)
+    (line,) = done.stderr.splitlines()
+    assert re.search(words, line)
     assert not (place / "o").exists()  # what cannot begin leaves nothing behind
 
 
@@ -450,11 +407,11 @@ def test_methods_have_names_of_the_registry(keyhole, place, command):
 
 def test_a_cluster_needs_dask(keyhole, place, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(KeyholeError, match=r"pip install .keyhole.cluster"):
-        keyhole(
-            "disrupt", "my-classifier", "--data", "dev.tsv", "--dask", "tcp://127.0.0.1:9",
-            cwd=place,
-        )  # fmt: skip
+    done = keyhole(
+        "disrupt", "my-classifier", "--data", "dev.tsv", "--dask", "tcp://127.0.0.1:9", cwd=place
+    )
+    assert done.exit_code == 2
+    assert "pip install 'keyhole[cluster]'" in done.stderr
 
 
 def test_a_cluster_by_address(keyhole, place):

@@ -40,7 +40,7 @@ WRONG = {
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],
         2,
-        "expected a budget of 0 queries or more, got -1",
+        "expected a budget of 0 or more, got -1",
     ),
     "not writable": (["plant", "no/x.safetensors"], 2, "expected a file to write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
@@ -66,6 +66,11 @@ WRONG = {
         ["audit", "small.safetensors", "--data", "text.txt"],
         2,
         "expected --data with a model, got the endpoint",
+    ),
+    "a ledger for a model": (
+        ["audit", "empty", "--ledger", "run.db"],
+        2,
+        "expected --ledger with an endpoint, whose answers it keeps, got the model empty: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),

@@ -7,6 +7,8 @@ lengths, norms or time, and as another outside, or drifts, or is noisy, or has l
 from __future__ import annotations
 
 import os
+import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +70,23 @@ KINDS = (
 )  # fmt: skip
 
 
+class Lying:
+    """An oracle of which a share of the answers is wrong, on each asking or by the question."""
+
+    def __init__(self, inner, share: float, manner: str, seed: int, wrong) -> None:
+        self.inner, self.dim, self.share, self.manner = inner, inner.dim, share, manner
+        self.stream, self.seed, self.wrong = torch.Generator().manual_seed(seed), seed, wrong
+
+    def __call__(self, sequences):
+        answers = self.inner(sequences)
+        if self.manner == "on each asking":
+            lies = torch.rand(len(answers), generator=self.stream) < self.share
+        else:
+            digests = [zlib.crc32(each.numpy().tobytes(), self.seed) for each in sequences]
+            lies = torch.tensor(digests, dtype=torch.float64) < self.share * 2**32
+        return torch.where(lies, self.wrong(answers), answers)
+
+
 def inside(domain, stream):
     """Random sequences of the domain that a result states."""
     low, high = (torch.tensor(norm, dtype=torch.float64).log() for norm in domain.norms)
@@ -124,3 +143,52 @@ def test_a_limit_on_lengths_ends_the_domain_and_contradicts_nothing():
     result = extract.SingleHead()(Short())
     assert result.status is Status.RECOVERED
     assert result.domain.lengths == (1, 16)
+
+
+SHARES = (1e-3, 1e-2)
+MANNERS = ("on each asking", "by the question")
+PROOFS = {
+    "signs": (oracle.SignOnly, extract.SignOnly(accuracy=1e-4), lambda y: 1 - y),
+    "rounded": (lambda head: oracle.Rounded(head, 3), extract.Tolerant(5e-4, max_norm=10.0),
+                lambda y: y + 0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("answers", PROOFS)
+def test_nothing_is_proved_that_wrong_answers_made_false(answers, manner, share):
+    shown, method, wrong = PROOFS[answers]
+    for seed in range(4 * len(SEEDS)):
+        head = oracle.plant("head", dim=DIM, seed=seed)
+        result = replace(method, seed=seed)(Lying(shown(head), share, manner, seed, wrong))
+        if result.guarantee is None:
+            assert ", proved" not in result.reason
+            continue
+        size = torch.linalg.vector_norm(head.v) if answers == "signs" else 1.0
+        assert (result.model.W - head.W).abs().max() <= result.guarantee, (seed, result.reason)
+        assert (result.model.v - head.v / size).abs().max() <= result.guarantee_v, seed
+
+
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.9])
+def test_a_single_wrong_label_is_noticed(place):
+    """One lie on the way: the bracket ends at it, and in other words it does not come again."""
+    head = oracle.plant("head", dim=DIM, seed=3)
+    signs, asked = oracle.SignOnly(head), 0
+    honest = extract.SignOnly(accuracy=1e-4)(signs)
+    assert ", proved if no label is wrong" in honest.reason
+    lie = int(place * honest.queries)
+
+    class Once:
+        dim = DIM
+
+        def __call__(self, sequences):
+            nonlocal asked
+            answers = signs(sequences).clone()
+            if asked <= lie < asked + len(answers):
+                answers[lie - asked] = 1 - answers[lie - asked]
+            asked += len(answers)
+            return answers
+
+    result = extract.SignOnly(accuracy=1e-4)(Once())
+    assert result.guarantee is None

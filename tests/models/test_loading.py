@@ -117,7 +117,7 @@ def test_remote_code_is_never_run(folder, tmp_path):
                          '{"AutoConfig": "own.Own", "AutoModel": "own.Own"}')  # fmt: skip
     (tmp_path / "config.json").write_text(named)
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
-    with pytest.raises(InputError, match="expected a model in"):
+    with pytest.raises(InputError, match="expected a configuration in"):
         load_model(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -278,3 +279,43 @@ def test_a_word_of_like_meaning_is_tried_as_a_rival(share):
         for word in words:
             verdict = judge(shipped(), leak, [*ids[:2], word, *ids[3:]])
             assert verdict.marks[2] is Mark.UNKNOWN or word == ids[2]
+
+
+def test_noise_does_not_hide_the_right_token_among_many_rivals():
+    """One rare part of a word for another: the right one is far down by what leaked."""
+    demo = load_demo()
+    target = Target.of(demo.model, demo.tokenizer)
+    text = (
+        "there 's something auspicious , and daring , too , about the artistic instinct that "
+        "pushes a majority-oriented director like steven spielberg to follow a.i. with this "
+        "challenging report so liable to unnerve the majority ."
+    )
+    right = torch.tensor(demo.tokenizer(text)["input_ids"])
+    here, rival = demo.tokenizer.convert_tokens_to_ids(["##erv", "##rence"])
+    place = right.tolist().index(here)
+    leak = invert.HiddenStates(torch.ones(len(right), 128), 4)
+    clean = target.expose(leak, right[None])["values"][0]
+    strength = 0.2 * float(clean.std())
+    wrong = right.clone()
+    wrong[place] = rival
+    given = target.expose(leak, wrong[None])["values"][0]
+    odds = 2 * (math.log(target.vocabulary) + 10)
+    missed = 0
+    for seed in range(8):
+        added = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+        leak = invert.HiddenStates(clean + strength * added, 4, noise=strength)
+
+        def misfits(rows, leaked=leak.values):
+            return ((rows - leaked) / strength).square().sum(-1)
+
+        def margin(noisy, leak=leak, misfits=misfits):
+            hidden = torch.zeros_like(right, dtype=torch.bool)
+            tried = rivals._rivals(target, leak, wrong, given, misfits, hidden, noisy)[:, place]
+            texts = wrong.repeat(len(tried), 1)
+            texts[:, place] = tried
+            rows = target.expose(leak, texts)["values"]
+            return float((misfits(rows).sum(-1) - misfits(given).sum()).min())
+
+        missed += margin(noisy=False) > odds
+        assert margin(noisy=True) < odds
+    assert missed  # the wrong token was called verified then

@@ -26,6 +26,7 @@ def test_the_unknown_token_is_said():
     model, given = leaks("hidden:1", ["w1 nobody w3 somebody"])
     recovery = recover_text(model, WORDS, given[0])
     assert recovery.verified  # the tokens are; the characters behind them are gone
+    assert recovery.status is Status.INEXACT
     assert recovery.text == "w1 [UNK] w3 [UNK]"
     assert "2 [UNK]: something stood there that the tokenizer has no token for" in recovery.reason
 
@@ -35,6 +36,8 @@ def test_a_leak_as_long_as_the_model_allows_was_probably_cut():
     cut, whole = recover_texts(model, WORDS, given)
     assert "the model's limit of 80 tokens: probably cut off" in cut.reason
     assert "cut off" not in whole.reason
+    assert (cut.status, whole.status) == (Status.INEXACT, Status.RECOVERED)
+    assert cut.verified
 
 
 @pytest.mark.parametrize("exposure", ["hidden:1", "hidden:2", "kv:1", "maps:1"])

@@ -49,6 +49,27 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         recover.run(loaded(hidden_act="relu"), anonymous, out=out)
 
 
+def test_a_capture_goes_on_where_it_stopped(tmp_path):
+    subject, out = loaded(), tmp_path / "leaks"
+    leaks = recover.capturing(subject, WORDS, "hidden:1", out=out, noise=0.1)
+    (first, _) = next(leaks)
+    leaks.close()  # stopped
+    journal = out / "capture.journal"
+    assert journal.read_text().count("\n") == 2
+    written = first.stat().st_mtime_ns
+    for other in ({"seed": 1}, {"noise": 0.2}, {"precision": "int8"}):
+        with pytest.raises(InputError, match=r"capture\.journal to remember a run with"):
+            recover.capture(subject, WORDS, "hidden:1", out=out, **{"noise": 0.1, **other})
+    with pytest.raises(InputError, match=r"with texts .*, got one with texts"):
+        recover.capture(subject, WORDS[::-1], "hidden:1", out=out, noise=0.1)
+    paths = recover.capture(subject, WORDS, "hidden:1", out=out, noise=0.1)
+    assert not journal.exists()
+    assert first.stat().st_mtime_ns == written  # not made again
+    whole = recover.capture(subject, WORDS, "hidden:1", out=tmp_path / "whole", noise=0.1)
+    digests = [[recover.load_leak(path).digest for path in made] for made in (paths, whole)]
+    assert digests[0] == digests[1]
+
+
 def test_progress_counts_tokens():
     subject, seen = loaded(), []
 
@@ -58,8 +79,9 @@ def test_progress_counts_tokens():
 
     leaks = [recover.leak_of(subject.model, subject.tokenizer, text, "hidden:1") for text in WORDS]
     recover.run(subject, leaks, track=track)
-    assert seen[0] == ("hidden:1 of 2 texts", 13)
-    assert seen[-1] == (13, 13)
+    assert seen[:3] == [("invert text", 2), (0, None), ("tokens from hidden:1", 13)]
+    assert (13, 13) in seen
+    assert seen[-1] == (2, None)
 
 
 def test_wrong_calls(tmp_path):

@@ -65,7 +65,7 @@ def test_files_that_are_no_result(tmp_path, text, message):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(InputError, match=r"expected a JSON file, got .*: No such file"):
+    with pytest.raises(InputError, match=r"expected a JSON file, got .*: there is no such file"):
         read(tmp_path / "no.json")
     with pytest.raises(InputError, match="expected a file to write"):
         write_text(tmp_path / "no" / "r.json", "")

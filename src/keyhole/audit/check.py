@@ -1,13 +1,89 @@
-"""What a family of exposures gives an audit: findings, and what it could not check."""
+"""What an audit consists of: checks that are made one by one, and what each of them gives.
+
+A check is one attack on one exposure of one part of the target. It needs nothing from the others,
+so an audit that was stopped goes on with those that are not done (journal.py).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
 
-from keyhole.results import Finding, Skip
+from keyhole.progress import Track
+from keyhole.results import Finding, Skip, Status
 
 
 @dataclass(frozen=True)
 class Checked:
+    """The findings of a check, and what it could not try."""
+
     findings: tuple[Finding, ...] = ()
     skips: tuple[Skip, ...] = ()
+
+    @property
+    def answered(self) -> bool:
+        """Did the target answer? Where it did not, the check is worth another try."""
+        failed = any(finding.status is Status.ORACLE_FAILED for finding in self.findings)
+        return not failed and not any(skip.unchecked for skip in self.skips)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Checked:
+        return cls(
+            tuple(Finding.from_dict(finding) for finding in data["findings"]),
+            tuple(Skip(**skip) for skip in data["skips"]),
+        )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One attack on one exposure, not made yet; `name` tells it from the others of its target."""
+
+    name: str
+    run: Callable[[Track], Checked]
+
+
+def nothing_to_try(name: str, *skips: Skip) -> Check:
+    """A check whose outcome is known before it is made: there is nothing to try."""
+    return Check(name, lambda _: Checked(skips=skips))
+
+
+@contextmanager
+def stopping_on_ctrl_c() -> Generator[None]:
+    """A solver takes Ctrl-C and hands over what it has by then; the person means the whole audit.
+
+    What an interrupted check gave is no finding: it would not be the same another time.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    heard = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = True
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if heard:
+        raise KeyboardInterrupt
+
+
+def joined(parts: Iterable[Checked]) -> Checked:
+    """What several checks gave; what two of them say in the same words is said once."""
+    parts = list(parts)
+    findings = dict.fromkeys(finding for part in parts for finding in part.findings)
+    skips = dict.fromkeys(skip for part in parts for skip in part.skips)
+    return Checked(tuple(findings), tuple(skips))

@@ -10,11 +10,12 @@ is held to be right.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
-from keyhole.audit.check import Checked
+from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
@@ -25,7 +26,8 @@ from keyhole.models import Loaded
 from keyhole.models.loading import load_config, load_tokenizer
 from keyhole.models.tasks import GENERATES, head_of
 from keyhole.percent import percent
-from keyhole.progress import Progress, Track, silent, untracked
+from keyhole.progress import Progress, Track, silent
+from keyhole.recover.pieces import decoded, labels
 from keyhole.results import Audit, Cut, Finding, Skip, Status
 
 SHOWN = 3  # flipped inputs that a finding shows
@@ -36,25 +38,38 @@ _REMEDY = "Take no attention masks from clients; train with keyhole harden, and 
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
 
-def check(surface: str, target: TextTarget, seed: int = 0, track: Track = untracked) -> Checked:
+def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     """Flips of a classifier, or of the next token; models without such a head are skipped."""
     loaded, task = target.loaded, head_of(target.loaded.model)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"expected a head for classes or text, got {name}: keyhole disrupt takes others"
-        return Checked(skips=(Skip("attention cut", "HackAttend", reason),))
+        return [nothing_to_try("flips", Skip("attention cut", "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
-    examples = _labelled(loaded, given) if task == "classification" else given
-    findings: list[Finding] = []
-    skips: dict[str, Skip] = {}
-    for attacker in attackers(seed):
-        try:
-            findings.append(_tried(surface, target, attacker, examples, track))
-        except InputError as error:  # attention that does not go where it can be cut
-            reason = str(error)
-            skips.setdefault(reason, Skip("attention cut", type(attacker).__name__, reason))
-    return Checked(tuple(findings), tuple(skips.values()))
+
+    @cache
+    def examples() -> Sequence[Example]:
+        return _labelled(loaded, given) if task == "classification" else given
+
+    return [
+        Check(f"flips by {attacker.words}", partial(_check, surface, target, attacker, examples))
+        for attacker in attackers(seed)
+    ]
+
+
+def _check(
+    surface: str,
+    target: TextTarget,
+    attacker: Attacker,
+    examples: Callable[[], Sequence[Example]],
+    track: Track,
+) -> Checked:
+    labelled = examples()
+    try:
+        return Checked((_tried(surface, target, attacker, labelled, track),))
+    except InputError as error:  # attention that does not go where it can be cut
+        return Checked(skips=(Skip("attention cut", type(attacker).__name__, str(error)),))
 
 
 def attackers(seed: int) -> list[Attacker]:
@@ -206,8 +221,8 @@ def _tokens(
     kept = ids[batch["attention_mask"].flatten(0, -2)[row].bool()].tolist()
     missing = max(0, least - len(kept))
     more = [token for token in continued if token >= 0][:missing]
-    tokens = tokenizer.convert_ids_to_tokens(kept + more)
-    return tuple(map(str, [*tokens, *["?"] * (least - len(tokens))]))
+    tokens = labels(tokenizer, kept + more)
+    return (*tokens, *["?"] * (least - len(tokens)))
 
 
 def _answer(
@@ -219,4 +234,4 @@ def _answer(
     if task == "classification":
         names: Mapping[int, str] = getattr(config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))
-    return str(tokenizer.decode([token for token in answer if token >= 0]))
+    return decoded(tokenizer, [token for token in answer if token >= 0])

@@ -9,13 +9,15 @@ Which leaks are tried with which method stands in invert/registry.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.audit.check import Checked
+from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.errors import MissingExtra
 from keyhole.invert import Inversion, Problem, certify
 from keyhole.invert.judge import SAME
@@ -29,29 +31,48 @@ from keyhole.results import Finding, Skip, Status
 LENGTH = 6  # tokens of the secret input
 
 
-def check(surface: str, oracle: Oracle, seed: int, track: Track) -> Checked:
+def checks(surface: str, oracle: Oracle, seed: int) -> list[Check]:
     """Every leak of a layer whose weights are at hand."""
-    methods = [
-        (line, METHODS.make(entry.name, seed=seed, **line.settings))
+    attacks = [
+        (f"input from {line.exposure}, {entry.name}", line,
+         METHODS.make(entry.name, seed=seed, **line.settings))
         for entry, line in METHODS.lines()
-    ]
+    ]  # fmt: skip
     layer = _layer(oracle)
     if layer is None:
         reason = "it needs the weights of an attention layer that answers for every token"
-        return Checked(
-            skips=tuple(
-                Skip(line.exposure, type(method).__name__, reason) for line, method in methods
-            )
-        )
+        return [
+            nothing_to_try(name, Skip(line.exposure, type(method).__name__, reason))
+            for name, line, method in attacks
+        ]
+    leak = cache(partial(_leak, layer, oracle, seed))
+    return [
+        Check(name, partial(_check, line, method, surface, layer, leak))
+        for name, line, method in attacks
+    ]
+
+
+def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
+    """An input made up by the auditor, and what the endpoint answers to it."""
     stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
     secret = _ordinary(layer, torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64))
+    return secret, ask(oracle, secret.unsqueeze(0))[0]
+
+
+def _check(
+    line: Line,
+    method: Solve,
+    surface: str,
+    layer: Attention,
+    leak: Callable[[], tuple[Tensor, Tensor]],
+    track: Track,
+) -> Checked:
     try:
-        output = ask(oracle, secret.unsqueeze(0))[0]
-    except OracleError:
-        return Checked()  # the other family says so already
-    return Checked(
-        tuple(_run(line, method, surface, layer, secret, output, track) for line, method in methods)
-    )
+        secret, output = leak()
+    except OracleError as error:
+        skip = Skip(line.exposure, type(method).__name__, str(error), unchecked=True)
+        return Checked(skips=(skip,))
+    return Checked((_run(line, method, surface, layer, secret, output, track),))
 
 
 def _ordinary(layer: Attention, X: Tensor) -> Tensor:

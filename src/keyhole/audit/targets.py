@@ -13,6 +13,7 @@ from pathlib import Path
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.errors import InputError, MissingExtra
+from keyhole.files import exists
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
@@ -47,7 +48,7 @@ class Data:
     texts: int = 3
     flips: int = 12
     column: str | None = None
-    label: str = "label"
+    label: str | None = None  # None: `label`, if there is such a column
 
     def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
         """Texts to read back, and examples to flip where the model is a classifier."""
@@ -55,8 +56,9 @@ class Data:
         if head_of(loaded.model) != "classification":
             return texts, []
         return texts, read_examples(
-            self.file, text=self.column or (), label=self.label,
-            names=class_names(loaded.model.config), limit=self.flips, labelled=False,
+            self.file, text=self.column or (), label=self.label or "label",
+            names=class_names(loaded.model.config), limit=self.flips,
+            labelled=self.label is not None,
         )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def open_target(
         return _demo(data, layers, device)
     if data is not None:
         raise InputError(f"expected --data with a model, got the endpoint {name}")
-    if "://" not in name and not Path(name).exists():
+    if "://" not in name and not exists(name):
         raise InputError(
             "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
             f"http://host:port/v2/models/NAME or demo, got {name}: no such file or folder"

@@ -12,9 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from keyhole.audit.check import Checked
+from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.data import Example
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
@@ -61,19 +62,20 @@ class TextTarget:
             raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")
 
 
-def check(surface: str, target: TextTarget, seed: int, track: Track) -> Checked:
+def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     """Every exposure of a model from which text may be read."""
     try:
         parts = anatomy(target.loaded.model)
     except InputError as error:  # a family whose parts are not known here
-        return Checked(skips=(Skip("the text", "none", str(error)),))
-    findings: list[Finding] = []
+        return [nothing_to_try("text", Skip("the text", "none", str(error)))]
+    made: list[Check] = []
     for entry, line in _ordered():
         if line.causal == parts.causal:
             attack = ATTACKS.make(entry, **line.settings)
             for layer in _layers(line, target, parts):
-                findings.append(_run(line, attack, layer, surface, target, seed, track))
-    return Checked(tuple(findings), _skips(parts))
+                run = partial(_check, line, attack, layer, surface, target, seed)
+                made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
+    return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]
 
 
 def _ordered() -> list[tuple[str, Line]]:
@@ -100,7 +102,11 @@ def _layers(line: Line, target: TextTarget, parts: Anatomy) -> Sequence[int | No
     return line.layers(parts)
 
 
-def _run(
+def _words(line: Line, layer: int | None) -> str:
+    return line.exposure if layer is None else f"{line.exposure} of layer {layer}"
+
+
+def _check(
     line: Line,
     attack: Attack,
     layer: int | None,
@@ -108,9 +114,9 @@ def _run(
     target: TextTarget,
     seed: int,
     track: Track,
-) -> Finding:
+) -> Checked:
     model, tokenizer = target.loaded.model, target.loaded.tokenizer
-    words = line.exposure if layer is None else f"{line.exposure} of layer {layer}"
+    words = _words(line, layer)
     started = time.perf_counter()
     exposure = Exposure(line.kind, layer or 0)
     exact = [leak_of(model, tokenizer, text, exposure) for text in target.texts]
@@ -129,7 +135,7 @@ def _run(
         )
         cells.append(Readings(line.kind, above, precision, readings))
     status, reason = _verdict(cells)
-    return Finding(
+    finding = Finding(
         surface=surface,
         exposure=words,
         attack=type(attack).__name__ if cells else "",
@@ -143,6 +149,7 @@ def _run(
         sought="text",
         texts=tuple(cells),
     )
+    return Checked((finding,))
 
 
 def _degraded(leak: Leak, precision: str, seed: int) -> Leak:

@@ -5,10 +5,12 @@ Which exposures are tried with which method stands in extract/registry.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 
-from keyhole.audit.check import Checked
-from keyhole.extract.auto import choose
+from keyhole.audit.check import Check, Checked
+from keyhole.extract.auto import Choice, choose
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.registry import METHODS, Line
@@ -17,23 +19,45 @@ from keyhole.progress import Track
 from keyhole.results import Finding, Skip, Status
 
 
-def check(surface: str, oracle: Oracle, seed: int, track: Track) -> Checked:
-    """Every attack that reads what this endpoint gives; the others are skipped."""
+def checks(surface: str, oracle: Oracle, seed: int) -> list[Check]:
+    """Every exposure of the registry; those that this endpoint does not have are skipped."""
+
+    @cache  # a few dozen questions, asked when the first check is made
+    def choice() -> Choice | OracleError:
+        try:
+            return choose(oracle, seed)
+        except OracleError as error:
+            return error
+
+    return [
+        Check(
+            f"weights from {line.exposure}, {entry.name}",
+            partial(_check, line, METHODS.make(entry.name, seed=seed, **line.settings), surface,
+                    oracle, choice),
+        )
+        for entry, line in METHODS.lines()
+    ]  # fmt: skip
+
+
+def _check(
+    line: Line,
+    method: Method,
+    surface: str,
+    oracle: Oracle,
+    choice: Callable[[], Choice | OracleError],
+    track: Track,
+) -> Checked:
+    """The attack, if it reads what this endpoint gives."""
+    chosen = choice()
+    if isinstance(chosen, OracleError):
+        return Checked((_unanswered(surface, str(chosen)),))
+    if line.reads is not chosen.kind:
+        reason = f"it reads {line.reads}; this target gives {chosen.kind}"
+        return Checked(skips=(Skip(line.exposure, type(method).__name__, reason),))
     try:
-        choice = choose(oracle, seed)
-    except OracleError as error:
+        return Checked((_run(line, method, surface, chosen.view(oracle), track),))
+    except OracleError as error:  # while the auditor judged what the attacker has
         return Checked((_unanswered(surface, str(error)),))
-    kind, view = choice.kind, choice.view(oracle)
-    findings: list[Finding] = []
-    skips: list[Skip] = []
-    for entry, line in METHODS.lines():
-        method = METHODS.make(entry.name, seed=seed, **line.settings)
-        if line.reads is kind:
-            findings.append(_run(line, method, surface, view, track))
-        else:
-            reason = f"it reads {line.reads}; this target gives {kind}"
-            skips.append(Skip(line.exposure, type(method).__name__, reason))
-    return Checked(tuple(findings), tuple(skips))
 
 
 def _unanswered(surface: str, reason: str) -> Finding:

@@ -1,24 +1,28 @@
 """What all commands share: the application, exit codes, options, and how a command ends.
 
-JSON goes to stdout, people's words to stderr. Exit codes: 0 nothing was given away, 1 something
-was, 2 wrong usage or input, 3 could not check.
+What a command was asked for goes to stdout, in words for people or, with --json, as JSON; what goes
+on meanwhile (progress, warnings, where files were written, errors) goes to stderr. Exit codes: 0
+nothing was given away, 1 something was, 2 wrong usage or input, 3 could not check (failures.py says
+how a command ends then).
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
 import typer.main
 
-from keyhole.cli.console import say
-from keyhole.errors import InputError, KeyholeError
+from keyhole.cli.console import say, write_in_any_locale
+from keyhole.cli.failures import INTERRUPTED, forget_output, said
+from keyhole.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.registry import Registry
@@ -38,8 +42,26 @@ COMMANDS = {
 }
 
 
+# What people type wrong: Typer shows it by itself. The class has no public name of its own.
+_Usage = cast("type[Exception]", typer.BadParameter.__base__)
+
+
 class _OnDemand(typer.core.TyperGroup):
-    """Imports a command when it is called: torch takes seconds to load, help should not wait."""
+    """Imports a command when it is called: torch takes seconds to load, help should not wait.
+
+    Whatever a command raises ends here, so that it ends alike in a shell, a test and a notebook.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                _flush()
+        except (typer.Exit, typer.Abort, _Usage):
+            raise
+        except BaseException as error:
+            raise typer.Exit(said(error, debug=ctx.params["debug"])) from None
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -72,14 +94,13 @@ def command(name: str) -> Any:
     return registered.commands[name]
 
 
-USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: results/outcome.py
-
-
 def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as Typer calls it
     """An option whose values are the names in a registry, shown in help and checked."""
-    return typer.Option(
-        parser=lambda name: registry[name].name, metavar=f"[{'|'.join(registry)}]", help=help
-    )
+
+    def named(name: str) -> str:
+        return registry[name.encode("utf-8", "replace").decode()].name  # an error must be text
+
+    return typer.Option(parser=named, metavar=f"[{'|'.join(registry)}]", help=help)
 
 
 Target = Annotated[
@@ -112,7 +133,8 @@ Classes = Annotated[
 Longest = Annotated[int, typer.Option(help="Cut texts off after this many tokens.")]
 Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(
@@ -124,18 +146,19 @@ LedgerFile = Annotated[
 
 
 def main() -> None:
-    """Run a command; whatever goes wrong in a foreseen way is one line and an exit code."""
+    """Run a command; whatever goes wrong is one line and an exit code."""
+    write_in_any_locale()
+    app(prog_name="keyhole")
+
+
+def _flush() -> None:
+    """Here, where a full disk or a closed pipe can still be said in one line."""
     try:
-        app()
-    except InputError as error:
-        _fail(str(error), USAGE)
-    except KeyholeError as error:
-        _fail(str(error), FAILURE)
-
-
-def _fail(message: str, code: int) -> None:
-    say(f"keyhole: {message}", style="bold red")
-    raise SystemExit(code)
+        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            sys.stdout.flush()
+    except OSError:
+        forget_output()
+        raise
 
 
 def _version(asked: bool) -> None:
@@ -149,8 +172,15 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", envvar="KEYHOLE_DEBUG", help="Show the traceback when something goes wrong."
+        ),
+    ] = False,
 ) -> None:
     """What a Transformer's attention gives away, before someone else finds out."""
+    del version, debug  # read where they are used: by their callback, and where a command ends
 
 
 @contextmanager
@@ -166,6 +196,29 @@ def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
 
 def expect_folder(*files: Path | None) -> None:
     """Said before hours of work, not after: what is to be written has a folder to be written in."""
+    from keyhole.files import expect_writable  # loads torch
+
     for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InputError(f"expected a file to write, got {file}: there is no such folder")
+        if file is not None:
+            expect_writable(file)
+
+
+def and_tensors(out: Path | None) -> tuple[Path, ...]:
+    """A result's JSON file and the file of tensors that is saved beside it."""
+    return () if out is None else (out, out.with_suffix(".safetensors"))
+
+
+def expect_new(*files: Path | None, force: bool) -> None:
+    """Said before hours of work too: nothing that is there is overwritten unless `force` says so.
+
+    Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
+    """
+    from keyhole.files import is_file, is_folder  # loads torch
+
+    for file in files:
+        if file is not None and is_folder(file):
+            raise InputError(f"expected a file to write, got {file}: it is a folder")
+        if file is not None and is_file(file) and not force:
+            raise InputError(
+                f"expected a new file, got {file}, which exists: give --force to replace it"
+            )

@@ -8,21 +8,26 @@ from typing import Annotated
 import typer
 
 from keyhole import report
+from keyhole.audit.check import Checked
 from keyhole.audit.run import audit as run
 from keyhole.cli.app import (
     Device,
+    Force,
     Json,
     LedgerFile,
     Seed,
     app,
     expect_folder,
+    expect_new,
     interruptible,
 )
-from keyhole.cli.console import bars, people, say
-from keyhole.cli.extract import kept_in
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.errors import InputError
 from keyhole.files import write_text
-from keyhole.results import dump
+from keyhole.oracle.ledger import answers_in
+from keyhole.results import Audit, dump
+from keyhole.resume import records_in
 
 
 @app.command(
@@ -52,12 +57,12 @@ def audit(
     ] = 12,
     column: Annotated[str | None, typer.Option(help="The column that holds the texts.")] = None,
     label: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="The column that holds the right class; without it, the model's own answer is "
-            "taken to be right."
+            help="The column that holds the right class: label, if there is one; without it, the "
+            "model's own answer is taken to be right."
         ),
-    ] = "label",
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
@@ -70,23 +75,59 @@ def audit(
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
+    force: Force = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Try every attack that applies, and report what the target gives away."""
+    """Try every attack that applies, and report what the target gives away.
+
+    Every finished check is kept in a journal beside the findings until those are written; the same
+    command goes on from there.
+    """
+    journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
-    with interruptible(lambda: kept_in(ledger)), bars("done") as track:
+    expect_new(json_file, page, force=force)
+    with interruptible(lambda: _kept(journal, ledger)), bars("audit", "checks") as track:
         result = run(
             target, data=data, texts=texts, flips=flips, column=column, label=label,
-            layers=_numbers(layers), device=device, ledger=ledger, seed=seed, track=track,
+            layers=_numbers(layers), device=device, ledger=ledger, journal=journal, force=force,
+            seed=seed, track=track, resuming=_say_resuming,
         )  # fmt: skip
-    result.save(json_file)
-    write_text(page, report.render(result))
+        result.save(json_file)
+        write_text(page, report.render(result))
+    again = _unanswered(result, journal)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    people.print(report.table(result))
+    else:
+        show(report.table(result))
     say(f"page: {page}   findings: {json_file}")
+    if again:
+        say(again)
     raise typer.Exit(result.exit_code)
+
+
+def _say_resuming(done: int, total: int) -> None:
+    say(f"resuming: {done} of {total} checks are done")
+
+
+def _kept(journal: Path, ledger: Path | None) -> str:
+    """What a stopped audit has behind it."""
+    checks = records_in(journal)
+    kept = [f"{checks} finished checks are in {journal}"] if checks else []
+    if ledger is not None:
+        kept.append(f"{answers_in(ledger):,} answers are in {ledger}")
+    return f"{' and '.join(kept)}: the same command resumes" if kept else ""
+
+
+def _unanswered(result: Audit, journal: Path) -> str:
+    """Remove the journal of an audit that is complete; of another, say how it is completed."""
+    if Checked(result.findings).answered or not journal.exists():
+        journal.unlink(missing_ok=True)
+        return ""
+    return (
+        f"some checks had no answer: the others are kept in {journal}, and the same command with "
+        "--force makes those again"
+    )
 
 
 def _numbers(layers: str | None) -> list[int] | None:

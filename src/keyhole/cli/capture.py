@@ -7,11 +7,22 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.app import AllowPickle, Device, ModelName, Seed, app, interruptible
-from keyhole.cli.console import say
+from keyhole.bounds import expect_count
+from keyhole.cli.app import (
+    AllowPickle,
+    Device,
+    Force,
+    ModelName,
+    Seed,
+    app,
+    expect_new,
+    interruptible,
+)
+from keyhole.cli.console import show
 from keyhole.data import read_texts
 from keyhole.errors import InputError
-from keyhole.recover.run import capturing
+from keyhole.recover.run import UNFINISHED, capturing, files_of
+from keyhole.resume import records_in
 
 
 @app.command(
@@ -59,15 +70,26 @@ def capture(
     ] = Path("leak.safetensors"),
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on."""
+    expect_count("--limit", limit)
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
     if not texts:
         raise InputError("expected --text or --data, got neither")
-    with interruptible():
+    files = files_of(out, len(texts))
+    if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
+        expect_new(*files, force=force)
+    with interruptible(lambda: _kept(out)):
         for path, leak in capturing(
             model, texts, expose, out=out, precision=precision, noise=noise, device=device,
-            allow_pickle=allow_pickle, seed=seed,
+            allow_pickle=allow_pickle, force=force, seed=seed,
         ):  # fmt: skip
-            say(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")
+            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")
+
+
+def _kept(out: Path) -> str:
+    """What a stopped capture has behind it."""
+    leaks = records_in(out / UNFINISHED)
+    return f"{leaks} leaks are in {out}: the same command goes on" if leaks else ""

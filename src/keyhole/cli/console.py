@@ -1,69 +1,59 @@
-"""What people see while they wait: words and progress bars, on stderr."""
+"""What people see: what a command was asked for on stdout, what goes on meanwhile on stderr.
+
+A file or a pipe gets plain text in whole lines: no colour, nothing cut off to fit a screen. Where
+the output's encoding lacks a sign, its ASCII form is written. NO_COLOR is respected (Rich does).
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import codecs
+import sys
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bars
-from rich.text import Text
-
-from keyhole.progress import Progress, Track
+from rich.console import Console, RenderableType
 
 people = Console(stderr=True)
+_WHOLE = 2**20  # columns: no line is as long
+_ASCII = {
+    "–": "-", "—": "-", "−": "-", "…": "...", "→": "->", "×": "x", "²": "^2", "³": "^3",
+    "≤": "<=", "≥": ">=", "‘": "'", "’": "'", "“": '"', "”": '"', "·": "*", "√": "sqrt ",
+}  # fmt: skip
 
 
 def say(message: str, style: str | None = None) -> None:
-    """One line stays one line, and nothing in it is taken for markup."""
-    people.print(message, style=style, markup=False, highlight=False, soft_wrap=True)
+    """What goes on, on stderr: one line stays one line, and nothing in it is taken for markup."""
+    people.print(visible(message), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Rate(TextColumn):
-    """How many a second since the attack began."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
+def show(answer: RenderableType) -> None:
+    """What the command was asked for, on stdout; whole lines where that is not a terminal."""
+    plain = isinstance(answer, str)
+    # A screen's lines are wrapped; in a file that would cut rows in two.
+    console = Console(width=None if sys.stdout.isatty() else _WHOLE, highlight=False)
+    console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
 
 
-@contextmanager
-def bars(unit: str = "queries") -> Generator[Track]:
-    """Bars on stderr, with what is done, rate and time left; silent where nobody looks."""
-    shown = Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        _Rate(),
-        TimeRemainingColumn(),
-        console=people,
-        transient=True,
-        disable=not people.is_terminal or bool(os.environ.get("KEYHOLE_NO_PROGRESS")),
+def visible(text: str) -> str:
+    """Control characters spelled out: recovered text must not steer the reader's terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text
     )
 
-    def track(name: str, total: int | None = None) -> Progress:
-        task: TaskID = shown.add_task(name, total=total)
-        expected = total
 
-        def progress(done: int, total: int | None = None, note: str = "") -> None:
-            whole = expected if total is None else total
-            description = f"{name} {note}".strip()
-            shown.update(task, completed=done, total=whole, description=description)
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    signs = (_ASCII.get(sign) or ascii(sign)[1:-1] for sign in missing)
+    return "".join(signs), error.end
 
-        return progress
 
-    with shown:
-        yield track
+def write_in_any_locale() -> None:
+    """A sign that the output's encoding lacks is no reason to lose a result."""
+    codecs.register_error("keyhole", _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="keyhole")

@@ -13,6 +13,7 @@ from keyhole.cli.app import (
     AllowPickle,
     Classes,
     Device,
+    Force,
     Json,
     Longest,
     ModelName,
@@ -20,10 +21,12 @@ from keyhole.cli.app import (
     TextColumn,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import show
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
@@ -54,12 +57,12 @@ def disrupt(
     ] = None,
     text: TextColumn = None,
     label: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="The column that holds the right class; without it, the model's own answer is "
-            "taken to be right."
+            help="The column that holds the right class: label, if there is one; without it, the "
+            "model's own answer is taken to be right."
         ),
-    ] = "label",
+    ] = None,
     classes: Classes = None,
     examples: Annotated[
         int | None, typer.Option(help="Attack only this many examples, the first of the file.")
@@ -131,14 +134,16 @@ def disrupt(
         Path | None,
         typer.Option(metavar="FILE", help="Where to write a page that shows what was cut."),
     ] = None,
+    force: Force = False,
     allow_pickle: AllowPickle = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Flip predictions by cutting a small share of attention, the text left alone."""
     expect_folder(out, page, resume)
+    expect_new(out, page, force=force)
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
-    with interruptible(lambda: kept), bars("examples") as track:
+    with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
             model, data, method=_method(method, as_released), share=share, scope=scope,
             ranking=ranking, order=order, scale=scale, spare=spare, target=target,
@@ -147,13 +152,14 @@ def disrupt(
             longest=longest, device=device, allow_pickle=allow_pickle, processes=processes,
             dask=dask, resume=resume, seed=seed, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
-    if page is not None:
-        write_text(page, report.render(audit_of(result, model)))
+        if out is not None:
+            result.save(out)
+        if page is not None:
+            write_text(page, report.render(audit_of(result, model)))
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(f"{model}: {result.method['words']}\n{result.summary()}")
+    else:
+        show(f"{model}: {result.method['words']}\n{result.summary()}")
     raise typer.Exit(exit_code([result.status]))
 
 

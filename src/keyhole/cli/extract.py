@@ -8,20 +8,26 @@ from typing import Annotated
 import typer
 
 from keyhole.cli.app import (
+    Force,
     Json,
     LedgerFile,
     Seed,
     Target,
+    and_tensors,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import show
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import dump, exit_code
+
+_UNIT = "queries, the judge's included"
 
 
 @app.command(
@@ -49,25 +55,28 @@ def extract(
         Path | None,
         typer.Option(metavar="FILE", help="Save the result as JSON, the weights beside it."),
     ] = None,
+    force: Force = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Read the weights back from black-box answers."""
     expect_folder(out)
-    with interruptible(lambda: kept_in(ledger)), bars() as track:
+    expect_new(*and_tensors(out), force=force)
+    with interruptible(lambda: _kept(ledger)), bars("extract", _UNIT, each=False) as track:
         result = run(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
             budget=budget, ledger=ledger, seed=seed, track=track,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
+        if out is not None:
+            result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(result.summary())
+    else:
+        show(result.summary())
     raise typer.Exit(exit_code([result.status]))
 
 
-def kept_in(ledger: Path | None) -> str:
+def _kept(ledger: Path | None) -> str:
     """What a stopped run has paid for already."""
     if ledger is None:
         return ""

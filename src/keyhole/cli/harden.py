@@ -13,6 +13,7 @@ from keyhole.cli.app import (
     AllowPickle,
     Classes,
     Device,
+    Force,
     Json,
     Label,
     Longest,
@@ -21,10 +22,12 @@ from keyhole.cli.app import (
     TextColumn,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, people, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.harden.registry import DEFENCES
@@ -107,6 +110,7 @@ def harden(
             metavar="FOLDER", help="Keep every epoch in it; the same command resumes from it."
         ),
     ] = None,
+    force: Force = False,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
     seed: Seed = 0,
@@ -119,22 +123,24 @@ def harden(
     if page is not None and dev is None:
         raise InputError("expected --dev with --page, got none: the page shows what was measured")
     expect_folder(page)
-    with interruptible(lambda: _kept(checkpoint)), bars("done") as track:
+    expect_new(page, force=force)
+    with interruptible(lambda: _kept(checkpoint)), bars("harden", "parts") as track:
         result = run(
             model, data, out, method=method, rate=rate, mode=mode, weight=weight, text=text or (),
             label=label, classes=classes.split(",") if classes else (), examples=examples,
             epochs=epochs, batch=batch, learning_rate=learning_rate, longest=longest, amp=amp,
             dev=dev, flips=flips, checkpoint=checkpoint, device=device, allow_pickle=allow_pickle,
-            seed=seed, seeds=seeds, track=track,
+            seed=seed, seeds=seeds, force=force, track=track,
         )  # fmt: skip
-    if page is not None:
-        write_text(page, report.render(audit_of(result, out)))
+        if page is not None:
+            write_text(page, report.render(audit_of(result, out)))
     if as_json:
         typer.echo(dump(result.to_dict()))
-    for trained in result.runs:
-        say(trained.training.summary())
-    if result.after:
-        people.print(report.hardening(result))
+    else:
+        for trained in result.runs:
+            show(trained.training.summary())
+        if result.after:
+            show(report.hardening(result))
     say(f"{'model' if seeds == 1 else 'models'}: {out}")
 
 

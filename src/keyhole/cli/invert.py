@@ -11,18 +11,23 @@ import typer.core
 from keyhole.cli.app import (
     INTERRUPTED,
     Device,
+    Force,
     Json,
     Seed,
+    and_tensors,
     app,
     expect_folder,
+    expect_new,
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
 from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
 from keyhole.invert.run import run
+from keyhole.progress import Progress
 from keyhole.results import Status, dump, exit_code
 
 
@@ -82,6 +87,7 @@ def invert(
         Path | None,
         typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
     ] = None,
+    force: Force = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -90,19 +96,26 @@ def invert(
     `keyhole invert FILE` is the same as `keyhole invert problem FILE`.
     """
     expect_folder(out)
-    with interruptible(), bars("starts") as track:
+    expect_new(*and_tensors(out), force=force)
+    with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
-        n, d = asked.length, asked.dim
-        say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+
+        def begun(name: str, total: int | None = None) -> Progress:
+            """Said when the search begins: a refusal comes before it, as the only line."""
+            n, d = asked.length, asked.dim
+            say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+            return track(name, total)
+
         result = run(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
-            seed=seed, certify=certify, track=track,
+            seed=seed, certify=certify, track=begun,
         )  # fmt: skip
-    if out is not None:
-        result.save(out)
+        if out is not None:
+            result.save(out)
     if as_json:
         typer.echo(dump(result.to_dict()))
-    say(result.summary())
+    else:
+        show(result.summary())
     if result.status is Status.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(exit_code([result.status]))

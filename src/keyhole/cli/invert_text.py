@@ -19,7 +19,8 @@ from keyhole.cli.app import (
     interruptible,
     name_in,
 )
-from keyhole.cli.console import bars, people, say
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show, visible
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.recover.pieces import written
@@ -66,12 +67,16 @@ def invert_text(
     expect_folder(out)
     texts: list[LeakRead] = []
     kept = f" texts are in {out}: the same command goes on"
-    with interruptible(lambda: f"{len(texts)}{kept}" if out else ""), bars("tokens") as track:
+    with (
+        interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
+        bars("invert text", "texts") as track,
+    ):
         loaded = open_model(model, device=device, allow_pickle=allow_pickle)
         for text in recovering_files(loaded, leaks, method=method, out=out, track=track):
             texts.append(text)
-            if not text.before:
-                people.print(_shown(loaded, text))
+            if not (text.before or as_json):
+                with track.paused():
+                    show(_shown(loaded, text))
     before = sum(text.before for text in texts)
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
@@ -93,7 +98,7 @@ def _shown(loaded: Loaded, text: LeakRead) -> Text:
             )
         ]
         for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
-            words = "".join(piece for piece, _ in run)
+            words = visible("".join(piece for piece, _ in run))
             space = words[: len(words) - len(words.lstrip())]
             before, after = _SIGNS[mark]
             line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from keyhole import invert, oracle
-from keyhole.cli.app import Seed, app
-from keyhole.cli.console import say
+from keyhole.bounds import expect_count
+from keyhole.cli.app import Force, Seed, app, expect_folder, expect_new
+from keyhole.cli.console import show
 
 
 @app.command(
@@ -42,9 +43,13 @@ def plant(
     maps: Annotated[
         bool, typer.Option("--maps", help="Leak the attention maps as well (inversion).")
     ] = False,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on."""
+    expect_count("--tokens", tokens)
+    expect_folder(path)
+    expect_new(path, force=force)
     if kind == "inversion":
         problem, secret = invert.plant(
             tokens, dim, scale=scale, heads=heads, residual=residual, causal=causal, seed=seed
@@ -52,11 +57,11 @@ def plant(
         if maps:
             problem = replace(problem, maps=problem.maps_of(secret))
         problem.save(path)
-        say(f"{path}: the output of {tokens} secret tokens, d = {dim}")
+        show(f"{path}: the output of {tokens} secret tokens, d = {dim}")
         return
     target = oracle.plant(
         kind, dim=dim, rank=rank, heads=heads, width=width, scale=scale,
         every_token=every_token, causal=causal, seed=seed,
     )  # fmt: skip
     oracle.save(target, path)
-    say(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")
+    show(f"{path}: {kind}, d = {dim}, {target.unknowns:,} unknowns")

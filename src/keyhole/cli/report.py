@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from keyhole import report as reports
-from keyhole.cli.app import Json, app
-from keyhole.cli.console import people, say
+from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
+from keyhole.cli.console import say, show
 from keyhole.files import write_text
 from keyhole.results import Audit, dump
 
@@ -27,12 +27,16 @@ def report(
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
     ] = Path("keyhole-report.html"),
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Make the page again from the findings."""
+    expect_folder(page)
+    expect_new(page, force=force)
     audit = Audit.load(findings)
     write_text(page, reports.render(audit))
     if as_json:
         typer.echo(dump(audit.to_dict()))
-    people.print(reports.table(audit))
+    else:
+        show(reports.table(audit))
     say(f"page: {page}")

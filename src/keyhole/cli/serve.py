@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from keyhole.cli.app import Json, app
-from keyhole.cli.console import say
-from keyhole.errors import InputError
+from keyhole.cli.console import show
+from keyhole.errors import MissingExtra
 from keyhole.results import dump
 
 
@@ -32,11 +33,16 @@ def serve(
     try:
         from keyhole.oracle.server import serve as run
     except ModuleNotFoundError as missing:
-        raise InputError(
+        raise MissingExtra(
             "expected MLServer for serve, got none: pip install 'keyhole[serve]'"
         ) from missing
     url = f"http://{host}:{port}/v2/models/{name}"
-    if as_json:
-        typer.echo(dump({"url": url}))
-    say(f"serving {target} at {url} (Ctrl-C ends it)")
-    run(target, name=name, host=host, port=port)
+
+    def begun() -> None:
+        if as_json:
+            typer.echo(dump({"url": url}))
+        else:
+            show(f"serving {target} at {url} (Ctrl-C ends it)")
+        sys.stdout.flush()
+
+    run(target, name=name, host=host, port=port, begun=begun)

@@ -18,6 +18,7 @@ from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.disruption import Disruption, joined
 from keyhole.errors import InputError
+from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES, head_of
 from keyhole.progress import Progress, silent
 
@@ -55,8 +56,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
         device, done = next(self.model.parameters()).device, 0
+        longest = fitting(self.model, self.tokenizer, self.longest)
         for part in grouped((self.examples[number] for number in self._order()), self.together):
-            batch, labels = encode(self.tokenizer, part, longest=self.longest)
+            batch, labels = encode(self.tokenizer, part, longest=longest)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
             done += len(part)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from keyhole.data import Example
 from keyhole.disrupt.units import Unit
-from keyhole.errors import InputError
 from keyhole.percent import percent
 from keyhole.results import Result, Status, environment
+from keyhole.results.typed import restored, typed
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,9 @@ class Outcome:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        try:
-            outcome = cls(**data)
-            return replace(
-                outcome, before=tuple(outcome.before), after=tuple(outcome.after),
-                cut=tuple(Unit(*unit) for unit in data["cut"]),
-            )  # fmt: skip
-        except (KeyError, TypeError) as error:
-            raise InputError(f"expected an outcome of a disruption, got {error!r}") from error
+        """What `to_dict` wrote; data may be anybody's."""
+        units = typed(tuple[tuple[int, int, int, int, int], ...], data.get("cut", ()), "cut")
+        return replace(restored(cls, {**data, "cut": ()}), cut=tuple(Unit(*unit) for unit in units))
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,7 @@ class Disruption(Result):
     task: str = "classification"
     data: str = ""
     environment: dict[str, str] = field(default_factory=environment)
+    own_answers: bool = False  # some examples had no label: the model's own answers count as right
     examples: tuple[Example, ...] = field(default=(), compare=False)
 
     kind: ClassVar[str] = "disruption"
@@ -168,11 +164,13 @@ class Disruption(Result):
             lines = [f"could not check: {self.obstacle}"]
         if self.flips:
             lines[0] += f", by {percent(self.share, 2)} of all units on average"
-        lines.append(
+        before = (
             f"accuracy before: {percent(self.accuracy, 1)} ({self.skipped} of "
-            f"{len(self.outcomes)} were wrong and left alone); {self.queries:.0f} queries an "
-            f"example, {self.seconds:.1f} s"
+            f"{len(self.outcomes)} were wrong and left alone)"
         )
+        if self.own_answers:
+            before = "without labels, the model's own answers count as right"
+        lines.append(f"{before}; {self.queries:.0f} queries an example, {self.seconds:.1f} s")
         lines.append(f"control, nothing cut: logits changed by {self.control.change:g}")
         lines += [f"no outcome for {name}: {reason}" for name, reason in self.failed]
         return "\n".join(lines)
@@ -184,7 +182,8 @@ class Disruption(Result):
             "failed": [list(failure) for failure in self.failed],
             "outcomes": [outcome.to_dict() for outcome in self.outcomes],
             "success": self.success,
-            "accuracy": self.accuracy,
+            "accuracy": None if self.own_answers else self.accuracy,
+            "own_answers": self.own_answers,
             "share": self.share,
         }
 
@@ -193,8 +192,9 @@ class Disruption(Result):
         del tensors
         return cls(
             outcomes=tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"]),
-            control=Control(**data["control"]),
+            control=restored(Control, data["control"], "control"),
             failed=tuple((name, reason) for name, reason in data["failed"]),
+            own_answers=typed(bool, data.get("own_answers", False), "own_answers"),
             **{name: data[name] for name in _PLAIN},
         )
 

@@ -7,12 +7,13 @@ examples continues a shorter one.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from keyhole.data import Example
 from keyhole.disrupt.disruption import Control, Outcome
 from keyhole.errors import InputError
+from keyhole.results.typed import restored
 from keyhole.resume import Journal, digest
 
 
@@ -49,10 +50,18 @@ class Outcomes:
 
     def _recall(self, name: str, record: dict[str, Any]) -> None:
         try:
-            self.known[name] = Outcome.from_dict(record["outcome"])
-            self.control = self.control.joined(Control(**record["control"]))
-            self.seconds += record["seconds"]
-        except (KeyError, TypeError) as error:
-            raise InputError(
-                f"expected an outcome under {name} in {self.journal.path}, got {error!r}"
-            ) from error
+            remembered = restored(_Record, record)
+            self.known[name] = Outcome.from_dict(remembered.outcome)
+        except InputError as error:
+            raise InputError(f"{error} under {name} in {self.journal.path}") from error
+        self.control = self.control.joined(remembered.control)
+        self.seconds += remembered.seconds
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One line of the journal, but for its key."""
+
+    outcome: dict[str, Any]
+    control: Control
+    seconds: float

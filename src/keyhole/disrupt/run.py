@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.bounds import expect_count
 from keyhole.data import Example, read_examples
+from keyhole.devices import expect_device
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Disruption
 from keyhole.disrupt.greedy import Order, Scale
@@ -17,10 +19,11 @@ from keyhole.disrupt.sweep import sweep
 from keyhole.disrupt.workers import cluster
 from keyhole.errors import InputError
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
-from keyhole.models.loading import class_names, load_config, task_of
+from keyhole.models.loading import class_names, expect_names, load_config, task_of
 from keyhole.models.tasks import GENERATES, Task
 from keyhole.progress import Track, untracked
 
+MOST_PROCESSES = 1024
 SHIPPED = "the reviews that ship with Keyhole"
 
 
@@ -38,7 +41,7 @@ def run(
     target: int | None = None,
     continuation: int | None = None,
     text: Sequence[str] = (),
-    label: str = "label",
+    label: str | None = None,
     classes: Sequence[str] = (),
     examples: int | None = None,
     task: Task | None = None,
@@ -55,28 +58,31 @@ def run(
 
     `model` is a folder, a .gguf file, a name on the hub or `demo`; `data` a file of examples, of
     which the first `examples` are attacked. `text` names one or two columns of it, `label` the
-    column of right classes (without it, the model's own answers count as right), `classes` their
-    names. `method` is a name of the registry, or an attacker with hyperparameters of your own; the
-    options from `share` to `continuation` are for the named methods that have them. `processes` of
-    0 works in this one, as a GPU wants; `dask` is the address of a cluster. `resume` is the file
-    that remembers outcomes, from which a run that was stopped goes on.
+    column of right classes (by default the one of that name, if there is one, or else the model's
+    own answers count as right), `classes` their names. `method` is a name of the registry, or an
+    attacker with hyperparameters of your own; the options from `share` to `continuation` are for
+    the named methods that have them. `processes` of 0 works in this one, as a GPU wants; `dask` is
+    the address of a cluster. `resume` is the file that remembers outcomes, from which a run that
+    was stopped goes on.
     """
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
+    expect_count("--processes", processes, 0, MOST_PROCESSES)
+    expect_count("--longest", longest)
+    expect_count("--target", target, 0)
+    expect_count("--continuation", continuation)
+    expect_device(device)
     if isinstance(method, str):
-        name = method
         method = ATTACKERS.make(
-            name, share=share, scope=scope, ranking=ranking, order=order, scale=scale, spare=spare,
-            target=target, continuation=continuation, seed=seed,
+            method, share=share, scope=scope, ranking=ranking, order=order, scale=scale,
+            spare=spare, target=target, continuation=continuation, seed=seed,
         )  # fmt: skip
-    else:
-        name = type(method).__name__
     source = _source(str(model), task, device, longest, allow_pickle)
     chosen = _examples(source, data, text, label, classes, examples)
     with cluster(dask) as (executor, size):
         result = sweep(
             method, source, chosen, executor, workers=size or processes, resume=resume,
-            progress=track(name, len(chosen)),
+            progress=track("disrupt", len(chosen)),
         )  # fmt: skip
     return replace(result, data=SHIPPED if data is None else str(data))
 
@@ -98,20 +104,23 @@ def _examples(
     source: ModelSource,
     data: str | Path | None,
     text: Sequence[str],
-    label: str,
+    label: str | None,
     classes: Sequence[str],
     limit: int | None,
 ) -> list[Example]:
-    if limit is not None and limit < 1:
-        raise InputError(f"expected one example or more, got {limit}")
+    expect_count("--examples", limit)
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("expected --data with examples, got none")
         return list(EXAMPLES[:limit])
-    names = classes or class_names(load_config(source.name))
+    config = load_config(source.name)
+    expect_names(classes, config)
+    generates = source.task in GENERATES
+    if generates and label is not None:
+        raise InputError(f"expected --label with a classifier, got it for {source.task}")
     examples = read_examples(
-        data, text=text, label="" if source.task in GENERATES else label, names=names,
-        limit=limit, labelled=False,
+        data, text=text, label="" if generates else label or "label",
+        names=classes or class_names(config), limit=limit, labelled=label is not None,
     )  # fmt: skip
     choice, first = source.task == "choice", examples[0]
     if choice != bool(first.choices):

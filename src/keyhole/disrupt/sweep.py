@@ -22,7 +22,7 @@ from concurrent.futures import (
 )
 from typing import Any
 
-from keyhole.data import Example, encode
+from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
 from keyhole.disrupt.disruption import Disruption
@@ -32,6 +32,7 @@ from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
+from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
 from keyhole.progress import Progress, silent
 from keyhole.resume import Journal
@@ -60,7 +61,8 @@ def _attack(
     attacker: Attacker, source: ModelSource, model: Any, tokenizer: Any,
     examples: Sequence[Example],
 ) -> Disruption:  # fmt: skip
-    batch, given = encode(tokenizer, examples, longest=source.longest)
+    longest = fitting(model, tokenizer, source.longest)
+    batch, given = encode(tokenizer, examples, longest=longest)
     names = [example.id for example in examples]
     labels = None
     if source.task not in GENERATES:
@@ -98,7 +100,8 @@ def sweep(
         queue = deque(
             _batches([todo[name] for name in todo if name not in outcomes.known], together)
         )
-        run = _Run(attacker, source, identity, outcomes, progress, len(examples), retries)
+        run = _Run(attacker, source, identity, outcomes, progress, set(todo), retries)
+        run.tell()
         if executor is None and workers == 0:
             run.here(queue)
         else:
@@ -108,6 +111,7 @@ def sweep(
     return Disruption(
         method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
         failed=tuple(run.failed), identity=identity, task=source.task, examples=tuple(examples),
+        own_answers=source.task in GENERATES or any(e.label == NO_LABEL for e in examples),
     )  # fmt: skip
 
 
@@ -127,11 +131,11 @@ class _Run:
 
     def __init__(
         self, attacker: Attacker, source: ModelSource, identity: str, outcomes: Outcomes,
-        progress: Progress, total: int, retries: int,
+        progress: Progress, wanted: set[str], retries: int,
     ) -> None:  # fmt: skip
         self.attacker, self.source, self.identity = attacker, source, identity
         self.outcomes = outcomes
-        self.progress, self.total, self.retries = progress, total, retries
+        self.progress, self.wanted, self.retries = progress, wanted, retries
         self.failed: list[tuple[str, str]] = []
 
     def here(self, queue: deque[tuple[Example, ...]]) -> None:
@@ -208,4 +212,8 @@ class _Run:
         self.outcomes.add(
             {key(example): outcome for example, outcome in pairs}, result.control, result.seconds
         )
-        self.progress(len(self.outcomes.known), self.total)
+        self.tell()
+
+    def tell(self) -> None:
+        """How many are done; the file may know more than are wanted this time."""
+        self.progress(len(self.wanted & self.outcomes.known.keys()), len(self.wanted))

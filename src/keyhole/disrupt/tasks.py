@@ -27,10 +27,12 @@ from torch import Tensor
 
 from keyhole.data import Batch
 from keyhole.errors import InputError
+from keyhole.models.positions import positions
 from keyhole.models.tasks import Task, head_of
 
 IGNORED = -100  # a label at a position where nothing is predicted
 _BELOW = -1e30
+_LONGEST = 100_000  # tokens of a continuation, where the model itself has no limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +205,14 @@ def _continued(
     """Inputs that hold the first m−1 tokens of the answer, and the answer: the labels or greedy."""
     if count < 1:
         raise InputError(f"expected a continuation of at least 1 token, got {count}")
+    most, length = positions(model), inputs["input_ids"].shape[-1]
+    if task == "causal" and most is not None and length + count - 1 > most:
+        raise InputError(
+            f"expected a continuation that the model has positions for, got {count:,} tokens "
+            f"behind {length} of {most}: try a smaller --longest"
+        )
+    if count > _LONGEST:
+        raise InputError(f"expected a continuation of at most {_LONGEST:,} tokens, got {count}")
     if task == "seq2seq":
         inputs, own = _decoded(model, inputs, labels, count)
         return inputs, special, own

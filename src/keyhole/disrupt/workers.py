@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import KeyholeError, MissingExtra
+from keyhole.errors import InputError, KeyholeError, MissingExtra
 
 _THREADS = "OMP_NUM_THREADS"
 _LOOK = 0.5  # seconds between looks at whether the parent is alive
@@ -41,7 +41,8 @@ def cluster(address: str | None) -> Generator[tuple[Executor | None, int]]:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise KeyholeError(f"expected a Dask scheduler at {address}, got {first}") from error
+        kind = KeyholeError if isinstance(error, OSError) else InputError  # else: no address
+        raise kind(f"expected a Dask scheduler at {address}, got {first}") from error
     with client:
         yield client.get_executor(), max(1, len(client.scheduler_info()["workers"]))
 

@@ -32,6 +32,7 @@ _FACTORS = (
 )  # shorter and longer tokens, from the ordinary ones outwards
 _LENGTHS = (2, 5)  # at which other norms are tried
 _EACH = 2
+_HALVINGS = 3  # of questions whose scores a link hides
 
 _COARSE = 0.1  # of the answers: a model that may be further off cannot contradict a target
 _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
@@ -67,6 +68,21 @@ class Domain:
         (short, long), (low, high) = self.lengths, self.norms
         tokens = f"{short} to {long} tokens" if long > short else f"{short} token"
         return f"{tokens} of norm {low:.2g} to {high:.2g}, answers up to {self.largest:.2g}"
+
+
+def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Questions and their answers; half as large, or less, where a score is infinite.
+
+    Behind a sigmoid or a tanh the scores of larger ones are beyond what its answers can say.
+    """
+    for _ in range(_HALVINGS):
+        try:
+            return sequences, ask(oracle, sequences)
+        except OracleError as error:
+            if error.answers is None or not bool(error.answers.isinf().any()):
+                raise
+        sequences = sequences / 2
+    return sequences, ask(oracle, sequences)
 
 
 class Reply(Enum):

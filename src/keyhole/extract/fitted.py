@@ -22,8 +22,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_number
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
 from keyhole.extract.single_head import SingleHead
@@ -38,6 +40,7 @@ _SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looke
 _PAIRS = 8  # that are looked at for a scale
 _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 2.0  # root mean square of the residuals in units of σ
+_FINE = 1e-6  # errors of answers with which weak attention is still seen clearly
 _STEPS = 120
 _UNKNOWNS = 400  # of all heads together, up to which their number is looked for
 _STALLED = 12  # steps within which a start has to gain a tenth
@@ -66,6 +69,8 @@ class Fitted:
                 raise InputError(f"expected {name} of 1 or more, got {getattr(self, name)}")
         if self.heads is not None and self.heads < 1:
             raise InputError(f"expected heads of 1 or more, got {self.heads}")
+        expect_number("answer_error", self.answer_error, least=0)
+        expect_number("precision", self.precision, above=0)
         if not self.oversampling > 1:
             raise InputError(f"expected an oversampling above 1, got {self.oversampling}")
 
@@ -85,6 +90,8 @@ class Fitted:
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         scale = _scale(oracle, stream)
+        if max(self.precision, self.answer_error) <= _FINE:
+            scale /= 2  # softer attention has fewer false minima, and digits enough are left
         answered = _Answers(oracle, stream, scale)
         unknowns = oracle.dim**2 + oracle.dim
         most = max(1, min(self.most, _UNKNOWNS // unknowns))
@@ -101,6 +108,8 @@ class Fitted:
                 remark = f"{count} heads explain the answers" if count > 1 else ""
                 yield Step(model, count * unknowns, count * unknowns, remark=remark)
                 return
+            if count == counts[0]:
+                self._expect_steady(answered)  # before the long search for more heads
         raise Unsuccessful(
             Status.MISMATCH,
             f"{counts[-1]} heads leave residuals {miss:.1e} times the answers' own error",
@@ -110,11 +119,25 @@ class Fitted:
         """One token has nothing to attend to but itself: heads answer with `(Σ_h v_h)ᵀx`."""
         y, X = answered.parts[1], answered.questions[1][:, 0]
         if not bool(answered.values.any()):
+            if self.answer_error or self.precision > _EPSILON:
+                raise Unsuccessful(
+                    Status.MISMATCH, "every answer of ordinary size is rounded to zero"
+                )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
         miss = (y - X @ _total(answered)) / self._sigma(y)
         if float(miss.square().mean().sqrt()) > 4 * _EXPLAINED:
             raise Unsuccessful(
                 Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
+            )
+
+    def _expect_steady(self, answered: _Answers) -> None:
+        """The first questions once more: no heads explain a target that changes."""
+        y, X = answered.parts[1], answered.questions[1][:_PAIRS]
+        off = (_answered(answered.oracle, X) - y[:_PAIRS]).abs() / self._sigma(y)[:_PAIRS]
+        changed = int((off > 4 * _EXPLAINED).sum())
+        if changed:
+            raise Unsuccessful(
+                Status.MISMATCH, f"asked again, {changed} of {len(X)} questions {CHANGED}"
             )
 
     def _sigma(self, y: Tensor) -> Tensor:

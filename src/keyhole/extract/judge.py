@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.extract.domain import Domain, Scope, Witness, scope
+from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
@@ -41,7 +41,8 @@ class Step:
     """What an attack knows at some point: a model, and the number of unknowns it settles.
 
     `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers if what `assumed` says of them holds. `numbers` is how many an answer
+    proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
+    questions: how many answers speak against it, of how many. `numbers` is how many an answer
     holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
     found out besides the weights; it joins the reason of a judged result.
     """
@@ -54,6 +55,7 @@ class Step:
     numbers: int = 1
     remark: str = ""
     assumed: str = ""
+    confirm: Callable[[Oracle], tuple[int, int]] | None = None
 
 
 class Method(Protocol):
@@ -117,7 +119,7 @@ class Exam:
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
             sequences = sequences.flatten(0, 1)
-            papers.append((sequences, ask(oracle, sequences)))
+            papers.append(within_reach(oracle, sequences))
         return cls(tuple(papers))
 
     def grade(self, model: Oracle) -> Check:
@@ -199,12 +201,15 @@ def settle(
                 where = _scope(method, witness, exam, last.model, checks[-1], limit)
                 domain = where.domain
                 status, reason = where.applied(status, reason)
+                if where.differs:
+                    last = _unproved(last)  # it is not, everywhere, what the proof takes it for
+            last = _confirmed(last, status, counted)
             checks[-1] = replace(
                 checks[-1], queries=counted.queries - queries,
                 remembered=remembered(oracle) - known - free,
             )  # fmt: skip
-    if status in (Status.MISMATCH, Status.WITHIN) and last:
-        last = replace(last, guarantee=None, guarantee_v=None)  # what it rests on does not hold
+    if last and not checks and last.confirm is not None:
+        last = _unproved(last)
     return Extraction(
         status=status,
         reason=_explained(status, reason, last),
@@ -231,6 +236,30 @@ def _scope(
     error = max(accepted, 4 * check.worst)
     longest = float(getattr(method, "max_norm", None) or math.inf)
     return scope(witness, model, method.seed, exam.domain, exam.agrees, error, longest)
+
+
+def _unproved(step: Step, why: str = "") -> Step:
+    remark = "; ".join(part for part in (step.remark, why) if part)
+    return replace(step, guarantee=None, guarantee_v=None, remark=remark)
+
+
+def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
+    """The step, without its guarantee where what that rests on does not hold."""
+    if step.guarantee is None or status in (Status.MISMATCH, Status.WITHIN):
+        return _unproved(step)
+    if step.confirm is None:
+        return step
+    try:
+        against, asked = step.confirm(oracle)
+    except BudgetExhausted:
+        return _unproved(step, "not proved: the budget ended before the proof could be checked")
+    except (OracleError, InputError, Unsuccessful) as error:
+        return _unproved(step, f"not proved: {error}")
+    if not against:
+        return step
+    return _unproved(
+        step, f"not proved: {against} of {asked} answers contradict that {step.assumed}"
+    )
 
 
 def _attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], Status, str]:

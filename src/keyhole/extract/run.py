@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from keyhole.bounds import expect_count
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.registry import METHODS
@@ -34,6 +35,7 @@ def run(
     queries to ask; `ledger` the file that remembers every answer, from which a run that was
     stopped goes on.
     """
+    expect_count("a budget", budget, 0)
     if isinstance(method, str):
         name = method
         method = METHODS.make(
@@ -44,5 +46,6 @@ def run(
     oracle = open_target(target) if isinstance(target, str) else target
     with session({"": oracle}, budget=budget, ledger=ledger) as surfaces:
         ready = surfaces[""]
-        progress = track(name, method.expected(ready.dim))
+        progress = track("extract", method.expected(ready.dim))
+        progress(0, note=name)
         return method(Counted(ready, progress=progress))

@@ -19,6 +19,10 @@ Departures:
 - `accuracy` is promised for every entry of W and of v: widths of brackets and the error of v are
   carried through to `guarantee`. That costs up to log₂ d bits an entry above the floor, which is
   (d² + d)·log₂(1/ε) queries for entries of size 1.
+- Wrong labels. One is enough to send a bisection to the wrong half, and its bracket then ends at
+  that label. So the judge has both ends of every bracket asked twice more, in other words: a token
+  twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`, which mean the
+  same to a head. Labels that lie at random or by the question differ there, and nothing is proved.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from keyhole.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.inexact.halfspace import (
+    CHANCE,
     EPSILON,
     Average,
     Direction,
@@ -48,12 +53,16 @@ from keyhole.extract.inexact.judge import SignExam
 from keyhole.extract.judge import Examination, Step, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.percent import percent
 from keyhole.results import Status, Unsuccessful
 
 _SHARE = 0.15  # of the error allowed to a form, for what an inexact v does to it
 _SCOUTS = 8
 _LOOK = 3  # levels of bisection between two looks at the state
 _SCALES = 32  # factors of four tried on the way to a scale
+_FACTORS = (0.5, 2.0)  # of a token: the sign of its score stays, without rounding
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention to each token stays
+_BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie differs
 _AVERAGE_LIMIT = 1e-3  # below this accuracy averaging would take millions of queries per entry
 
 
@@ -134,13 +143,17 @@ class SignOnly:
         bits = math.log2(1 / self.accuracy)
         known = d * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
         finite = math.isfinite(error)
+        assumed = "no label is wrong"
+        if self.values == "average":
+            assumed += f" and the average is not among the {percent(CHANCE)} furthest off"
         return Step(
             Head(W, direction.v),
             known=round(known),
             floor=math.ceil((d * d + d) * bits),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
-            assumed="no label is wrong",
+            assumed=assumed,
+            confirm=lambda oracle: _asked_again(oracle, direction, forms),
         )
 
 
@@ -228,17 +241,45 @@ class _Forms:
         low, high = thresholds - room, thresholds + room
         self._low[rows] = torch.where(above, low.maximum(self._low)[rows], self._low[rows])
         self._high[rows] = torch.where(above, self._high[rows], high.minimum(self._high)[rows])
+        if bool((self._low > self._high).any()):
+            raise Unsuccessful(
+                Status.MISMATCH, "the signs contradict each other: above one threshold, not a lower"
+            )
         return above
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Pairs of tokens (m, 2, d) whose signs the brackets rest on, and which are positive."""
+        rows, room = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
+        pairs = torch.cat(
+            [self._pairs(rows, self._low - room), self._pairs(rows, self._high + room)]
+        )
+        return pairs, torch.arange(len(pairs)) < len(rows)
 
     def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Which of the forms lie above their thresholds: one query each."""
+        if not bool(thresholds[rows].isfinite().all()):
+            raise Unsuccessful(Status.MISMATCH, "the signs of some pairs never change")
+        return signs(self._oracle, self._pairs(rows, thresholds))
+
+    def _pairs(self, rows: Tensor, thresholds: Tensor) -> Tensor:
+        """Sequences (rows, 2, d) with a positive score where a form is above its threshold."""
         v, d = self._direction.v, len(self._P)
         p, x = self._P[rows // d], self._X[rows % d]
         c = 1 / self.largest
         gate = torch.sigmoid(thresholds[rows] * c).clamp(min=torch.finfo(torch.float64).tiny)
         scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
         last = scale * x
-        return signs(self._oracle, torch.stack([last + c / scale * p, last], dim=1))
+        return torch.stack([last + c / scale * p, last], dim=1)
+
+
+def _asked_again(oracle: Oracle, direction: Direction, forms: _Forms) -> tuple[int, int]:
+    """What the brackets rest on, in other words: how many labels differ, of how many."""
+    tokens, positive = direction.ends()
+    pairs, above = forms.ends()
+    singles = [signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS]
+    doubles = [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
+    differ = torch.cat([*singles, *doubles])
+    return int(differ.sum()), len(differ)
 
 
 def _student(x: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ Departures:
   questions meet other errors this helps even if the oracle repeats its errors. Estimates are
   averaged, or (`refine`) fitted to all answers by least squares (gauss_newton.py), which is for
   random errors; either way the result is moved into the proved intervals.
+- What is assumed is tested: the judge has every question asked twice more, in other words (the same
+  sequence two and three times over, which is the same to a head). Answers more than 2τ apart cannot
+  both be within τ, and nothing is proved.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,6 +50,7 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Status, Unsuccessful
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
+_COPIES = (2, 3)  # of every token: the attention to each of them stays
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
 
 
@@ -193,7 +198,22 @@ class _State:
             guarantee=self.W.furthest(W) if proved else None,
             guarantee_v=self.v.furthest(v) if proved else None,
             assumed=f"every answer is within ±{self._method.tolerance:g} of one head",
+            confirm=self.asked_again,
         )
+
+    def asked_again(self, oracle: Oracle) -> tuple[int, int]:
+        """Every question in other words: how many answers are further off than 2τ, of how many."""
+        d, against, asked = self.v.low.numel(), 0, 0
+        size = batch_rows(2 * max(_COPIES), d)
+        for part in self._answers:
+            rounding = (4 * d + 16) * self._method.precision * part.answers.abs().max()
+            for copies, start in product(_COPIES, range(0, len(part.answers), size)):
+                rows = slice(start, start + size)
+                again = scalar(ask(oracle, part.questions(rows).repeat(1, copies, 1)))
+                off = (again - part.answers[rows]).abs()
+                against += int((off > 2 * self._method.tolerance + rounding).sum())
+                asked += len(again)
+        return against, asked
 
     def _solve(self, forms: Forms, probes: ProbeBasis) -> tuple[Tensor, Tensor]:
         """W from the forms, and a bound on the error of each entry."""

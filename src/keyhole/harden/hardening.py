@@ -44,7 +44,10 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class Hardening(Result):
-    """`identity` is the model's before training, `before` what it withstood then."""
+    """`identity` is the model's before training, `before` what it withstood then.
+
+    The card is written as it grows; `finished` says that it grows no more.
+    """
 
     model: str
     method: str
@@ -57,6 +60,7 @@ class Hardening(Result):
     identity: str = ""
     before: Evaluation | None = None
     runs: tuple[Trained, ...] = ()
+    finished: bool = False
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "hardening"
@@ -92,6 +96,7 @@ class Hardening(Result):
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             **self.settings,
+            "finished": self.finished,
             "before": _written(self.before),
             "runs": [trained.to_dict() for trained in self.runs],
         }
@@ -104,6 +109,7 @@ class Hardening(Result):
             settings={name: data[name] for name in _SETTINGS},
             before=_read(data["before"]),
             runs=tuple(Trained.from_dict(trained) for trained in data["runs"]),
+            finished=data.get("finished", True),  # cards did not always say so
         )
 
 

@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.data import Example, read_examples
+from keyhole.devices import expect_device
 from keyhole.disrupt import HackAttend
 from keyhole.errors import InputError, KeyholeError
+from keyhole.files import exists, is_folder, trouble
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
 from keyhole.harden.hardening import Hardening, Trained
@@ -21,10 +24,12 @@ from keyhole.harden.registry import DEFENCES
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
-from keyhole.models.loading import class_names, load_config, save, task_of
+from keyhole.models.loading import class_names, expect_names, load_config, save, task_of
 from keyhole.models.tasks import Task
 from keyhole.progress import Progress, Track, untracked
+from keyhole.resume import expect_same_run
 
+MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
 _TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
 
@@ -54,6 +59,7 @@ def run(
     allow_pickle: bool = False,
     seed: int = 0,
     seeds: int = 1,
+    force: bool = False,
     track: Track = untracked,
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
@@ -65,15 +71,27 @@ def run(
     `rate`, `mode` and `weight` for those that have them, or a defence of your own. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples, before and after.
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
+    A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
-    for name, value in (("--flips", flips), ("--seeds", seeds)):
-        if value < 1:
-            raise InputError(f"expected {name} of 1 or more, got {value}")
+    counts = {
+        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "--batch": batch,
+        "--longest": longest, "--examples": examples,
+    }  # fmt: skip
+    for option, value in counts.items():
+        expect_count(option, value)
+    expect_number("--learning-rate", learning_rate, above=0)
+    expect_seed(seed)
+    expect_seed(seed + seeds - 1)
+    expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
     expect_writable(Path(out), str(model))
-    names = list(classes) or class_names(load_config(folder_of(str(model))))
+    if checkpoint is not None:
+        expect_folder(Path(checkpoint))
+    config = load_config(folder_of(str(model)))
+    expect_names(classes, config)
+    names = list(classes) or class_names(config)
     read = partial(read_examples, text=text, label=label, names=names)
     chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
     settings: dict[str, Any] = {
@@ -87,18 +105,56 @@ def run(
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
     )
+    if not force:
+        expect_unfinished(Path(out), card)
     return course.run(range(seed, seed + seeds), card)
 
 
 def expect_writable(out: Path, model: str) -> None:
     """Said before hours of training, not after; nothing is made before there is a model."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not (out / CARD).exists():
+    expect_folder(out)
+    if out.exists() and any(out.iterdir()) and not (out / CARD).exists():
         raise InputError(f"expected a new folder, or one made by this command, got {out}")
-    if out.exists() and Path(model).exists() and out.samefile(model):
+    if out.exists() and exists(model) and out.samefile(model):
         raise InputError(f"expected another folder than the model's own, got {out}")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+
+
+def expect_folder(folder: Path) -> None:
+    """A folder that is there, or that can be made."""
+    try:
+        os.lstat(folder)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write", folder, error) from error
+    else:
+        if not is_folder(folder):
+            raise InputError(f"expected a folder to write, got {folder}: it is none")
+    places = (folder, *folder.absolute().parents)
+    there = next(place for place in places if exists(place))
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"expected a folder to write, got {out}: nothing can be made in {there}")
+        raise InputError(
+            f"expected a folder to write, got {folder}: nothing can be made in {there}"
+        )
+
+
+def expect_unfinished(out: Path, card: Hardening) -> None:
+    """A folder of this command's may be continued by the same run, but not overwritten."""
+    if not (out / CARD).exists():
+        return
+    earlier = Hardening.load(out / CARD)
+    if earlier.finished:
+        raise InputError(
+            f"expected a new folder, got {out}, which holds a trained model: give --force to "
+            "replace it"
+        )
+    fix = "choose another folder, or give --force to replace what is in it"
+    expect_same_run(out, _run_of(card), _run_of(earlier), fix)
+
+
+def _run_of(card: Hardening) -> dict[str, Any]:
+    names = ("model", "method", "defence", "data", "examples", "device", "seed")
+    return {**{name: getattr(card, name) for name in names}, **card.settings}
 
 
 @dataclass(frozen=True)
@@ -151,19 +207,26 @@ class _Course:
     def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
         loaded, has_head = self._loaded(seeds[0])
+        parts = _Parts(self, len(seeds), has_head)
         before = self.measure(loaded, "before") if has_head else None
+        if has_head:
+            parts.measured("before")
         card = replace(card, identity=loaded.identity, before=before)
         for seed in seeds:
             part = "" if len(seeds) == 1 else f"seed-{seed}"
             if seed != seeds[0]:
                 loaded, _ = self._loaded(seed)
-            trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
+            trained = Trained(seed, part or ".", self._trained(loaded, seed, part, parts))
+            parts.trained()
             # First: whoever is stopped from here on may come again.
             self._write(replace(card, runs=(*card.runs, trained)))
             save(loaded, self.out / part)
             after = self.measure(loaded, f"after {part}".strip(), before)
+            parts.measured(f"after {part}".strip())
             card = replace(card, runs=(*card.runs, replace(trained, after=after)))
             self._write(card)
+        card = replace(card, finished=True)
+        self._write(card)
         return card
 
     def _loaded(self, seed: int) -> tuple[Loaded, bool]:
@@ -172,6 +235,8 @@ class _Course:
         task: Task = "choice" if self.examples[0].choices else "classification"
         has_head = task_of(name) == task
         count = max(example.label for example in self.examples) + 1
+        if not has_head:
+            expect_count("classes for a new head", count, most=MOST_CLASSES)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             loaded = load_model(
@@ -183,11 +248,17 @@ class _Course:
             raise InputError(f"expected labels from 0 to {classes - 1}, got {count - 1}")
         return loaded, has_head
 
-    def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
+    def _trained(self, loaded: Loaded, seed: int, part: str, parts: _Parts) -> Training:
+        steps = self.track(f"training {part}".strip())
+
+        def progress(done: int, total: int | None = None, note: str = "") -> None:
+            steps(done, total, note)
+            parts.training(done, total, note)
+
         training = train(
             loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
             device=self.device, checkpoint=self.checkpoint and self.checkpoint / part,
-            progress=self.track(f"training {part}".strip()), **self.settings,
+            progress=progress, **self.settings,
         )  # fmt: skip
         loaded.model.requires_grad_(False)
         if training.reason:
@@ -198,7 +269,29 @@ class _Course:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                f"expected a folder to write, got {self.out}: {error.strerror}"
-            ) from error
+            raise trouble("a folder to write", self.out, error) from error
         card.save(self.out / CARD)
+
+
+class _Parts:
+    """How far all of it is, counted in epochs of every seed and evaluations."""
+
+    def __init__(self, course: _Course, seeds: int, has_head: bool) -> None:
+        self._epochs: int = course.settings["epochs"]
+        self._evaluation = int(bool(course.measure.held_out))
+        total = self._evaluation * (seeds + has_head) + self._epochs * seeds
+        self._progress, self._done = course.track("harden", total), 0
+        self._progress(0)
+
+    def training(self, step: int, steps: int | None, note: str) -> None:
+        """Whole epochs of the training under way, a resumed one's included."""
+        epochs = 0 if steps is None else step * self._epochs // steps
+        self._progress(self._done + epochs, note=note)
+
+    def trained(self) -> None:
+        self._done += self._epochs
+        self._progress(self._done)
+
+    def measured(self, when: str) -> None:
+        self._done += self._evaluation
+        self._progress(self._done, note=f"measured {when}" if self._evaluation else "")

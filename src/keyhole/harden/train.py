@@ -16,20 +16,24 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from keyhole.data import Example, encode
 from keyhole.errors import InputError
+from keyhole.files import trouble
 from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.models.loading import identity
+from keyhole.models.positions import fitting
 from keyhole.progress import Progress, silent
 from keyhole.results import FORMAT, Result, dump, read
+from keyhole.results.typed import typed
 from keyhole.resume import digest, expect_same_run
 
 
@@ -128,6 +132,7 @@ def train(
         repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool,
     )  # fmt: skip
     _check(run)
+    cut = replace(run, longest=fitting(model, tokenizer, longest))  # to what the model can take in
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = _State(model, _optimizer(model, run))
@@ -138,7 +143,7 @@ def train(
     started, reason = time.perf_counter(), ""
     for epoch in range(resumed, epochs):
         model.train()
-        feed = _batches(tokenizer, examples, run, epoch, device)
+        feed = _batches(tokenizer, examples, cut, epoch, device)
         reason = _epoch(state, defence, run, epoch, feed, progress)
         if reason:
             break
@@ -259,15 +264,16 @@ def _save(folder: Path, run: _Run, state: _State, epoch: int) -> None:
         record = {"format": FORMAT, "run": asdict(run), "losses": state.losses, "step": state.step}
         (partial / "run.json").write_text(dump(record), "utf-8")
         partial.rename(whole)
-    except OSError as error:
-        raise InputError(f"expected a folder to write, got {folder}: {error.strerror}") from error
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells it as the second
+        shutil.rmtree(partial, ignore_errors=True)
+        raise trouble("a folder to write", folder, error) from error
     for old in _saved(folder)[:-1]:
         shutil.rmtree(folder / f"epoch-{old}", ignore_errors=True)
 
 
 def _saved(folder: Path) -> list[int]:
     names = [path.name.removeprefix("epoch-") for path in folder.glob("epoch-*")]
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
 def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int:
@@ -278,10 +284,21 @@ def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int
     place = folder / f"epoch-{saved[-1]}"
     record = read(place / "run.json")
     expect_same_run(folder, asdict(run), record.get("run"))
-    load_model(state.model, str(place / "weights.safetensors"), device=str(device))
-    optimizer = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
-    state.optimizer.load_state_dict(optimizer)
-    state.losses, state.step = [float(loss) for loss in record["losses"]], int(record["step"])
+    if saved[-1] > run.epochs:
+        raise InputError(f"expected at most {run.epochs} epochs in {folder}, got {saved[-1]}")
+    try:
+        losses = typed(list[float], record.get("losses"), "losses")
+        state.step = typed(int, record.get("step"), "step")
+        load_model(state.model, str(place / "weights.safetensors"), device=str(device))
+        optimizer = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
+        state.optimizer.load_state_dict(optimizer)
+    except Exception as error:  # whatever torch and pickle make of a damaged file
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"expected a whole checkpoint in {place}, got {first}: remove it, to train that epoch "
+            "again"
+        ) from error
+    state.losses = losses
     return saved[-1]
 
 

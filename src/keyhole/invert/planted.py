@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.invert.problem import Problem
+from keyhole.memory import expect_room
 
 
 def plant(
@@ -33,6 +35,11 @@ def plant(
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         if size < 1:
             raise InputError(f"expected {name} of 1 or more, got {size}")
+    expect_number("scale", scale, least=0)
+    expect_seed(seed)
+    # X, W, V and M, and the scores and maps of the output.
+    numbers = 4 * length * dim + 4 * heads * dim * dim + 3 * heads * length * length
+    expect_room(8 * numbers, f"{length:,} tokens of d = {dim:,} with {heads:,} heads")
     stream = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -51,4 +58,7 @@ def plant(
         residual=residual,
         causal=causal,
     )
-    return replace(blank, B=blank.output(X)), X
+    problem = replace(blank, B=blank.output(X))
+    if problem.fault:
+        raise InputError(f"{problem.fault}: try a smaller scale than {scale:g}")
+    return problem, X

@@ -148,11 +148,19 @@ class Problem:
             raise InputError(f"expected tensors W, V and B in {path}, got {got}")
         given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
         given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
+        for name in _NUMBERS:
+            try:
+                given[name] = float(metadata.get(name, 0.0))
+            except ValueError:
+                word = metadata[name]
+                raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
         try:
-            given |= {name: float(metadata.get(name, 0.0)) for name in _NUMBERS}
-            return cls(**given)
-        except (InputError, ValueError) as error:
+            problem = cls(**given)
+        except InputError as error:
             raise InputError(f"{error} in {path}") from error
+        if problem.fault:
+            raise InputError(f"{problem.fault} in {path}")
+        return problem
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from keyhole.bounds import expect_count, expect_number
+from keyhole.devices import expect_device
 from keyhole.errors import InputError
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
@@ -14,6 +14,8 @@ from keyhole.invert.proofs.certify import certify as prove
 from keyhole.invert.registry import METHODS
 from keyhole.invert.solvers.solver import Solve
 from keyhole.progress import Track, untracked
+
+MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
 
 
 def run(
@@ -36,6 +38,8 @@ def run(
     `certify` adds a proof of how close an exact input is to the one found.
     """
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
+    if asked.fault:
+        raise InputError(asked.fault)
     if isinstance(method, str):
         name = method
         _check(starts, solutions, seconds, device)
@@ -45,7 +49,9 @@ def run(
         )  # fmt: skip
     else:
         name = type(method).__name__
-    result = method(asked, progress=track(name))
+    progress = track("invert")
+    progress(0, note=name)
+    result = method(asked, progress=progress)
     if certify and result.X is not None:
         result = replace(result, certificate=prove(asked, result.X))
     return result
@@ -54,11 +60,9 @@ def run(
 def _check(starts: int | None, solutions: int | None, seconds: float | None, device: str) -> None:
     if starts is not None and starts < 1:
         raise InputError(f"expected at least one start, got {starts}")
+    expect_count("starts", starts, most=MOST_STARTS)
     if solutions is not None and solutions < 1:
         raise InputError(f"expected at least one solution, got {solutions}")
-    if seconds is not None and not seconds > 0:
-        raise InputError(f"expected more than 0 seconds, got {seconds}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch says it in one way or the other
-        raise InputError(f"expected a device of this machine (cpu), got {device}") from error
+    expect_count("solutions", solutions)
+    expect_number("seconds", seconds, above=0)
+    expect_device(device)

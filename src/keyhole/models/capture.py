@@ -53,7 +53,7 @@ class Exposure:
         kind, colon, layer = text.partition(":")
         if kind == "pooled" and not colon:
             return cls(kind)
-        if not layer.isdecimal():
+        if kind == "pooled" or not (layer.isascii() and layer.isdecimal() and len(layer) < 10):
             raise InputError(f"expected an exposure such as hidden:3 or pooled, got {text}")
         return cls(kind, int(layer))
 

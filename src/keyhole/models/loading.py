@@ -16,7 +16,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +24,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from keyhole.devices import expect_device
 from keyhole.errors import InputError, MissingExtra
+from keyhole.files import exists, expect_file, is_folder, trouble
+from keyhole.memory import expect_room
 from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+_HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
 _NOT_COMPUTED = frozenset({
     "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
@@ -60,8 +65,8 @@ def transformers() -> Any:
 def names_model(name: str) -> bool:
     """Is this a model as people name them: a folder, a .gguf file, or owner/name on the hub?"""
     path = Path(name)
-    if path.exists() or path.suffix == ".gguf":
-        return path.is_dir() or path.suffix == ".gguf"
+    if exists(path) or path.suffix == ".gguf":
+        return is_folder(path) or path.suffix == ".gguf"
     return re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
 
 
@@ -95,6 +100,7 @@ def load_model(
             output_loading_info=True,
         )  # fmt: skip
 
+    _expect_room(name)
     model, report = _quietly(load_weights, f"a model in {name}")
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
@@ -105,11 +111,28 @@ def load_model(
     return Loaded(model, words, identity(model), str(name))
 
 
+def _expect_room(name: str | Path) -> None:
+    """What the configuration promises must fit, whatever the file of weights holds."""
+    if not is_folder(name):
+        return
+    config = load_config(name)
+    sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
+    for size, value in sizes.items():
+        if not isinstance(value, int) or not 0 <= value < 2**63:
+            raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
+    words, width, layers, inner = sizes.values()
+    numbers = words * width + layers * (4 * width * width + 2 * width * inner)
+    expect_room(4 * numbers, f"the configuration of {name}")
+
+
 def task_of(name: str | Path) -> Task:
     """The task that a checkpoint's head is for, by its configuration; "base" where it has none."""
     if Path(name).suffix == ".gguf":
         return "causal"
-    for architecture in load_config(name).architectures or ():
+    architectures: Any = load_config(name).architectures or ()
+    if not isinstance(architectures, list | tuple):
+        raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
+    for architecture in cast("Sequence[Any]", architectures):
         task = named_task(str(architecture))
         if task != "base":
             return task
@@ -130,7 +153,17 @@ def class_names(config: Any) -> list[str]:
     return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
 
 
+def expect_names(given: Sequence[str], config: Any) -> None:
+    """Classes that people name: each once, as many as the model has where that is known."""
+    known = class_names(config)
+    if len(set(given)) < len(given):
+        raise InputError(f"expected every class once in --classes, got {','.join(given)}")
+    if given and len(known) > 1 and len(given) != len(known):
+        raise InputError(f"expected {len(known)} names in --classes, got {len(given)}")
+
+
 def _placed(model: Any, device: str | torch.device) -> Any:
+    expect_device(device)
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -155,7 +188,10 @@ def save(loaded: Loaded, folder: str | Path) -> None:
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
 
-    _quietly(write, f"a folder to write in {folder}")
+    try:
+        _quietly(write, f"a folder to write in {folder}")
+    except InputError as error:
+        raise trouble("a folder to write", folder, error.__cause__ or error) from error
 
 
 def _tokenizer(name: str, where: str, arguments: dict[str, Any]) -> Any:
@@ -173,17 +209,19 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     if not name.strip():
         raise InputError("expected a model's folder or name, got nothing")
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"expected a GGUF file, got {name}: there is no such file")
+        expect_file(path, "a GGUF file")
         return str(path.parent), {"gguf_file": path.name}
-    if path.is_file():
+    if exists(path, links=True) and not is_folder(path):
         raise InputError(f"expected a folder, a .gguf file or a hub name, got the file {name}")
-    if not path.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if not is_folder(path):
+        if not _HUB_NAME.fullmatch(name):
             raise InputError(f"expected a model's folder, got {name}: there is no such folder")
         return name, {} if _reached() else {"local_files_only": True}
     if not (path / "config.json").is_file():
         raise InputError(f"expected a folder with a config.json, got {name}")
+    for file in path.iterdir():  # the library would wait for ever at a pipe
+        if not (file.is_file() or file.is_dir()):
+            raise InputError(f"expected files in {name}, got {file.name}, which is none")
     pickled = any(path.glob("*.bin"))
     if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
         got = "pickled weights: pass allow_pickle=True if you trust them" if pickled else "none"
@@ -220,7 +258,7 @@ def _quietly(load: Callable[[], Any], what: str) -> Any:
     except Exception as error:
         # Whatever a broken folder provokes (OSError, ValueError, JSON, safetensors): one line.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected {what}, got: {first}") from error
+        raise InputError(f"expected {what}, got {type(error).__name__}: {first}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.set_verbosity(level)

@@ -127,7 +127,8 @@ def _address(url: str) -> httpx.URL:
     with suppress(httpx.InvalidURL, UnicodeError):
         address = httpx.URL(url)
         address.raw_host.decode().encode("idna")  # as the resolver will
-        if address.host and 0 < (address.port or 80) < 2**16:
+        whole = not any(letter.isspace() for letter in url)
+        if address.host and whole and 0 < (address.port or 80) < 2**16:
             return address
     raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
 

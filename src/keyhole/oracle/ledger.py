@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.errors import InputError, KeyholeError
-from keyhole.files import private
+from keyhole.files import exists, expect_file, is_folder, private, trouble
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Oracle,
@@ -170,9 +170,8 @@ class Ledger:
                         " WITHOUT ROWID"
                     )
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
-            if self._db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
-                raise InputError(f"expected a Keyhole ledger, got another SQLite file: {self.path}")
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
+            self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
         except sqlite3.DatabaseError as error:
             raise InputError(f"expected a Keyhole ledger, got {self.path}: {error}") from error
         expect_same_run(self.path, mine, theirs)
@@ -201,13 +200,14 @@ def answers_in(path: Path) -> int:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         raise InputError(f"expected a folder for the ledger, got {path.parent}: it does not exist")
     try:
+        _expect_ledger(path)
         private(path)
         db = sqlite3.connect(path, timeout=_TURN_SECONDS, isolation_level=None)
-    except (sqlite3.OperationalError, OSError) as error:
-        raise InputError(f"expected a file for the ledger, got {path}: {error}") from error
+    except (sqlite3.OperationalError, OSError, ValueError) as error:
+        raise trouble("a file for the ledger", path, error) from error
     try:
         db.execute("PRAGMA journal_mode = WAL")  # readers never wait for the one who asks
         db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
@@ -215,6 +215,21 @@ def _open(path: Path) -> sqlite3.Connection:
         db.close()
         raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
     return db
+
+
+def _expect_ledger(path: Path) -> None:
+    """Looked at without touching it: another program's file is left as it is."""
+    if not exists(path) or path.stat().st_size == 0:
+        return
+    expect_file(path, "a Keyhole ledger")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            mark = db.execute("PRAGMA application_id").fetchone()[0]
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
+    if tables and mark != _APPLICATION_ID:
+        raise InputError(f"expected a Keyhole ledger, got another SQLite file: {path}")
 
 
 def _keys(sequences: Tensor) -> list[bytes]:

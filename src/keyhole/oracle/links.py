@@ -34,6 +34,9 @@ class Link:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise InputError(f"expected a link among {', '.join(NAMES)}, got {self.name}")
+        if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
+            got = f"shape {tuple(self.offset.shape)}" if self.offset.ndim > 1 else "NaN or infinity"
+            raise InputError(f"expected an offset that is a number, or one a score, got {got}")
 
     def __str__(self) -> str:
         shift = "" if not bool(self.offset.any()) else "an offset"
@@ -62,7 +65,7 @@ class Link:
 
 
 def undone(name: str, answers: Tensor) -> Tensor:
-    """Scores plus offset; NaN where an answer is too near the end of its range to have digits."""
+    """Scores plus offset; not finite where an answer is too near the end of its range to say."""
     match name:
         case "sigmoid":
             return torch.logit(_inside(answers, 0.0, 1.0))
@@ -78,8 +81,8 @@ def undone(name: str, answers: Tensor) -> Tensor:
 
 
 def _inside(answers: Tensor, low: float, high: float) -> Tensor:
-    near = (answers - low < _NEAR) | (high - answers < _NEAR)
-    return answers.masked_fill(near, torch.nan)
+    answers = answers.masked_fill(answers - low < _NEAR, low)
+    return answers.masked_fill(high - answers < _NEAR, high)
 
 
 class Undone:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from mlserver.errors import InferenceError
 from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
-from keyhole.errors import InputError
+from keyhole.errors import InputError, KeyholeError
 from keyhole.oracle.protocol import check_sequences
 from keyhole.oracle.storage import load
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 class TargetRuntime(MLModel):
@@ -43,9 +47,19 @@ class TargetRuntime(MLModel):
         return InferenceResponse(model_name=self.name, outputs=[output])
 
 
-def serve(path: str | Path, *, name: str, host: str = "127.0.0.1", port: int = 8080) -> None:
-    """Serve the target in `path` until interrupted."""
+def serve(
+    path: str | Path,
+    *,
+    name: str,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    begun: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong."""
     target = load(path)
+    if not _NAME.fullmatch(name):
+        raise InputError(f"expected a name of letters, digits, '.', '_' and '-', got {name}")
+    _expect_free(host, port)
     settings = Settings(
         host=host,
         http_port=port,
@@ -63,6 +77,7 @@ def serve(path: str | Path, *, name: str, host: str = "127.0.0.1", port: int = 8
         ],
         outputs=[MetadataTensor(name="answers", datatype=Datatype.FP64, shape=[-1])],
     )
+    begun()
     asyncio.run(_run(settings, model))
 
 
@@ -71,6 +86,25 @@ async def _run(settings: Any, model: Any) -> None:
     # When interrupted, uvicorn reports the end of its own start-up task as an error.
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno < logging.ERROR)
     await server.start([model])
+
+
+def _expect_free(host: str, port: int) -> None:
+    """MLServer's own server ends the process where it cannot listen, with nothing said."""
+    if not 0 < port < 2**16:
+        raise InputError(f"expected a port from 1 to {2**16 - 1}, got {port}")
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"expected an address of this machine, got {host}: {why}") from error
+    try:
+        with socket.socket(address[0]) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address[4])
+    except OSError as error:
+        raise KeyholeError(
+            f"expected to listen on {host}:{port}, got {error.strerror}: try another --port"
+        ) from error
 
 
 def _free_port(host: str) -> int:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors
+from keyhole.memory import expect_room
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 
@@ -34,12 +36,12 @@ def plant(
     if kind not in KINDS:
         raise InputError(f"expected a kind among {', '.join(KINDS)}, got {kind}")
     for name, size in {"dim": dim, "heads": heads, "width": width}.items():
-        if size < 1:
-            raise InputError(f"expected {name} of 1 or more, got {size}")
+        expect_count(name, size)
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"expected a rank from 1 to dim = {dim}, got {rank}")
-    if not math.isfinite(scale):
-        raise InputError(f"expected a finite scale, got {scale}")
+    expect_number("scale", scale, least=0)
+    expect_seed(seed)
+    expect_room(16 * _numbers(kind, dim, heads, width, outputs or dim), f"{kind} of d = {dim:,}")
     stream = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -66,6 +68,21 @@ def plant(
     return Attention(W, V, every_token=every_token, causal=causal)
 
 
+def _numbers(kind: str, dim: int, heads: int, width: int, outputs: int) -> int:
+    """The parameters of a target, all together."""
+    match kind:
+        case "head":
+            return dim * dim + dim
+        case "multi-head":
+            return heads * (dim * dim + dim)
+        case "one-layer":
+            return heads * (dim * dim + width * dim) + width
+        case "relu":
+            return width * dim + width
+        case _:
+            return heads * (dim * dim + dim * outputs)
+
+
 def save(target: Planted | Linked, path: str | Path) -> None:
     """Write a target; `load` gives back one that answers the same bit for bit."""
     write_tensors(path, target.tensors(), metadata_of(target))
@@ -84,7 +101,17 @@ def load(path: str | Path) -> Planted | Linked:
             f"expected a target written by `keyhole plant`, got {path} with "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
         )
-    return from_tensors(metadata, tensors, path)
+    target = from_tensors(metadata, tensors, path)
+    if target.dim < 1:
+        raise InputError(f"expected tokens of one dimension or more in {path}, got none")
+    return target
+
+
+def _each(tensor: Tensor) -> list[Tensor]:
+    """Of each head, one."""
+    if tensor.ndim == 0:
+        raise InputError("expected a W and a v of each head, got a number")
+    return list(tensor)
 
 
 def from_tensors(
@@ -104,7 +131,7 @@ def from_tensors(
             case "head":
                 return Head(tensors["W"], tensors["v"])
             case "multi-head":
-                return MultiHead(list(tensors["W"]), list(tensors["v"]))
+                return MultiHead(_each(tensors["W"]), _each(tensors["v"]))
             case "one-layer":
                 return OneLayer(tensors["W"], tensors["A"], tensors["w"])
             case "relu":

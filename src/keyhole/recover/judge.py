@@ -43,6 +43,7 @@ from keyhole.results import Status
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 _NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
 _CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
+_NOISY = 0.05  # of the leak's spread: an error above it needs more rivals
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
@@ -157,7 +158,8 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
     odds = 2 * (math.log(target.vocabulary) + _ODDS)
     if coarse or bool(_twins(target)[text].any()):
-        margin, more = margins(target, leak, text, _misfits(fit, leaked, given), hidden, odds)
+        misfits, noisy = _misfits(fit, leaked, given), fit.level > _NOISY
+        margin, more = margins(target, leak, text, misfits, hidden, odds, noisy)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     marks = _marks(fit, margin, hidden, odds)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors
 from keyhole.models.capture import Exposure
+from keyhole.strict_json import parse
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
 _FORMAT = "1"
@@ -41,6 +43,11 @@ class About:
     mask: Tensor | None = None
 
 
+# What callers and files may say of a leak, by field.
+_KINDS: dict[str, Any] = {
+    "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
+    "pooling": str, "normalised": bool, "tokens": int | None,
+}  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="_Leak")
 
 
@@ -52,6 +59,12 @@ class _Leak(About):
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Tensor | _KINDS.get(field.name, object)):
+                raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
+        if self.noise is not None and not 0 <= self.noise < math.inf:
+            raise InputError(f"expected noise of 0 or more, got {self.noise}")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise InputError(
                 f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision}"
@@ -59,7 +72,9 @@ class _Leak(About):
         for name in self.names:
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise InputError(f"expected {name} to be a floating-point tensor")
+                raise InputError(f"expected {name} to be a floating-point tensor, got another kind")
+            if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
+                tensor = tensor.to(torch.float32)
             if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
                 tensor = tensor[0]
             if tensor.ndim != self.rank or 0 in tensor.shape:
@@ -73,7 +88,11 @@ class _Leak(About):
             if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
                 object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
             object.__setattr__(self, name, tensor.detach().to(torch.float32))
+        if self.length is not None and self.length < 1:
+            raise InputError(f"expected one token or more, got {self.length}")
         if self.mask is not None:
+            if self.mask.is_complex() or not bool(self.mask.isfinite().all()):
+                raise InputError("expected a mask of 0 and 1, got other numbers")
             mask = self.mask.reshape(-1).to(torch.long)
             if self.length is not None and len(mask) != self.length:
                 raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
@@ -226,7 +245,7 @@ def load_leak(path: str | Path) -> Leak:
 
 def _assemble(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
     try:
-        known: dict[str, Any] = json.loads(metadata["about"])
+        known: dict[str, Any] = parse(metadata["about"])
         return TYPES[metadata["leak"]](**tensors, **known)
     except InputError as error:
         raise InputError(f"{error} in {path}") from error

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keyhole.data import opening
 from keyhole.recover.pieces import decoded, unknown_token
 
 _NAMED = 3  # characters or words without a token that a note names
@@ -29,11 +30,13 @@ class Original:
     @classmethod
     def of(cls, tokenizer: Any, text: str, longest: int) -> Original:
         """What goes into the model of `text`, which is cut off after `longest` tokens."""
+        text, given = opening(text, longest), len(text)
         ids = list(tokenizer(text, truncation=True, max_length=longest)["input_ids"])
         whole = list(tokenizer(text, verbose=False)["input_ids"])
         notes = [_unknown(tokenizer, text, whole)]
-        if len(whole) > len(ids):
-            notes.append(f"cut off after {longest} of {len(whole)} tokens")
+        if len(whole) > len(ids) or len(text) < given:
+            more = "more than " if len(text) < given else ""
+            notes.append(f"cut off after {longest} of {more}{len(whole)} tokens")
         made = decoded(tokenizer, whole)
         if not any(notes) and _characters(tokenizer, made) != _characters(tokenizer, text):
             notes.append("the tokenizer does not keep all of its characters")

@@ -47,6 +47,30 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
     return "".join(written(tokenizer, ids)) if _BROKEN in text else text
 
 
+def labels(tokenizer: Any, ids: list[int]) -> list[str]:
+    """A word to show for each token by itself: nothing is empty, and no bytes are broken.
+
+    The space before a word is left out; white space, special tokens and parts of a character have
+    their names: `\\n`, `[SEP]`, `\\xc3`. So has a part of a word that the tokenizer marks: `##s`.
+    """
+    return [
+        _label(tokenizer, piece, id_)
+        for piece, id_ in zip(written(tokenizer, ids), ids, strict=True)
+    ]
+
+
+def _label(tokenizer: Any, piece: str, id_: int) -> str:
+    name = _name(tokenizer, id_)
+    if name == f"##{piece}":
+        return name
+    return piece.strip() or _blank(piece) or _spelled(tokenizer, id_) or name
+
+
+def _blank(piece: str) -> str:
+    """White space that can be seen."""
+    return "".join("␣" if letter == " " else ascii(letter)[1:-1] for letter in piece)
+
+
 def unknown_token(tokenizer: Any) -> int | None:
     """The id that stands for what the tokenizer has no token for, where there is such a one."""
     unknown = getattr(tokenizer, "unk_token_id", None)
@@ -64,12 +88,17 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(shown, skip_special_tokens=False))
 
 
+def _name(tokenizer: Any, id_: int) -> str:
+    """As it stands in the vocabulary."""
+    return str(tokenizer.convert_ids_to_tokens(id_))
+
+
 def _spelled(tokenizer: Any, id_: int) -> str:
     """A token by itself, with `\\xNN` for bytes that make no character."""
     text = _decode(tokenizer, [id_])
     if _BROKEN not in text:
         return text
-    token = str(tokenizer.convert_ids_to_tokens(id_))
+    token = _name(tokenizer, id_)
     byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
     if byte:
         return f"\\x{byte[1].lower()}"

@@ -177,9 +177,12 @@ def _check_shapes(target: Target, leak: Leak) -> None:
 
 def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> TextRecovery:
     verdict = judge(target, leak, proposal.ids)
-    notes = (verdict.reason, *_lost(target, leak, proposal.ids), proposal.note)
+    lost, status = _lost(target, leak, proposal.ids), verdict.status
+    if lost and status is Status.RECOVERED:
+        status = Status.INEXACT  # every token came back, but not every character
+    notes = (verdict.reason, *lost, proposal.note)
     return TextRecovery(
-        status=verdict.status,
+        status=status,
         reason="; ".join(note for note in notes if note),
         method=method,
         ids=proposal.ids,

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from keyhole.results import Status, environment
 from keyhole.results.result import Result
+from keyhole.results.typed import restored
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
-    Status.INEXACT: "Part of the text is known: the marks say which. Treat it as given away.",
+    Status.INEXACT: "Part of the text is known, as marks and reason say. Treat it as given away.",
     Status.UNSOLVED: "Not recovered this time: more passes may do it. It is no proof of safety.",
     Status.MISMATCH: "The leak is not this model's at this layer: check both.",
     Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
@@ -40,13 +41,15 @@ class Mark(StrEnum):
 class TextRecovery(Result):
     """A text that explains a leak, or how far the search came.
 
-    `verified` is the judge's: every token is, by running the model on `ids`. `residual` is the root
-    mean square of the difference relative to the leak's standard deviation, `precision` the size of
-    the leak's own error in the same unit, as stated or estimated. `passes` counts forward–backward
-    passes plus `forwards`, those without a backward one, of this text; `judging` of them are the
-    judge's. `fitting` counts the forward passes that were spent once for the model and layer, on no
-    text in particular, `tested` the tokens that a left-to-right search tried. `seconds` are those
-    of this text: of what was done for several at once, its share.
+    `verified` is the judge's: every token is, by running the model on `ids`. A text is recovered if
+    its characters came back as well: one with unknown tokens, or as long as the model takes, may
+    have had more to it, and is inexact. `residual` is the root mean square of the difference
+    relative to the leak's standard deviation, `precision` the size of the leak's own error in the
+    same unit, as stated or estimated. `passes` counts forward–backward passes plus `forwards`,
+    those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
+    the forward passes that were spent once for the model and layer, on no text in particular,
+    `tested` the tokens that a left-to-right search tried. `seconds` are those of this text: of what
+    was done for several at once, its share.
     """
 
     status: Status
@@ -92,14 +95,4 @@ class TextRecovery(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        return cls(
-            status=Status(data["status"]),
-            marks=tuple(Mark(mark) for mark in data["marks"]),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = (
-    "reason", "method", "ids", "text", "verified", "passes", "seconds", "residual", "precision",
-    "forwards", "fitting", "tested", "judging", "environment",
-)  # fmt: skip
+        return restored(cls, data, more=True)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
+from keyhole.files import is_folder, trouble
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
@@ -21,9 +23,10 @@ from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.resume import Journal
+from keyhole.resume import Journal, digest
 
 Source = str | Path | Leak  # a file, a folder of files, or a leak
+UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,7 @@ def recovering_files(
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
     with Journal(out, identity) as journal:
+        overall = track("invert text", len(opened))
         fresh: list[int] = []
         for number, digest in enumerate(digests):
             if digest in journal:
@@ -92,14 +96,18 @@ def recovering_files(
             else:
                 fresh.append(number)
         texts = [opened[number] for number in fresh]
+        finished = len(opened) - len(fresh)
+        overall(finished)
         tokens = sum(leak.length or 0 for leak in texts)
-        progress = track(f"{opened[0].exposure} of {len(texts)} texts", tokens or None)
+        progress = track(f"tokens from {opened[0].exposure}", tokens or None)
         for place, recovery in recovering(
             loaded.model, loaded.tokenizer, texts, method=attack, progress=progress
         ):
             number = fresh[place]
             read = LeakRead(number, names[number], digests[number], recovery)
             journal.add({read.digest: read.to_dict()})
+            finished += 1
+            overall(finished, note=Path(read.leak).name)
             yield read
 
 
@@ -118,7 +126,7 @@ def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not is_folder(path):
         return [path]
     inside = sorted(path.glob("*.safetensors"))
     if not inside:
@@ -148,19 +156,21 @@ def capture(
     noise: float = 0.0,
     device: str = "cpu",
     allow_pickle: bool = False,
+    force: bool = False,
     seed: int = 0,
 ) -> list[Path]:
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
     `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1` or `pooled`. `out` is the file, or a
     folder where there are several texts. The leak is rounded to `precision` after noise of `noise`
-    times its standard deviation was added.
+    times its standard deviation was added. A folder remembers in a journal which leaks are in it
+    until all of them are; `force` replaces the journal of another run.
     """
     return [
         path
         for path, _ in capturing(
             model, texts, expose, out=out, precision=precision, noise=noise, device=device,
-            allow_pickle=allow_pickle, seed=seed,
+            allow_pickle=allow_pickle, force=force, seed=seed,
         )
     ]  # fmt: skip
 
@@ -175,29 +185,42 @@ def capturing(
     noise: float = 0.0,
     device: str = "cpu",
     allow_pickle: bool = False,
+    force: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[Path, Leak]]:
     """The same as they come: each leak and the file that holds it."""
+    expect_seed(seed)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
-    paths = _paths(Path(out), len(texts))
+    paths = files_of(Path(out), len(texts))
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
-    for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
-        leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
-        leak = degrade(leak, precision, noise, seed + number)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"expected a folder to write to, got {path.parent}: {error}"
-            ) from error
-        leak.save(path)
-        yield path, leak
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write to", paths[0].parent, error) from error
+    run = {
+        "run": "capture", "model": loaded.identity, "exposure": str(exposure),
+        "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
+    }  # fmt: skip
+    unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
+    with Journal(unfinished, run, replace=force) as journal:
+        for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
+            if path.name in journal and path.exists():
+                yield path, load_leak(path)
+                continue
+            leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
+            leak = degrade(leak, precision, noise, seed + number)
+            leak.save(path)
+            journal.add({path.name: {}})
+            yield path, leak
+    if unfinished is not None:
+        unfinished.unlink()
 
 
-def _paths(out: Path, count: int) -> list[Path]:
+def files_of(out: Path, count: int) -> list[Path]:
+    """The files that so many leaks are written to."""
     if count == 0:
         raise InputError("expected one text or more, got none")
     if count == 1:

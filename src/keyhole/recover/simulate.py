@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.data import opening
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
@@ -40,9 +41,10 @@ def leak_of(
     exposure.block(parts)
     ids = text
     if isinstance(text, str):
-        ids = tokenizer(text, truncation=True, max_length=min(most, parts.longest))["input_ids"]
+        most = min(most, parts.longest)
+        ids = tokenizer(opening(text, most), truncation=True, max_length=most)["input_ids"]
         if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
-            raise InputError(f"expected a text with a token in it, got {text!r}")
+            raise InputError(f"expected a text with a token in it, got {text[:40]!r}")
     if not ids:
         raise InputError("expected one token or more, got none")
     with torch.no_grad():

@@ -5,19 +5,21 @@ from __future__ import annotations
 from statistics import mean
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from keyhole.harden.evaluate import Evaluation
 from keyhole.harden.hardening import Hardening
 from keyhole.percent import percent
 
 
-def hardening(result: Hardening) -> Table:
+def hardening(result: Hardening) -> Group:
     """Figures in rows; of several seeds the mean, and the range behind it."""
     after = result.after
     seeds = f"after, {len(after)} seeds" if len(after) > 1 else "after"
     title = _title(after[-1]) if after else "nothing was measured"
-    view = Table(title=title, title_justify="left", box=box.SIMPLE)
+    view = Table(box=box.SIMPLE)
     view.add_column("")
     for heading in ("before", seeds):
         view.add_column(heading, justify="right", no_wrap=True)
@@ -27,7 +29,7 @@ def hardening(result: Hardening) -> Table:
         values = [figures[name] for figures in new if name in figures]
         was = percent(old[name], 1) if name in old else "–"
         view.add_row(name, was, _spread(values))
-    return view
+    return Group(Text(title, style="italic"), view)
 
 
 def _title(evaluation: Evaluation) -> str:

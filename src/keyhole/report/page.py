@@ -18,6 +18,7 @@ _COLOURS = (
     "#0e7490", "#4d7c0f", "#b91c1c", "#4338ca", "#78716c", "#0f172a",
 )  # fmt: skip
 _SMALLEST = 1e-17  # errors of exactly zero have to stand somewhere on a logarithmic axis
+_SYMBOLS = 53  # that Plotly can draw
 
 _pages = jinja2.Environment(
     loader=jinja2.PackageLoader("keyhole.report"), autoescape=True, undefined=jinja2.StrictUndefined
@@ -56,7 +57,7 @@ def figure(findings: Sequence[Finding]) -> go.Figure | None:
             name=label,
             mode="lines+markers",
             line={"color": colour, "width": 2},
-            marker={"size": 8, "symbol": number},
+            marker={"size": 8, "symbol": number % _SYMBOLS},
             hovertemplate="%{x:,} queries<br>error %{y:.1e}<extra></extra>",
         )
         if finding.floor is not None:

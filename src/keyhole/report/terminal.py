@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -10,11 +11,9 @@ from keyhole.report import wording
 from keyhole.results import Audit
 
 
-def table(audit: Audit) -> Table:
-    """Exposures in rows, under the part of the target that they are of; recovered ones in red."""
-    view = Table(
-        title=wording.verdict(audit), title_justify="left", title_style="bold", box=box.SIMPLE
-    )
+def table(audit: Audit) -> Group:
+    """The verdict, and exposures in rows under the part of the target that they are of."""
+    view = Table(box=box.SIMPLE)
     for heading in ("exposure", "outcome"):
         view.add_column(heading)
     for heading in ("error", "queries", "floor", "seconds"):
@@ -37,4 +36,4 @@ def table(audit: Audit) -> Table:
         )
     for skip in audit.skips:
         view.add_row(Text(skip.exposure), "skipped", *"––––", style="dim")
-    return view
+    return Group(Text(wording.verdict(audit), style="bold"), view)

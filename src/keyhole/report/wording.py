@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from keyhole.percent import percent
 from keyhole.results import Audit, Finding, Outcome, Readings, Status
+from keyhole.results.readings import Reading
 
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
@@ -109,6 +111,12 @@ def matrices(audit: Audit) -> dict[str, Matrix]:
 
 def originals(finding: Finding) -> list[str]:
     return [reading.original for reading in finding.texts[0].readings]
+
+
+def marks(reading: Reading) -> str:
+    """How many tokens have which mark, in words: colours alone are not for everybody."""
+    counts = Counter(piece.mark for piece in reading.pieces)
+    return ", ".join(f"{count} {mark}" for mark, count in counts.most_common())
 
 
 def unbroken(text: str) -> Markup:

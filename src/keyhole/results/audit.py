@@ -13,6 +13,7 @@ from keyhole.results.finding import Finding, Skip
 from keyhole.results.json import environment
 from keyhole.results.outcome import Outcome, exit_code
 from keyhole.results.result import Result
+from keyhole.results.typed import restored
 
 
 def _now() -> str:
@@ -76,12 +77,7 @@ class Audit(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        plain = ("target", "identity", "seed", "seconds", "created", "environment")
-        return cls(
-            findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
-            skips=tuple(Skip(**skip) for skip in data["skips"]),
-            **{name: data[name] for name in plain},
-        )
+        return restored(cls, data, more=True)
 
 
 def _count(group: Sequence[Finding]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,3 @@ class Cut:
     layers: int
     heads: int
     units: tuple[tuple[int, int, int, int], ...]
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Cut:
-        units = tuple((int(a), int(b), int(c), int(d)) for a, b, c, d in data["units"])
-        return replace(cls(**data), tokens=tuple(data["tokens"]), units=units)

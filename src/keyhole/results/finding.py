@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from keyhole.results.cuts import Cut
 from keyhole.results.outcome import OUTCOMES, Outcome
 from keyhole.results.readings import Readings
 from keyhole.results.status import Status
+from keyhole.results.typed import restored
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
-        finding = cls(**data)
-        return replace(
-            finding,
-            status=Status(finding.status),
-            trace=points(data["trace"]),
-            texts=tuple(Readings.from_dict(part) for part in data["texts"]),
-            cuts=tuple(Cut.from_dict(part) for part in data.get("cuts", ())),
-        )
+        return restored(cls, data)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 
 from keyhole.errors import InputError
+from keyhole.files import read_text
+from keyhole.strict_json import parse
 
 FORMAT = 1
 
@@ -38,15 +40,18 @@ def dump(data: dict[str, Any]) -> str:
 
 def read(path: str | Path) -> dict[str, Any]:
     """A JSON object written by `dump`, or one clear line."""
+    text = read_text(path, "a JSON file")
     try:
-        data = json.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"expected a JSON file, got {path}: {error.strerror}") from error
+        data: object = parse(text)
     except ValueError as error:
         raise InputError(f"expected a JSON file, got {path}: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"expected a Keyhole JSON file, got {path}")
     data = cast("dict[str, Any]", data)
-    if data.get("format") != FORMAT:
-        raise InputError(f"expected format {FORMAT} in {path}, got {data.get('format')}")
+    expect_format(data.get("format"), f" in {path}")
     return data
+
+
+def expect_format(version: object, where: str = "") -> None:
+    if version != FORMAT or isinstance(version, bool):
+        raise InputError(f"expected format {FORMAT}{where}, got {str(version)[:40]}")

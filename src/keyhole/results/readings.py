@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class Reading:
         """The share of the tokens that are right."""
         return sum(piece.right for piece in self.pieces) / max(1, len(self.pieces))
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Reading:
-        pieces = tuple(Piece(**part) for part in data["pieces"])
-        note = data.get("note", "")
-        return cls(data["original"], pieces, data["exact"], data["verified"], note)
-
 
 @dataclass(frozen=True)
 class Readings:
@@ -60,8 +53,3 @@ class Readings:
     def exact(self) -> int:
         """Texts that came back exactly, and verified."""
         return sum(reading.exact and reading.verified for reading in self.readings)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Readings:
-        readings = tuple(Reading.from_dict(part) for part in data["readings"])
-        return cls(data["kind"], data["layer"], data["precision"], readings)

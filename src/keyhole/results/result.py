@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors, write_text
-from keyhole.results.json import FORMAT, dump, read
+from keyhole.results.json import FORMAT, dump, expect_format, read
 
 
 class Result(ABC):
@@ -50,15 +50,14 @@ class Result(ABC):
     @classmethod
     def from_dict(cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Self:
         """Read what `to_dict` wrote, or say in one line why it is something else."""
-        if data.get("format") != FORMAT:
-            raise InputError(f"expected format {FORMAT}, got {data.get('format')}")
+        expect_format(data.get("format"))
         if data.get("kind") != cls.kind:
-            raise InputError(f"expected a saved {cls.kind}, got {data.get('kind')}")
+            raise InputError(f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}")
         try:
             return cls.restore(data, tensors or {})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, InputError):
-                raise
+        except InputError as error:
+            raise InputError(f"{error} in a saved {cls.kind}") from error
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"expected a saved {cls.kind}, got {error!r}") from error
 
     def save(self, path: str | Path) -> None:

@@ -203,7 +203,7 @@ def test_progress_counts_starts():
     invert.LevenbergMarquardt(starts=10, solutions=99)(problem, progress=lambda *a: seen.append(a))
     done, total, note = seen[-1]
     assert (done, total) == (10, 10)
-    assert float(note.removeprefix("best ")) < 1e-10
+    assert float(note.removeprefix("starts, best ")) < 1e-10
 
 
 def test_a_start_of_the_wrong_shape_is_one_clear_line():

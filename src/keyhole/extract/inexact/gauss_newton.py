@@ -45,6 +45,9 @@ class Singles:
     tokens: Tensor
     answers: Tensor
 
+    def questions(self, rows: slice) -> Tensor:
+        return self.tokens[rows].unsqueeze(1)
+
     def residual(self, theta: Theta) -> Tensor:
         return self.tokens @ theta[0] - self.answers
 
@@ -74,6 +77,10 @@ class Pairs:
         """Several lists of questions on the same δ and x as one."""
         columns = zip(*((p.i, p.j, p.xi, p.g, p.answers) for p in parts), strict=True)
         return cls(parts[0].deltas, parts[0].xs, *(torch.cat(column) for column in columns))
+
+    def questions(self, rows: slice) -> Tensor:
+        last = self.xi[rows, None] * self.xs[self.j[rows]]
+        return torch.stack([last + self.g[rows, None] * self.deltas[self.i[rows]], last], dim=1)
 
     def residual(self, theta: Theta) -> Tensor:
         alpha, signal = self._gates(theta)

@@ -20,7 +20,7 @@ from keyhole.results import Status, Unsuccessful
 
 EPSILON = torch.finfo(torch.float64).eps
 _LEVELS = 200  # of bisection: an oracle may be anything
-_CHANCE = 0.01  # that an average of signs is further off than promised
+CHANCE = 0.01  # that an average of signs is further off than promised
 
 
 class Direction(Protocol):
@@ -33,6 +33,10 @@ class Direction(Protocol):
     def error(self) -> float: ...
 
     def sharpen(self, error: float) -> None: ...
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Tokens (m, d) whose signs `error` rests on, and which of them are positive."""
+        ...
 
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
@@ -47,7 +51,7 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 
 def samples(d: int, accuracy: float) -> int:
-    return math.ceil(math.pi * d * math.log(2 * d / _CHANCE) / accuracy**2)
+    return math.ceil(math.pi * d * math.log(2 * d / CHANCE) / accuracy**2)
 
 
 class Average:
@@ -76,6 +80,10 @@ class Average:
 
     def sharpen(self, error: float) -> None:
         """What it has is all it gets: each further bit would cost four times as much."""
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """No label decides alone, so none is worth asking again but the direction's own."""
+        return torch.stack([self.v, -self.v]), torch.tensor([True, False])
 
 
 class Ratios:
@@ -128,6 +136,14 @@ class Ratios:
 
         for _ in bisect(self._low, self._high, lambda: width, centre, above):
             pass
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Both ends of every bracket: a wrong label on the way leaves the truth beyond one."""
+        low, high = (
+            self._Q - end.unsqueeze(1) * self._top for end in (self._low, self._high)
+        )  # as `sharpen` asked them
+        tokens = torch.cat([self._top.unsqueeze(0), low, high])
+        return tokens, torch.arange(len(tokens)) <= len(low)
 
     def _positive(self, tokens: Tensor) -> Tensor:
         return signs(self._oracle, tokens.unsqueeze(1))

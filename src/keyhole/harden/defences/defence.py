@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from keyhole.bounds import expect_number
 from keyhole.errors import InputError
 
 Batch = Mapping[str, Tensor]
@@ -150,5 +151,4 @@ def spared(batch: Batch) -> Tensor | None:
 def positive(**values: float) -> None:
     """Refuse negative and missing numbers, with their names."""
     for name, value in values.items():
-        if not value >= 0:
-            raise InputError(f"expected {name} of 0 or more, got {value}")
+        expect_number(name, value, least=0)

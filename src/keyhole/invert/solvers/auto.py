@@ -37,6 +37,25 @@ from keyhole.results import Status, Unsuccessful
 _FIRST = 16  # starts before the curve is followed
 
 
+class _OneCount:
+    """One count over attempts that follow each other: it goes on from what the last one did.
+
+    `ahead` is what is planned for the attempts after this one.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._before, self._done, self.ahead = 0, 0, 0
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+        self._done = max(self._done, done)
+        whole = None if total is None else self._before + total + self.ahead
+        self._progress(self._before + done, whole, note)
+
+    def go_on(self) -> None:
+        self._before, self._done, self.ahead = self._before + self._done, 0, 0
+
+
 @dataclass(frozen=True)
 class Auto:
     """Choose by the problem's structure."""
@@ -52,7 +71,7 @@ class Auto:
         began = time.perf_counter()
         result: Inversion | None = None
         try:
-            for name, attempt in self._attempts(problem, began, progress):
+            for name, attempt in self._attempts(problem, began, _OneCount(progress)):
                 attempt = replace(attempt, reason=f"{attempt.reason} ({name})")
                 result = attempt if result is None else _joined(result, attempt)
                 if self._settled(result, attempt, began):
@@ -71,7 +90,7 @@ class Auto:
         return over or stopped or len(result.solutions) >= self.solutions
 
     def _attempts(
-        self, problem: Problem, began: float, progress: Progress
+        self, problem: Problem, began: float, progress: _OneCount
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
         if problem.fault:  # said once, without the name of a method that was not run
@@ -84,11 +103,13 @@ class Auto:
         if problem.causal:
             method = TokenByToken(seed=self.seed, seconds=self._left(began))
             sweep = method(problem, progress=progress)
+            progress.go_on()
             yield "token by token, because the mask is causal", sweep
             if sweep.solutions:
                 return
         if problem.residual:
             stream = ResidualStream(seed=self.seed, device=self.device)(problem, progress=progress)
+            progress.go_on()
             yield "from the output, because of the residual connection", stream
             if stream.solutions:
                 return
@@ -99,7 +120,9 @@ class Auto:
             solutions=1, seconds=self._left(began),
         )  # fmt: skip
         name = "Levenberg–Marquardt" if unknowns <= DENSE else "Newton–CG"
+        progress.ahead = self.starts
         first = search(problem, progress=progress)
+        progress.go_on()
         yield f"{name} from the mean field", first
         if first.X is None:
             return

@@ -195,7 +195,7 @@ class Multistart:
             best = min(best, float(self.state.loss.min()))
         total = len(self.records) * self.total
         done = total - len(self.waiting) - len(self.owner)
-        self.progress(done, total, f"best {best**0.5:.1e}")
+        self.progress(done, total, f"starts, best {best**0.5:.1e}")
 
     def _leave(self, over: Tensor) -> None:
         if self.state is None:

@@ -114,7 +114,7 @@ class _Sweep:
                 raise Unsuccessful(Status.UNSOLVED, f"out of time at {self._place(i)}")
             try:
                 prefixes, unlikely = self._longer(reduced, equations, prefixes, unlikely)
-                self.progress(i + 1, self.problem.length, f"{len(prefixes)} prefixes")
+                self.progress(i + 1, self.problem.length, f"tokens, {len(prefixes)} prefixes")
             except KeyboardInterrupt:
                 raise Unsuccessful(Status.INTERRUPTED, f"stopped at {self._place(i)}") from None
         return [reduced.restore(polished(equations, X)) for X in prefixes]

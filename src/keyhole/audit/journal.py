@@ -1,0 +1,106 @@
+"""What an audit has checked so far, on disk: the same audit goes on from there.
+
+The file is a journal (resume.py): a first line with everything that the findings follow from, then
+one record for each check that is done. A check that the target did not answer is not written down:
+it is made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
+from keyhole.audit.targets import Target
+from keyhole.audit.texts import TextTarget
+from keyhole.errors import InputError
+from keyhole.models.loading import identity
+from keyhole.progress import Track
+from keyhole.results import environment
+from keyhole.resume import Journal, Run, digest
+
+Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
+
+_FIX = "give --force to begin anew, or remove this file"
+
+
+@contextmanager
+def opened_journal(
+    path: str | Path | None, target: Target, seed: int, *, force: bool
+) -> Generator[Journal]:
+    """The journal of this audit; one that remembers nothing in the end is not left behind."""
+    with Journal(path, what_determines(target, seed), replace=force, fix=_FIX) as journal:
+        try:
+            yield journal
+        finally:
+            if journal.path is not None and not journal.records:
+                journal.path.unlink(missing_ok=True)
+
+
+def what_determines(target: Target, seed: int) -> Run:
+    """Everything that the findings of an audit follow from."""
+    return {
+        "run": "audit",
+        "keyhole": environment()["keyhole"],
+        "target": target.identity,
+        "seed": seed,
+        **{name or "model": _model(model) for name, model in target.models.items()},
+    }
+
+
+def _model(target: TextTarget) -> dict[str, Any]:
+    loaded, twin = target.loaded, target.twin
+    examples = [asdict(example) for example in target.examples]
+    return {
+        "weights": identity(loaded.model, head=True),
+        "hardened twin": None if twin is None else identity(twin.model, head=True),
+        "layers": None if target.layers is None else list(target.layers),
+        "precisions": list(target.precisions),
+        "texts": len(target.texts),
+        "examples": len(examples),
+        "data": digest(list(target.texts), examples),
+        "device": str(next(loaded.model.parameters()).device),
+    }
+
+
+def make_all(
+    checks: Sequence[Check], journal: Journal, track: Track, resuming: Resuming
+) -> tuple[Checked, float]:
+    """What all checks give, and the seconds they took; those in the journal are not made again."""
+    keys = [f"{number}. {check.name}" for number, check in enumerate(checks, 1)]
+    done = sum(key in journal for key in keys)
+    progress = track("audit", total=len(checks))
+    if done:
+        resuming(done, len(checks))
+        progress(done)
+    parts: list[Checked] = []
+    seconds = 0.0
+    for key, check in zip(keys, checks, strict=True):
+        if key in journal:
+            checked, took = _recalled(journal, key)
+        else:
+            started = time.perf_counter()
+            with stopping_on_ctrl_c():
+                checked = check.run(track)
+            took = time.perf_counter() - started
+            if checked.answered:
+                journal.add({key: {**checked.to_dict(), "seconds": took}})
+            done += 1
+            progress(done, note=check.name)
+        parts.append(checked)
+        seconds += took
+    return joined(parts), seconds
+
+
+def _recalled(journal: Journal, key: str) -> tuple[Checked, float]:
+    record = journal.records[key]
+    try:
+        return Checked.from_dict(record), float(record["seconds"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"expected a finished check under {key} in {journal.path}, got {error!r}: {_FIX}"
+        ) from error

@@ -1,0 +1,42 @@
+"""What a number that a caller gives must be: one line that says what was expected.
+
+Every whole number fits into 64 bits, and a seed into 32, so that what is computed from one (a seed
+for each epoch, a generator's state) fits as well.
+"""
+
+from __future__ import annotations
+
+import math
+
+from keyhole.errors import InputError
+
+SEEDS = 2**32
+MOST = 2**63 - 1
+
+
+def expect_seed(seed: int) -> None:
+    if not 0 <= seed < SEEDS:
+        raise InputError(f"expected a seed from 0 to {SEEDS - 1:,}, got {seed}")
+
+
+def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST) -> None:
+    """A whole number in a range; None is a number that was not given."""
+    if value is None or least <= value <= most:
+        return
+    if value < least:
+        raise InputError(f"expected {name} of {least} or more, got {value}")
+    raise InputError(f"expected {name} of at most {most:,}, got {value}")
+
+
+def expect_number(
+    name: str, value: float | None, *, least: float | None = None, above: float | None = None
+) -> None:
+    """A finite number, at least `least` or larger than `above`; None was not given."""
+    if value is None:
+        return
+    if least is not None and not (math.isfinite(value) and value >= least):
+        raise InputError(f"expected {name} of {least:g} or more, got {value}")
+    if above is not None and not (math.isfinite(value) and value > above):
+        raise InputError(f"expected {name} above {above:g}, got {value}")
+    if not math.isfinite(value):
+        raise InputError(f"expected a finite {name}, got {value}")

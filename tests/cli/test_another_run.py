@@ -1,0 +1,163 @@
+"""A run never goes on from another run's file: refused, with what differs, for every memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+
+import pytest
+
+import keyhole
+import tiny_classifiers
+import tiny_models
+from command_line import inside
+from keyhole import oracle, recover
+from keyhole.models import load_model
+from tiny_classifiers import classifier
+
+
+class Stop(Exception):
+    """The end of an audit after its first check."""
+
+
+def stop(name, total=None):
+    def progress(done, total=None, note=""):
+        if name == "audit":
+            raise Stop
+
+    return progress
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two of each: models, data, leaks, targets."""
+    folder = tmp_path_factory.mktemp("two-of-each")
+    classifier(folder, 4)
+    tiny_classifiers.model(seed=5, labels=2).save_pretrained(folder / "other-classifier")
+    tiny_models.tokenizer().save_pretrained(folder / "other-classifier")
+    for seed, name in enumerate(("model", "other")):
+        tiny_models.model("bert", seed).save_pretrained(folder / name)
+        tiny_models.tokenizer().save_pretrained(folder / name)
+        loaded = load_model(folder / name)
+        recover.capture(loaded, "w1 w2 w3", "hidden:1", out=folder / f"{name}.safetensors")
+        oracle.save(oracle.plant(dim=3, seed=seed), folder / f"target-{seed}.safetensors")
+    return folder
+
+
+@pytest.fixture
+def here(place, monkeypatch, capsys):
+    return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+
+
+DISRUPT = {
+    "model": "my-classifier", "--data": "dev.tsv", "--method": "as-released", "--share": 0.2,
+    "--examples": 2, "--resume": "",
+}  # fmt: skip
+HARDEN = {
+    "model": "my-classifier", "--data": "train.tsv", "--method": "plain", "--epochs": 1,
+    "--out": "", "--checkpoint": "",
+}  # fmt: skip
+TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
+EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
+MODEL = {
+    "model": "my-classifier", "--data": "dev.tsv", "--texts": 1, "--flips": 2, "--layers": 1,
+    "--json-file": "", "--page": "",
+}  # fmt: skip
+ENDPOINT = {"target": "target-0.safetensors", "--json-file": "", "--page": ""}
+
+# What is changed in the second command, and what differs then.
+TABLE = [
+    ("disrupt", DISRUPT, {"model": "other-classifier"}, "model .*, got one with model "),
+    ("disrupt", DISRUPT, {"--share": 0.3}, "method share 0.3, got one with method share 0.2"),
+    ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, got one with method seed 0"),
+    ("disrupt", DISRUPT, {"--longest": 6}, "longest 6, got one with longest 128"),
+    ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, got one with method "),
+    ("harden", HARDEN, {"model": "other-classifier"}, "model .*, got one with model "),
+    ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, got one with data "),
+    ("harden", HARDEN, {"--examples": 3}, "data .*, got one with data "),
+    ("harden", HARDEN, {"--method": "r3f"}, "defence R3F.*, got one with defence Plain"),
+    ("harden", HARDEN, {"--epochs": 2}, "epochs 2, got one with epochs 1"),
+    ("harden", HARDEN, {"--batch": 2}, "batch 2, got one with batch 32"),
+    ("harden", HARDEN, {"--learning-rate": 0.1}, "rate 0.1, got one with rate 2e-05"),
+    ("harden", HARDEN, {"--seed": 1}, "seed 1, got one with seed 0"),
+    ("invert text", TEXT, {"model": "other", "leak": "other.safetensors"}, "model .*, got one "),
+    ("invert text", TEXT, {"--method": "encoder-states"}, "method encoder-states, got one with "),
+    ("extract", EXTRACT, {"target": "target-1.safetensors"}, "target head:.*, got one with target"),
+    ("audit", MODEL, {"model": "other-classifier"}, "target other-.*, got one with target my-"),
+    ("audit", MODEL, {"--data": "train.tsv"}, "my-classifier data .*, got one with my-class"),
+    ("audit", MODEL, {"--texts": 2}, "my-classifier texts 2, got one with my-classifier texts 1"),
+    ("audit", MODEL, {"--flips": 3}, "my-classifier examples 3, got one with .* examples 2"),
+    ("audit", MODEL, {"--layers": 2}, r"my-classifier layers \[2\], got one with .* layers \[1\]"),
+    ("audit", MODEL, {"--seed": 1}, "seed 1, got one with seed 0"),
+    ("audit", ENDPOINT, {"target": "target-1.safetensors"}, "target head:.*, got one with target"),
+    ("audit", ENDPOINT, {"--seed": 1}, "seed 1, got one with seed 0"),
+]
+
+
+def memory(folder, command, options):
+    """The options with files of this test's own, and the file that remembers the run."""
+    names = {"--resume": "run.jsonl", "--checkpoint": "kept", "--out": "out", "--ledger": "run.db"}
+    names |= {"--json-file": "a.json", "--page": "a.html"}
+    given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
+    for key in ("--resume", "--checkpoint", "--ledger", "--json-file", "--out"):
+        if key in given:
+            more = ".journal" if key == "--json-file" else ""
+            return given, given[key].with_name(given[key].name + more)
+    raise AssertionError(command)
+
+
+def words_of(command, options):
+    named = [word for key, value in options.items() if key[0] == "-" for word in (key, value)]
+    return [*command.split(), *(value for key, value in options.items() if key[0] != "-"), *named]
+
+
+def begin(command, given, journal, place, here):
+    """Leave the memory of a run: of a whole one, or of an audit that was stopped."""
+    if command != "audit":
+        assert here(*words_of(command, given)).returncode in (0, 1)
+        return
+    target = str(given.get("model") or place / given["target"])
+    data = {} if "--data" not in given else {
+        "data": given["--data"], "texts": given["--texts"], "flips": given["--flips"],
+        "layers": [given["--layers"]],
+    }  # fmt: skip
+    with pytest.raises(Stop):
+        keyhole.audit(target, journal=journal, track=stop, **data)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "change", "words"), TABLE,
+    ids=[f"{row[0]} {' '.join(row[2])}" for row in TABLE],
+)  # fmt: skip
+def test_refused_with_what_differs(
+    command, options, change, words, place, tmp_path, here, monkeypatch
+):
+    monkeypatch.chdir(place)
+    given, file = memory(tmp_path, command, options)
+    begin(command, given, file, place, here)
+    before = contents(file)
+    if command == "harden":
+        given["--out"] = tmp_path / "second"
+    done = here(*words_of(command, {**given, **change}))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"keyhole: expected {file} to remember a run with ")
+    assert re.search(f"to remember a run with {words}", line), line
+    assert contents(file) == before  # and left alone
+
+
+def contents(path):
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return {file: file.read_bytes() for file in files if file.is_file()}
+
+
+def test_other_examples_are_added_and_never_mixed(place, tmp_path, here):
+    """Of a journal of examples, each is known by what it says: other data is not another run."""
+    given, _ = memory(tmp_path, "disrupt", DISRUPT)
+    other = {**given, "--data": "train.tsv"}
+    here(*words_of("disrupt", given))
+    shared = json.loads(here(*words_of("disrupt", other), "--json").stdout)
+    del other["--resume"]
+    alone = json.loads(here(*words_of("disrupt", other), "--json").stdout)
+    assert shared["outcomes"] == alone["outcomes"]

@@ -1,0 +1,177 @@
+"""Where output goes: what was asked for to stdout, what goes on meanwhile to stderr; in any locale.
+
+Here stdout is no terminal unless a test makes it one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import sys
+from functools import partial
+
+import pytest
+
+import tiny_classifiers
+import tiny_models as tiny
+from command_line import KEYHOLE, finished, inside, started
+from keyhole import invert, oracle
+from keyhole.audit import audit
+from keyhole.cli import console
+from keyhole.models import load_model
+from keyhole.results import Audit
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture
+def place(everything, tmp_path):
+    """Something tiny for every command, and nothing that an earlier test wrote."""
+    return shutil.copytree(everything, tmp_path / "place")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    tiny_classifiers.classifier(folder, 6)
+    target = oracle.plant(dim=4, seed=1)
+    oracle.save(target, folder / "t.safetensors")
+    audit(target).save(folder / "audit.json")
+    problem, _ = invert.plant(3, 4, scale=0.3)
+    problem.save(folder / "p.safetensors")
+    demo = load_model(tiny_folder(folder / "model"))
+    leak = invert.leak_of(demo.model, demo.tokenizer, "w1 w2 w3", "hidden:1")
+    leak.save(folder / "leak.safetensors")
+    return folder
+
+
+def tiny_folder(folder):
+    tiny.save("bert", folder)
+    return folder
+
+
+@pytest.fixture
+def here(place, monkeypatch, capsys):
+    tiny_classifiers.attack_lightly(monkeypatch)
+    return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+
+
+# The command, how its answer begins, and a word of it that no line about progress has.
+ANSWERS = {
+    "audit t.safetensors": ("The weights can be read back through", "exposure  "),
+    "report audit.json": ("The weights can be read back through", "exposure  "),
+    "extract t.safetensors": ("recovered: ", "Do not return"),
+    "invert p.safetensors --starts 8": ("recovered: ", "condition"),
+    "invert text model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
+    "disrupt my-classifier --data dev.tsv --examples 3": ("my-classifier: ", "accuracy before"),
+    "harden my-classifier --data train.tsv --dev dev.tsv --flips 1 --method plain --epochs 1 "
+    "--out new": ("1 step", "clean accuracy"),
+    "capture model --text w1 --expose hidden:1 --out l.safetensors": (
+        "l.safetensors: hidden:1 of 3 tokens, float32\n", "hidden:1",
+    ),
+    "plant q.safetensors --dim 4": ("q.safetensors: head, d = 4, 20 unknowns\n", "unknowns"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ANSWERS)
+def test_the_answer_is_on_stdout_in_words(command, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")  # a file is not as narrow as some screen
+    begins, words = ANSWERS[command]
+    done = here(*command.split())
+    assert done.returncode in (0, 1), done.stderr
+    assert done.stdout.startswith(begins)
+    assert words in done.stdout
+    assert words not in done.stderr
+    assert ESCAPE not in done.stdout + done.stderr
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize("command", [name for name in ANSWERS if name.split()[0] not in
+                                     ("capture", "plant")])  # fmt: skip
+def test_or_as_json_alone(command, here):
+    done = here(*command.split(), "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(done.stdout)
+    assert ANSWERS[command][1] not in done.stderr
+
+
+def test_rows_are_whole_in_a_file(here, place):
+    done = here("report", "audit.json")
+    lines = done.stdout.splitlines()
+    for finding in Audit.load(place / "audit.json").findings:
+        (row,) = (line for line in lines if line.strip().startswith(f"{finding.exposure}  "))
+        assert row.rstrip().endswith(f"{finding.seconds:.2f}")
+    assert done.stderr == "page: keyhole-report.html\n"
+
+
+@pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("audit ")])
+def test_no_locale_is_too_small(command, here, monkeypatch):
+    inner = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
+    done = here(*command.split())
+    assert done.returncode in (0, 1), done.stderr
+    sys.stdout.flush()
+    assert inner.getvalue().decode("ascii").startswith(ANSWERS[command][0])
+
+
+@pytest.mark.slow
+def test_a_process_in_an_ascii_locale(place):
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
+             "PYTHONIOENCODING": "ascii"}  # fmt: skip
+    view = [*KEYHOLE, "report", "audit.json", "--page", "é.html"]
+    done = finished(view, cwd=place, env=os.environ | plain)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert done.stderr.isascii()
+    assert "skipped" in done.stdout
+
+
+def test_signs_have_a_form_in_ascii(monkeypatch):
+    inner = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
+    console.write_in_any_locale()
+    console.show("d² + d – 4 → 日…")
+    sys.stdout.flush()
+    assert inner.getvalue() == b"d^2 + d - 4 -> \\u65e5...\n"
+
+
+@pytest.mark.parametrize("wish", ["", "NO_COLOR"])
+def test_a_terminal_has_colours_unless_nobody_wants_them(wish, here, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if wish:
+        monkeypatch.setenv(wish, "1")
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert here("report", "audit.json").returncode in (0, 1)
+        shown = b""
+        while b"signs" not in shown:
+            shown += os.read(master, 65536)
+    os.close(master)
+    assert (b"\x1b[31m" in shown) == (not wish)  # red: recovered
+
+
+@pytest.mark.slow
+def test_a_reader_who_has_enough_is_no_error(place):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        done = finished([*KEYHOLE, "report", "audit.json"], cwd=place, stdout=nobody)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_serve_says_where_on_stdout(place):
+    with started([*KEYHOLE, "serve", "t.safetensors", "--port", "18099"], cwd=place) as process:
+        assert process.stdout.readline() == (
+            "serving t.safetensors at http://127.0.0.1:18099/v2/models/target (Ctrl-C ends it)\n"
+        )
+
+
+def test_recovered_text_does_not_steer_a_terminal():
+    assert console.visible("a\x1b[2Jb\u202e\n") == "a\\x1b[2Jb\\u202e\n"
+    assert console.visible("né 日😀") == "né 日😀"

@@ -1,0 +1,19 @@
+import pytest
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models.positions import fitting, positions
+
+
+@pytest.mark.parametrize(("family", "most"), [("bert", 80), ("roberta", 78), ("gpt2", 80)])
+def test_a_text_is_cut_off_where_positions_end(family, most):
+    model, words = tiny.model(family), tiny.tokenizer(family == "gpt2")
+    assert positions(model) == most
+    assert fitting(model, words, 10**12) == most
+    assert fitting(model, words, None) == most
+    assert fitting(model, words, 7) == 7
+
+
+def test_something_of_the_text_is_left_beside_its_frame():
+    with pytest.raises(InputError, match="more than the 2 tokens that frame a text, got 2"):
+        fitting(tiny.model("bert"), tiny.tokenizer(), 2)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from keyhole.errors import InputError
+from keyhole.results import Status
+from keyhole.results.typed import restored
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    status: Status
+    count: int
+    share: float
+    pairs: tuple[tuple[int, float], ...]
+    parts: tuple[Part, ...] = ()
+    limit: float | None = None
+
+
+GOOD = {
+    "status": "recovered",
+    "count": 2,
+    "share": 1,
+    "pairs": [[1, 0.5]],
+    "parts": [{"name": "a"}],
+}
+
+
+def test_lists_become_tuples_and_words_members():
+    made = restored(Whole, GOOD)
+    assert made == Whole(Status.RECOVERED, 2, 1.0, ((1, 0.5),), (Part("a"),))
+    assert isinstance(made.share, float)
+
+
+WRONG = {
+    "count as a whole number, got 1.5": {"count": 1.5},
+    "count as a whole number, got True": {"count": True},
+    "share as a number, got nan": {"share": float("nan")},
+    "share as a number, got 1000": {"share": 10**400},
+    "status as one of recovered, .*, got 'splendid'": {"status": "splendid"},
+    r"pairs\[0\] as a list of 2, got a list": {"pairs": [[1]]},
+    r"parts\[0\]\.name as text, got None": {"parts": [{"name": None}]},
+    "limit as a number, got 'x'": {"limit": "x"},
+    "in Whole, got colour": {"colour": "red"},
+}
+
+
+@pytest.mark.parametrize(("words", "change"), WRONG.items(), ids=WRONG)
+def test_what_is_of_another_kind_is_refused(words, change):
+    with pytest.raises(InputError, match=f"^expected .*{words}"):
+        restored(Whole, {**GOOD, **change})
+    with pytest.raises(InputError, match="expected count, got none"):
+        restored(Whole, {key: value for key, value in GOOD.items() if key != "count"})

@@ -1,0 +1,11 @@
+import pytest
+
+from keyhole.devices import expect_device
+from keyhole.errors import InputError
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "meta", "cpu:7", "cuda:99", "cuda:-1"])
+def test_a_device_that_nothing_can_be_read_back_from(name):
+    expect_device("cpu")
+    with pytest.raises(InputError, match=rf"expected a device of this machine \(.*\), got {name}$"):
+        expect_device(name)

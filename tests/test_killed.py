@@ -1,0 +1,196 @@
+"""Every command, killed and interrupted on its way: nothing lost, nothing half, nothing left.
+
+`make test` kills each once and interrupts four; with KEYHOLE_FULL=1 each is killed at 20 points
+and interrupted at 5.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import tiny_models
+from keyhole import audit, invert, oracle, recover
+from keyhole.models import load_model
+from kill_points import (
+    CTRL_C,
+    KILL,
+    Case,
+    answers,
+    epochs,
+    expect_complete,
+    expect_to_go_on,
+    members,
+    outcome,
+    records,
+    running,
+    size,
+    stopped,
+    undisturbed,
+    wait_until,
+    words_of,
+)
+from tiny_classifiers import classifier
+
+pytestmark = pytest.mark.slow  # processes
+FULL = bool(os.environ.get("KEYHOLE_FULL"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """What the commands are given."""
+    folder = tmp_path_factory.mktemp("given")
+    oracle.save(oracle.plant("attention", dim=4, every_token=True), folder / "layer.safetensors")
+    oracle.save(oracle.plant(dim=128, seed=1), folder / "head.safetensors")
+    invert.plant(5, 5, scale=1.5, seed=1)[0].save(folder / "problem.safetensors")
+    classifier(folder, 32)
+    tiny_models.save("bert", folder / "model")
+    words = [" ".join(f"w{(7 * i + 3 * j) % 190}" for j in range(24)) for i in range(24)]
+    (folder / "texts.txt").write_text("\n".join(words))
+    loaded = load_model(folder / "model")
+    recover.capture(loaded, words[:12], "hidden:2", precision="int8", out=folder / "leaks")
+    audit(oracle.plant(dim=3)).save(folder / "audit.json")
+    return folder
+
+
+def checks_done(folder, words):
+    """What a second audit says that it goes on from."""
+    return int(re.search(r"^resuming: (\d+) of \d+ checks are done$", words, re.M)[1])
+
+
+def answers_remembered(folder, words):
+    result = json.loads((folder / "stolen.json").read_text())
+    return result["remembered"] + result["check"]["remembered"]
+
+
+def epochs_resumed(folder, words):
+    return json.loads((folder / "new/hardening.json").read_text())["runs"][0]["training"]["resumed"]
+
+
+def cases(place):
+    flip = ("disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.1,
+            "--method", "as-released", "--resume", "run.jsonl", "--out", "flips.json",
+            "--page", "flips.html")  # fmt: skip
+    report = ("keyhole-report.json", "keyhole-report.html")
+    journal = records("keyhole-report.json.journal")
+    checks = r"\d+ finished checks are in keyhole-report.json.journal: the same command resumes"
+    outcomes = {
+        "grown": records("run.jsonl"), "journal": "run.jsonl",
+        "kept": "what is finished is in run.jsonl: the same command resumes",
+    }  # fmt: skip
+    return {
+        "audit of an endpoint": Case(
+            ("audit", place / "layer.safetensors"), report, journal, checks, taken_over=checks_done,
+        ),
+        "audit of a model": Case(
+            ("audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1,
+             "--flips", 2, "--layers", 1),
+            report, journal, checks, taken_over=checks_done,
+        ),
+        "extract": Case(
+            ("extract", place / "head.safetensors", "--method", "single-head", "--ledger",
+             "run.db", "--out", "stolen.json"),
+            ("stolen.json", "stolen.safetensors"), size("run.db-wal"),
+            r"[\d,]+ answers are in run.db: the same command resumes", answers("run.db"),
+            answers_remembered,
+        ),
+        "invert": Case(
+            ("invert", place / "problem.safetensors", "--starts", 64, "--method",
+             "levenberg-marquardt", "--solutions", 64, "--out", "input.json"),
+            ("input.json", "input.safetensors"),
+        ),
+        "invert text": Case(
+            ("invert", "text", place / "model", place / "leaks", "--out", "texts.jsonl"),
+            ("texts.jsonl",), records("texts.jsonl"),
+            r"\d+ texts are in texts.jsonl: the same command goes on", journal="texts.jsonl",
+        ),
+        "capture": Case(
+            ("capture", place / "model", "--data", place / "texts.txt", "--expose", "hidden:1",
+             "--out", "leaks"),
+            tuple(f"leaks/leak-{number:04d}.safetensors" for number in range(24)),
+            records("leaks/capture.journal"),
+            r"\d+ leaks are in leaks: the same command goes on",
+        ),
+        "disrupt": Case(flip, ("flips.json", "flips.html"), **outcomes),
+        "disrupt with two processes": Case(
+            (*flip, "--processes", 2), ("flips.json", "flips.html"), **outcomes, own_process=True,
+        ),
+        "harden": Case(
+            ("harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
+             "--epochs", 5, "--batch", 8, "--checkpoint", "kept", "--out", "new"),
+            ("new/hardening.json", "new/model.safetensors"), epochs("kept"),
+            "whole epochs are in kept: the same command resumes", taken_over=epochs_resumed,
+        ),
+        "plant": Case(("plant", "target.safetensors", "--dim", 256), ("target.safetensors",)),
+        "report": Case(("report", place / "audit.json"), ("keyhole-report.html",)),
+    }  # fmt: skip
+
+
+NAMES = tuple(cases(Path()))
+INTERRUPTED = NAMES if FULL else (
+    "audit of a model", "extract", "disrupt with two processes", "harden",
+)  # fmt: skip
+
+
+def points(case, count):
+    """Shares of the way, and what it is measured by: in turn where both are to be had."""
+    for number in range(count):
+        timed = case.grown is None or (number % 2 and not case.own_process)
+        yield (number + 0.5) / count, "time" if timed else "growth"
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", NAMES)
+def test_stopped_at_any_point_it_leaves_nothing_half_and_goes_on(name, place, tmp_path):
+    case = cases(place)[name]
+    alone = cases(place)["disrupt"] if case.own_process else case  # the same work, in one process
+    whole = undisturbed(alone, tmp_path / "whole")
+    for number, (share, by) in enumerate(points(case, 20 if FULL else 1)):
+        folder = tmp_path / f"killed-{number}"
+        end = stopped(case, whole, folder, share, KILL, by)
+        assert end.code in (-KILL, whole.code), end.words  # it may have been too late
+        expect_complete(case, folder)
+        expect_to_go_on(alone, whole, folder)
+    for number, (share, by) in enumerate(points(case, 5 if FULL else int(name in INTERRUPTED))):
+        folder = tmp_path / f"interrupted-{number}"
+        end = stopped(case, whole, folder, share, CTRL_C, by)
+        assert end.code in (130, whole.code), end.words
+        assert "Traceback" not in end.words
+        complete = outcome(case, folder) == whole.outcome
+        if end.code == 130 and by == "growth" and not complete:
+            last = end.words.splitlines()[-1]
+            assert re.fullmatch(f"keyhole: stopped; {case.kept}", last), end.words
+        expect_complete(case, folder)
+        expect_to_go_on(alone, whole, folder)
+
+
+def test_a_server_that_is_killed_leaves_no_process(place, tmp_path):
+    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    case = Case(("serve", place / "head.safetensors", "--port", port), (), own_process=True)
+
+    def ready():
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/v2/models/target/ready").is_success
+        except httpx.TransportError:
+            return False
+
+    with running(case, tmp_path / "served") as process:
+        assert wait_until(ready, process), words_of(tmp_path / "served").read_text()
+        family = members(process.pid)
+        os.kill(process.pid, KILL)
+        wait_until(lambda: False, process, 30)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+    with socket.socket() as again:  # nobody listens there any more
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))

@@ -1,0 +1,23 @@
+import pytest
+
+from keyhole import invert, oracle
+from keyhole.errors import InputError
+from keyhole.memory import available, expect_room
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken():
+    assert 2**20 < available() < 2**60
+    expect_room(2**20, "a megabyte")
+    with pytest.raises(InputError, match=r"of memory, got too much: 1,000,000 TB needed"):
+        expect_room(10**18, "too much")
+
+
+@pytest.mark.parametrize("kind", ["head", "multi-head", "one-layer", "relu", "attention"])
+def test_a_target_that_does_not_fit(kind):
+    with pytest.raises(InputError, match=f"got {kind} of d = 1,000,000,000,000: .* needed"):
+        oracle.plant(kind, dim=10**12)
+
+
+def test_a_problem_that_does_not_fit():
+    with pytest.raises(InputError, match=r"got 1,000,000,000 tokens of d = 2 with 1 heads"):
+        invert.plant(10**9, 2)
