@@ -16,7 +16,6 @@ from torch import Tensor
 
 from keyhole.recover.embedding.scoring import Texts
 
-
 _LINES = 0.6  # of the texts to learn from: the others are windows
 _REPLACED = 0.2  # of the tokens, at most, in half of the texts
 
@@ -92,7 +91,7 @@ def damaged(texts: Texts, corpus: Corpus, generator: torch.Generator) -> Texts:
     places = torch.arange(n, device=device).expand(count, n)
     piece = (places[..., None] >= cuts[:, None]).sum(-1)
     swapped = torch.tensor([0, 2, 1, 3], device=device)[piece]
-    moves = share((count, 1)) < 0.5  # noqa: PLR2004
+    moves = share((count, 1)) < 0.5
     order = torch.where(moves, swapped, 0) * n + places
     # Dropped tokens go behind the end; tokens put in are copies of places, replaced.
     mask = texts.mask
@@ -100,7 +99,7 @@ def damaged(texts: Texts, corpus: Corpus, generator: torch.Generator) -> Texts:
     order = torch.where(mask & ~dropped, order, 10 * n + places)
     lengths = (mask & ~dropped).sum(-1)
     ids = ids.gather(1, order.argsort(dim=-1, stable=True))
-    inserted = (share((count,)) < 0.3) & (lengths < n)  # noqa: PLR2004
+    inserted = (share((count,)) < 0.3) & (lengths < n)
     at = (share((count,)) * (lengths + 1)).long()[:, None]
     shifted = ids.gather(1, (places - (places > at).long()).clamp(min=0))
     shifted = shifted.where(places != at, corpus.random((count, 1), generator))

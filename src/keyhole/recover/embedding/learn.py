@@ -51,9 +51,10 @@ class Examples:
 
 @dataclass(frozen=True)
 class Learning:
-    """How a reader is learnt: for so many `seconds`, with batches of so many texts."""
+    """How a reader is learnt: for so many `seconds` or `steps`, in batches of so many texts."""
 
     seconds: float = 300.0
+    steps: int | None = None  # instead of seconds
     batch: int = 1024
     rate: float = 1e-3
     size: Size = Size()  # noqa: RUF009 - frozen
@@ -75,7 +76,7 @@ class Learning:
         )  # fmt: skip
         pools: dict[Lengths, Examples] = {}
         started, steps = time.perf_counter(), 0
-        while (share := (time.perf_counter() - started) / self.seconds) < 1:
+        while (share := self._share(started, steps)) < 1:
             if share > self.own and steps % self.every == 0:
                 for lengths in self.lengths():
                     pools[lengths] = self._own(reader, encoder, corpus, lengths, pools, generator)
@@ -94,9 +95,16 @@ class Learning:
                 said(share, steps, float(loss.detach()))
         return reader.eval()
 
+    def _share(self, started: float, steps: int) -> float:
+        """How much of the learning is done."""
+        if self.steps is not None:
+            return steps / self.steps
+        return (time.perf_counter() - started) / self.seconds
+
     def lengths(self) -> list[Lengths]:
         """Texts of like length are learnt from together: padding is work for nothing."""
-        edges = [self.size.longest * part // 4 for part in range(5)]
+        parts = min(4, self.size.longest)
+        edges = [self.size.longest * part // parts for part in range(parts + 1)]
         return [(a + 1, b) for a, b in itertools.pairwise(edges)]
 
     def _examples(

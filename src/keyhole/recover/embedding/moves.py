@@ -44,7 +44,7 @@ def inserted(parents: Texts, tokens: Tensor) -> Children:
 
 def left_out(parents: Texts) -> Children:
     """Each token left out."""
-    p, n = parents.ids.shape
+    n = parents.ids.shape[1]
     device = parents.ids.device
     fits = parents.mask & (parents.lengths > 1)[:, None]
     rows, places = fits.nonzero().unbind(1)

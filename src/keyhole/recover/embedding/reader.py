@@ -70,6 +70,7 @@ class Reader(nn.Module):
         super().__init__()
         self.size = size = size or Size()
         self.end = end
+        self.table: Tensor
         self.register_buffer("table", table.detach().float() / table.float().std(), False)
         width = size.width
         self.token = nn.Linear(table.shape[1], width)
@@ -77,18 +78,17 @@ class Reader(nn.Module):
         self.bag = nn.Linear(3 * vector, table.shape[1])  # which tokens, wherever they stand
         self.begin = nn.Parameter(torch.zeros(width))
         self.places = nn.Parameter(0.02 * torch.randn(3 * _SLOTS + 2 * size.longest + 1, width))
-        self.blocks = nn.ModuleList(_Block(width, size.heads) for _ in range(size.layers))
+        blocks = [_Block(width, size.heads) for _ in range(size.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.last = nn.LayerNorm(width)
         self.out = nn.Linear(width, table.shape[1])
         self.bias = nn.Parameter(torch.zeros(len(table)))
         nn.init.zeros_(self.bag.weight)
-        for block in self.blocks:
+        for block in blocks:
             for layer in (block.output, block.narrow):
                 nn.init.normal_(layer.weight, std=0.02 / (2 * size.layers) ** 0.5)
 
-    def _given(
-        self, goals: Tensor, guess: Texts, vectors: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _given(self, goals: Tensor, guess: Texts, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The part that is given (b, g, w), which of it counts (b, g), and the bag (b, 1, e)."""
         some = (guess.lengths > 0)[:, None]
         off = torch.where(some, _NEAR * (goals - vectors), 0.0)
@@ -178,7 +178,7 @@ class Reader(nn.Module):
             lengths = torch.where(now, place, lengths)
             ended |= now
             ids[:, place] = token
-            if place % 8 == 7 and bool(ended.all()):  # noqa: PLR2004 - asking waits for the GPU
+            if place % 8 == 7 and bool(ended.all()):  # asking waits for the GPU
                 break
             x = self._written(token[:, None], place)
         return Texts(ids, lengths.clamp(min=1)).clean()

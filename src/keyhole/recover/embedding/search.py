@@ -4,8 +4,8 @@ Every vector has a few islands, each with a pool of the best texts so far. In a 
 mends the best of them, several times with different luck; the best of all is changed by single
 moves (moves.py), with the tokens that the reader and the gradient point at; all are run through the
 encoder, in half precision on a GPU, and the best that differ are kept and run exactly. Noise on the
-scores, less of it in each round, keeps a pool from closing in too early; the worst island begins
-again from the best one's text, damaged. A vector leaves as soon as a text gives it back within its
+scores, less of it in each round, keeps a pool from closing in too early; every few rounds the worst
+island forgets what it had. A vector leaves as soon as a text gives it back within its
 precision, so that the hard ones get the machine to themselves.
 """
 
@@ -24,6 +24,7 @@ from keyhole.recover.embedding.scoring import Encoder, Texts
 
 Said = Callable[[int, int, int], None]  # rounds, arrived, passes
 _NONE = -2.0  # the cosine of no text
+_SET_BACK = 0.05  # of a cosine
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class Pools:
             goals.new_full((v, kept), _NONE), islands,
         )  # fmt: skip
         pools.best = goals.new_full((len(goals),), _NONE)
-        pools.best_ids = ids[:: islands, 0].clone()
+        pools.best_ids = ids[::islands, 0].clone()
         pools.best_lengths = torch.ones_like(pools.best_ids[:, 0])
         return pools
 
@@ -126,9 +127,7 @@ class Search:
         heat = torch.rand(len(each), generator=generator, device=each.device)
         nothing = Texts(ids, ids[:, 0])
         goals = pools.goals[each]
-        written = written_in_parts(
-            reader, goals, nothing, torch.zeros_like(goals), heat, generator
-        )
+        written = written_in_parts(reader, goals, nothing, torch.zeros_like(goals), heat, generator)
         return written, each
 
     def _mended(
@@ -171,12 +170,12 @@ class Search:
         return moves.together(*parts)
 
     def _begin_again(self, pools: Pools, rows: Tensor) -> None:
-        """The worst island of each vector forgets all but the best text that its neighbour has."""
+        """The worst island of each vector forgets its texts but one, which counts for little."""
         tops = pools.cosines[:, 0].view(-1, self.islands)
         worst = torch.arange(len(tops), device=rows.device) * self.islands + tops.argmin(1)
         worst = worst[torch.isin(worst, rows)]
         pools.cosines[worst, 1:] = _NONE
-        pools.cosines[worst, 0] -= 0.05
+        pools.cosines[worst, 0] -= _SET_BACK
 
     def _take(
         self, encoder: Encoder, pools: Pools, texts: Texts, rows: Tensor, heat: float,
