@@ -71,8 +71,8 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     made: list[Check] = []
     for entry, line in _ordered():
         if line.causal == parts.causal:
-            attack = ATTACKS.make(entry, **line.settings)
             for layer in _layers(line, target, parts):
+                attack = ATTACKS.make(entry, **line.settings)
                 run = partial(_check, line, attack, layer, surface, target, seed)
                 made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
     return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]

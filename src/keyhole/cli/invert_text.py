@@ -47,6 +47,14 @@ def invert_text(
     method: Annotated[
         str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
     ] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For a pooled embedding: texts like those that are looked for (.txt, .tsv, .csv, "
+            ".jsonl), from which a reader is learnt in minutes on a GPU.",
+        ),
+    ] = None,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
     out: Annotated[
@@ -72,7 +80,9 @@ def invert_text(
         bars("invert text", "texts") as track,
     ):
         loaded = open_model(model, device=device, allow_pickle=allow_pickle)
-        for text in recovering_files(loaded, leaks, method=method, out=out, track=track):
+        for text in recovering_files(
+            loaded, leaks, method=method, corpus=corpus, out=out, track=track
+        ):
             texts.append(text)
             if not (text.before or as_json):
                 with track.paused():

@@ -14,6 +14,7 @@ from typing import Any
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
 from keyhole.recover.attacks.decoder import DecoderStates
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.attacks.key_values import CachedKeys
 from keyhole.recover.attacks.maps import EncoderMaps
@@ -92,6 +93,10 @@ ATTACKS: Registry[Attack, Line] = Registry(
             "pooled", False, "pooled embedding", _POOLED, lambda _: [None], ("float32",),
             {"search": _BRIEFEST},
         ),
+    )),
+    Entry("embedding-reader", EmbeddingReader, (
+        # Needs a corpus and minutes of learning: nothing that an audit tries unasked.
+        Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
-from keyhole.files import is_folder, trouble
+from keyhole.files import is_folder, read_text, trouble
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
@@ -51,6 +51,7 @@ def run(
     leaks: Source | Sequence[Source],
     *,
     method: str | Attack | None = None,
+    corpus: str | Path | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     out: str | Path | None = None,
@@ -61,12 +62,13 @@ def run(
     `model` is what the command line takes (a folder, a .gguf file, a name on the hub, `demo`) or a
     model that is loaded already; `leaks` are files, folders of files or leaks. `method` is a name
     of the registry or an attack with hyperparameters of your own; without one the leak decides.
+    `corpus` is a file of texts like those that are looked for, where an attack learns from one.
     `out` is the file that takes every result as it comes; leaks that are in it are not read again.
     """
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
-    read = recovering_files(loaded, leaks, method=method, out=out, track=track)
+    read = recovering_files(loaded, leaks, method=method, corpus=corpus, out=out, track=track)
     return [text.recovery for text in sorted(read, key=lambda text: text.number)]
 
 
@@ -75,6 +77,7 @@ def recovering_files(
     leaks: Source | Sequence[Source],
     *,
     method: str | Attack | None = None,
+    corpus: str | Path | None = None,
     out: str | Path | None = None,
     track: Track = untracked,
 ) -> Iterator[LeakRead]:
@@ -82,17 +85,19 @@ def recovering_files(
     names, opened = zip(*_opened(leaks), strict=True)
     target = Target.of(loaded.model, loaded.tokenizer)
     checked(target, opened)  # before anything is written
-    attack = _attack(target, opened[0], method)
+    attack = _attack(target, opened[0], method, corpus)
     digests = [leak.digest for leak in opened]
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
+    if corpus is not None:
+        identity["corpus"] = digest(read_text(corpus, "a corpus"))
     with Journal(out, identity) as journal:
         overall = track("invert text", len(opened))
         fresh: list[int] = []
-        for number, digest in enumerate(digests):
-            if digest in journal:
-                recovery = TextRecovery.from_dict(journal.records[digest])
-                yield LeakRead(number, names[number], digest, recovery, before=True)
+        for number, key in enumerate(digests):
+            if key in journal:
+                recovery = TextRecovery.from_dict(journal.records[key])
+                yield LeakRead(number, names[number], key, recovery, before=True)
             else:
                 fresh.append(number)
         texts = [opened[number] for number in fresh]
@@ -134,16 +139,24 @@ def _files(path: Path) -> list[Path]:
     return inside
 
 
-def _attack(target: Target, leak: Leak, method: str | Attack | None) -> Attack | None:
+def _attack(
+    target: Target, leak: Leak, method: str | Attack | None, corpus: str | Path | None
+) -> Attack | None:
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
+    names = readers(leak.kind, target.parts.causal)
+    if method is None and corpus is not None:
+        method = next((name for name in names if "corpus" in ATTACKS[name].options), None)
+        if method is None:
+            raise InputError(
+                f"expected no --corpus for {leak.exposure}: no attack on it learns from one"
+            )
     if not isinstance(method, str):
         return method
-    names = readers(leak.kind, target.parts.causal)
     if ATTACKS[method].name not in names:
         kind = "a causal model" if target.parts.causal else "an encoder"
         known = " or ".join(names) or "none"
         raise InputError(f"expected --method {known} for {leak.exposure} of {kind}, got {method}")
-    return ATTACKS.make(method)
+    return ATTACKS.make(method, corpus=corpus)
 
 
 def capture(

@@ -1,0 +1,1 @@
+"""Text from one vector: a reader learnt from the encoder proposes, the encoder itself decides."""

@@ -1,0 +1,133 @@
+"""Texts as the encoder sees them: the vectors of many at once, and how near they are to a leak's.
+
+Inside the search a text is its tokens without the special ones that the tokenizer puts around it:
+`ids` (b, n), of which the first `lengths` (b,) count. The vectors are of length one, so the inner
+product with a leak's is the cosine, and the text itself reaches 1 up to rounding. No other text
+does: that is what makes this a search with a perfect test for having arrived.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+
+_TOKENS = {"cuda": 1 << 19, "cpu": 1 << 12}  # in one pass
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """b texts of at most n tokens, special ones left out."""
+
+    ids: Tensor  # (b, n)
+    lengths: Tensor  # (b,)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: Any) -> Texts:
+        return Texts(self.ids[rows], self.lengths[rows])
+
+    @property
+    def mask(self) -> Tensor:
+        """(b, n), true on tokens."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+    def clean(self) -> Texts:
+        """The same with zeros behind the end, so that equal texts are equal rows."""
+        return Texts(self.ids.where(self.mask, 0), self.lengths)
+
+    def padded(self, width: int) -> Texts:
+        """The same in a table of that many columns; what does not fit is cut off."""
+        ids = self.ids[:, :width]
+        ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+        return Texts(ids, self.lengths.clamp(max=width))
+
+    def tokens(self, row: int) -> list[int]:
+        return self.ids[row, : int(self.lengths[row])].tolist()
+
+    @classmethod
+    def of(cls, lists: list[list[int]], longest: int, device: Any = None) -> Texts:
+        ids = torch.zeros(len(lists), longest, dtype=torch.long)
+        for row, tokens in enumerate(lists):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens) for tokens in lists])
+        return cls(ids.to(device), lengths.to(device))
+
+    @classmethod
+    def cat(cls, parts: list[Texts]) -> Texts:
+        return cls(torch.cat([p.ids for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+class Encoder:
+    """What turns texts into vectors: exactly, or in half precision where that is faster.
+
+    `passes` counts the texts that were run, the unit of a search's cost.
+    """
+
+    def __init__(self, target: Target, exposure: Exposure | None = None) -> None:
+        self.target = target
+        self.exposure = exposure or Exposure("pooled")
+        self.device = target.parts.device
+        self.before, self.after = target.frame()
+        self.pad = target.pads()[0]
+        self.passes = 0
+        fast = self.device.type == "cuda"
+        self._fast = copy.deepcopy(target.model).half() if fast else target.model
+
+    @property
+    def table(self) -> Tensor:
+        """The token embeddings (V, e)."""
+        return self.target.parts.table
+
+    def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """The ids and the mask that the model is run on, special tokens in their places."""
+        first, last = len(self.before), len(self.after)
+        n = int(texts.lengths.max()) if len(texts) else 0
+        ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
+        ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
+        ids[:, first : first + n] = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
+        rows = torch.arange(len(texts), device=self.device)
+        for place, token in enumerate(self.after):
+            ids[rows, first + texts.lengths + place] = token
+        places = torch.arange(ids.shape[1], device=self.device)
+        mask = places < (texts.lengths + first + last)[:, None]
+        return ids, mask.long()
+
+    @torch.no_grad()
+    def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
+        """The vectors (b, d) of texts, of length one, in float32."""
+        self.passes += len(texts)
+        model = self._fast if fast else self.target.model
+        order = texts.lengths.argsort()
+        step = max(1, _TOKENS[self.device.type] // (texts.ids.shape[1] + 2))
+        parts = [self._run(model, texts[rows]) for rows in order.split(step)]
+        vectors = torch.cat(parts) if parts else torch.zeros(0, 1, device=self.device)
+        return vectors[order.argsort()]
+
+    def _run(self, model: Any, texts: Texts) -> Tensor:
+        ids, mask = self.framed(texts)
+        values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
+        return normalize(values.float(), dim=-1)
+
+    def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
+        self.passes += 2 * len(texts)
+        ids, mask = self.framed(texts)
+        n, first = texts.ids.shape[1], len(self.before)
+        with torch.enable_grad():
+            embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
+            values = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
+            cosines = (normalize(values["values"].float(), dim=-1) * goals).sum(-1)
+            (slopes,) = torch.autograd.grad(cosines.sum(), embeddings)
+        slopes = slopes[:, first : first + n]
+        wide = slopes.new_zeros(len(texts), n, slopes.shape[-1])
+        wide[:, : slopes.shape[1]] = slopes
+        return cosines.detach(), wide

@@ -1,0 +1,229 @@
+"""The search for the texts behind many vectors at once.
+
+Every vector has a few islands, each with a pool of the best texts so far. In a round the reader
+mends the best of them, several times with different luck; the best of all is changed by single
+moves (moves.py), with the tokens that the reader and the gradient point at; all are run through the
+encoder, in half precision on a GPU, and the best that differ are kept and run exactly. Noise on the
+scores, less of it in each round, keeps a pool from closing in too early; every few rounds the worst
+island forgets what it had. A vector leaves as soon as a text gives it back within its
+precision, so that the hard ones get the machine to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.embedding import moves
+from keyhole.recover.embedding.learn import written_in_parts
+from keyhole.recover.embedding.reader import Reader
+from keyhole.recover.embedding.scoring import Encoder, Texts
+
+Said = Callable[[int, int, int], None]  # rounds, arrived, passes
+_NONE = -2.0  # the cosine of no text
+_SET_BACK = 0.05  # of a cosine
+
+
+@dataclass(eq=False)
+class Pools:
+    """The best k texts of each island, v·i rows; those of one vector stand together."""
+
+    goals: Tensor  # (v·i, d)
+    ids: Tensor  # (v·i, k, n)
+    lengths: Tensor  # (v·i, k)
+    vectors: Tensor  # (v·i, k, d)
+    cosines: Tensor  # (v·i, k), -2 where there is no text yet
+    islands: int
+    best: Tensor = field(init=False)  # (v,) the largest cosine so far, and its text
+    best_ids: Tensor = field(init=False)
+    best_lengths: Tensor = field(init=False)
+
+    @classmethod
+    def empty(cls, goals: Tensor, islands: int, kept: int, longest: int) -> Pools:
+        rows = goals.repeat_interleave(islands, 0)
+        v, d = rows.shape
+        ids = torch.zeros(v, kept, longest, dtype=torch.long, device=goals.device)
+        pools = cls(
+            rows, ids, torch.ones_like(ids[..., 0]), goals.new_zeros(v, kept, d),
+            goals.new_full((v, kept), _NONE), islands,
+        )  # fmt: skip
+        pools.best = goals.new_full((len(goals),), _NONE)
+        pools.best_ids = ids[::islands, 0].clone()
+        pools.best_lengths = torch.ones_like(pools.best_ids[:, 0])
+        return pools
+
+    def texts(self, rows: Tensor, best: int) -> Texts:
+        """The best texts of some islands, one after the other."""
+        return Texts(self.ids[rows, :best].flatten(0, 1), self.lengths[rows, :best].flatten())
+
+    def note(self) -> None:
+        """Keep the best text of every vector, whatever becomes of its island."""
+        top, place = self.cosines.view(-1, self.islands, self.cosines.shape[1]).flatten(1).max(1)
+        better = top > self.best
+        kept = self.cosines.shape[1]
+        row = torch.arange(len(top), device=top.device) * self.islands + place // kept
+        self.best = torch.where(better, top, self.best)
+        self.best_ids[better] = self.ids[row, place % kept][better]
+        self.best_lengths[better] = self.lengths[row, place % kept][better]
+
+    def open_(self, arrived: float) -> Tensor:
+        """The rows whose vector has no text yet."""
+        return (self.best < 1 - arrived).repeat_interleave(self.islands).nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Search:
+    """How much is tried: `rounds`, islands with pools, and how many proposals of each kind."""
+
+    rounds: int = 30
+    islands: int = 4
+    kept: int = 8
+    first: int = 64  # texts that the reader writes for an island without a guess
+    mended: int = 4  # texts that it writes for each of …
+    of: int = 4  # … so many of the best
+    tokens: int = 12  # that are tried at each place: of the reader, and half as many by gradient
+    put_in: int = 4
+    pieces: int = 32
+    heat: float = 0.006  # the noise on scores in the first rounds
+    again: int = 8  # rounds after which the worst island begins again
+    arrived: float = 1e-6  # 1 − cosine
+    seed: int = 0
+
+    def __call__(
+        self, encoder: Encoder, goals: Tensor, reader: Reader, longest: int,
+        said: Said | None = None,
+    ) -> Pools:  # fmt: skip
+        generator = torch.Generator(encoder.device).manual_seed(self.seed)
+        pools = Pools.empty(goals, self.islands, self.kept, longest)
+        for number in range(self.rounds):
+            rows = pools.open_(self.arrived)
+            if said:
+                said(number, len(goals) - len(rows) // self.islands, encoder.passes)
+            if not len(rows):
+                break
+            heat = self.heat * max(0.0, 1 - number / (0.7 * self.rounds))
+            if number == 0:
+                children = self._first(reader, pools, rows, generator)
+            else:
+                if number % self.again == 0:
+                    self._begin_again(pools, rows)
+                children = moves.together(
+                    self._mended(reader, pools, rows, generator),
+                    self._neighbours(encoder, reader, pools, rows, generator),
+                )
+            self._take(encoder, pools, *children, heat, generator)
+            pools.note()
+        return pools
+
+    def _first(
+        self, reader: Reader, pools: Pools, rows: Tensor, generator: torch.Generator
+    ) -> moves.Children:
+        """What the reader writes without a guess."""
+        each = rows.repeat_interleave(self.first)
+        ids = pools.ids.new_zeros(len(each), pools.ids.shape[-1])
+        heat = torch.rand(len(each), generator=generator, device=each.device)
+        nothing = Texts(ids, ids[:, 0])
+        goals = pools.goals[each]
+        written = written_in_parts(reader, goals, nothing, torch.zeros_like(goals), heat, generator)
+        return written, each
+
+    def _mended(
+        self, reader: Reader, pools: Pools, rows: Tensor, generator: torch.Generator
+    ) -> moves.Children:
+        """What the reader writes for the best texts of each island."""
+        each = rows.repeat_interleave(self.of * self.mended)
+        guesses = pools.texts(rows, self.of)
+        parents = torch.arange(len(guesses), device=rows.device).repeat_interleave(self.mended)
+        vectors = pools.vectors[rows, : self.of].flatten(0, 1)[parents]
+        heat = torch.rand(len(each), generator=generator, device=rows.device)
+        written = written_in_parts(
+            reader, pools.goals[each], guesses[parents], vectors, heat, generator
+        )
+        return written, each
+
+    def _neighbours(
+        self, encoder: Encoder, reader: Reader, pools: Pools, rows: Tensor,
+        generator: torch.Generator, at_once: int = 256,
+    ) -> moves.Children:  # fmt: skip
+        """The neighbours of each island's best text."""
+        parts: list[moves.Children] = []
+        for some in rows.split(at_once):
+            parents, goals = pools.texts(some, 1), pools.goals[some]
+            _, slopes = encoder.slopes(parents, goals)
+            gains = slopes @ encoder.table.T.to(slopes.dtype)
+            uphill = gains.topk(max(1, self.tokens // 2), dim=-1).indices
+            with torch.autocast(goals.device.type, torch.bfloat16, enabled=goals.is_cuda):
+                wished = reader.tokens(goals, parents, pools.vectors[some, 0], self.tokens)
+            neighbour = (some // self.islands) * self.islands + (some + 1) % self.islands
+            texts, born = moves.together(
+                moves.replaced(parents, torch.cat([wished, uphill], -1)),
+                moves.inserted(parents, wished[..., : self.put_in]),
+                moves.left_out(parents),
+                moves.moved(parents, self.pieces, generator),
+                moves.swapped(parents, self.pieces, generator),
+                moves.crossed(parents, pools.texts(neighbour, 1)),
+            )
+            parts.append((texts, some[born]))
+        return moves.together(*parts)
+
+    def _begin_again(self, pools: Pools, rows: Tensor) -> None:
+        """The worst island of each vector forgets its texts but one, which counts for little."""
+        tops = pools.cosines[:, 0].view(-1, self.islands)
+        worst = torch.arange(len(tops), device=rows.device) * self.islands + tops.argmin(1)
+        worst = worst[torch.isin(worst, rows)]
+        pools.cosines[worst, 1:] = _NONE
+        pools.cosines[worst, 0] -= _SET_BACK
+
+    def _take(
+        self, encoder: Encoder, pools: Pools, texts: Texts, rows: Tensor, heat: float,
+        generator: torch.Generator,
+    ) -> None:  # fmt: skip
+        """Score texts, each for its island; keep the best that differ, run exactly."""
+        cosines = (encoder.vectors(texts, fast=True) * pools.goals[rows]).sum(-1)
+        touched, places = _best_of_each(rows, cosines, 4 * self.kept)
+        new = texts[places.clamp(min=0).flatten()]
+        shape = places.shape
+        ids = torch.cat([pools.ids[touched], new.ids.view(*shape, -1)], 1)
+        lengths = torch.cat([pools.lengths[touched], new.lengths.view(shape)], 1)
+        scores = cosines[places.clamp(min=0)].where(places >= 0, _NONE)
+        scores = torch.cat([pools.cosines[touched], scores], 1)
+        scores = scores.where(~_repeated(ids, lengths, scores), _NONE)
+        luck = torch.randn(scores.shape, generator=generator, device=scores.device)
+        tried = (scores + heat * luck).where(scores > _NONE, _NONE)
+        order = tried.argsort(-1, descending=True)[:, : self.kept]
+        order[:, -1] = scores.argmax(-1)  # the best is kept whatever its luck
+        ids = ids.gather(1, order[..., None].expand(-1, -1, ids.shape[-1]))
+        lengths, scores = lengths.gather(1, order), scores.gather(1, order)
+        exact = encoder.vectors(Texts(ids.flatten(0, 1), lengths.flatten()))
+        exact = exact.view(len(touched), self.kept, -1)
+        again = (exact * pools.goals[touched][:, None]).sum(-1).where(scores > _NONE, _NONE)
+        order = again.argsort(-1, descending=True)
+        pools.cosines[touched] = again.gather(1, order)
+        pools.lengths[touched] = lengths.gather(1, order)
+        pools.ids[touched] = ids.gather(1, order[..., None].expand_as(ids))
+        pools.vectors[touched] = exact.gather(1, order[..., None].expand_as(exact))
+
+
+def _best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The rows that occur, and for each the places (r, count) of its largest scores, then -1."""
+    order = scores.argsort(descending=True)
+    order = order[rows[order].argsort(stable=True)]
+    touched, sizes = rows[order].unique_consecutive(return_counts=True)
+    steps = torch.arange(count, device=rows.device)
+    places = (sizes.cumsum(0) - sizes)[:, None] + steps
+    inside = steps < sizes[:, None]
+    return touched, order[places.clamp(max=len(order) - 1)].where(inside, -1)
+
+
+def _repeated(ids: Tensor, lengths: Tensor, scores: Tensor) -> Tensor:
+    """Which of the texts (r, c, n) of a row stand there already, before them."""
+    generator = torch.Generator(ids.device).manual_seed(1)
+    weights = torch.randint(1, 2**40, (ids.shape[-1],), generator=generator, device=ids.device)
+    keys = (ids * weights).sum(-1) * 64 + lengths
+    same = keys[:, :, None] == keys[:, None, :]
+    steps = torch.arange(ids.shape[1], device=ids.device)
+    earlier = steps[None, :, None] > steps[None, None, :]
+    return (same & earlier & (scores[:, None, :] > _NONE)).any(-1)
