@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ def open_postgres(place: Place) -> Generator[Store]:
     psycopg = library("psycopg")
     parts = urlsplit(place.path)
     theirs = {name: value for name, value in place.options.items() if name not in _OURS}
-    address = urlunsplit(parts._replace(query=urlencode({"connect_timeout": _SECONDS, **theirs})))
+    address = f"{place.path}?{urlencode({'connect_timeout': _SECONDS, **theirs})}"
     shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # no password
     try:
         with psycopg.connect(address) as connection:
