@@ -135,10 +135,19 @@ def test_json_and_page_hold_what_was_read(tmp_path):
 
 def test_a_journal_keeps_the_finding_of_this_store_alone(tmp_path):
     journal = tmp_path / "journal"
-    target = sampled(made_stores.npy(tmp_path, vectors_of(), TEXTS))
+    texts = [f"w{number}" for number in range(10)]
+    target = sampled(made_stores.jsonl(tmp_path, vectors_of(texts), texts), texts=10)
     first = audit(target, journal=journal)
+    assert first.findings[0].status is Status.RECOVERED
+    assert [reading.original for reading in first.findings[0].texts[0].readings] == texts
+    kept = journal.read_text().splitlines()
+    assert len(kept) == 3  # what determines the run, and two checks of eight vectors at most
     again = audit(target, journal=journal)
-    assert again.findings == first.findings  # its seconds too: it was not read twice
+    assert again.findings == first.findings  # its seconds too: nothing was read twice
+    journal.write_text("\n".join(kept[:2]) + "\n")  # stopped after the first
+    resumed = audit(target, journal=journal).findings[0]
+    assert resumed.texts == first.findings[0].texts
+    assert resumed.estimate == first.findings[0].estimate
     changed = replace(target, vectors=target.vectors + 1e-3 * torch.ones(32))
     with pytest.raises(InputError, match="journal"):
         audit(changed, journal=journal)

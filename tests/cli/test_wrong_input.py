@@ -70,7 +70,7 @@ WRONG = {
     "a ledger for a model": (
         ["audit", "empty", "--ledger", "run.db"],
         2,
-        "expected --ledger with an endpoint, whose answers it keeps, got empty, which is none",
+        "expected --ledger with an endpoint, whose answers it keeps, got the model empty: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),

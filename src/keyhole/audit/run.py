@@ -81,8 +81,10 @@ def audit(
     expect_count("--flips", flips)
     expect_device(device)
     if isinstance(target, str):
-        if ledger is not None and (names_model(target) or names_store(target)):
-            raise _no_endpoint(target)
+        if ledger is not None and names_store(target):
+            raise _no_endpoint(f"the vector store {target}")
+        if ledger is not None and names_model(target):
+            raise _no_endpoint(f"the model {target}")
         given = None
         if data is not None:
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
@@ -91,7 +93,7 @@ def audit(
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
-        raise _no_endpoint(opened.name)
+        raise _no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,
@@ -106,16 +108,16 @@ def audit(
     return Audit(
         target=opened.name or opened.identity,
         identity=opened.identity,
-        findings=checked.findings,
+        findings=store_checks.whole(opened.stores, checked.findings),
         skips=(*opened.skips, *skips),
         seed=seed,
         seconds=opening + seconds,
     )
 
 
-def _no_endpoint(name: str) -> InputError:
+def _no_endpoint(what: str) -> InputError:
     return InputError(
-        f"expected --ledger with an endpoint, whose answers it keeps, got {name}, which is none: "
+        f"expected --ledger with an endpoint, whose answers it keeps, got {what}: "
         "leave --ledger out"
     )
 

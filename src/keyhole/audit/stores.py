@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
@@ -46,6 +46,9 @@ _REMEDY = (
     "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
     "deleting a text means deleting its vector."
 )
+_NOTHING = (Status.MISMATCH, Status.NOT_APPLICABLE)  # of which no share can be told
+_PARTLY = 0.5  # of the tokens: what is called nearly recovered
+_AT_ONCE = 8  # vectors that one check reads
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
 
@@ -119,41 +122,75 @@ def _pooling(
 
 
 def checks(surface: str, target: StoreTarget) -> list[Check]:
-    return [Check(EXPOSURE, partial(_check, surface, target))]
-
-
-def _check(surface: str, target: StoreTarget, track: Track) -> Checked:
-    started = time.perf_counter()
-    pooling = target.pooling
+    """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
+    pooling, count = target.pooling, len(target.rows)
     if pooling.error is not None and not pooling.sure:
         reason = f"{pooling.reason}: was it another encoder?"
-        return Checked((_finding(surface, Status.MISMATCH, reason, started),))
-    recoveries = _recover(target, track)
+        finding = _finding(surface, Status.MISMATCH, reason)
+        return [Check(EXPOSURE, lambda _: Checked((finding,)))]
+    return [
+        Check(
+            f"{EXPOSURE} {start + 1}–{min(start + _AT_ONCE, count)} of {count}",
+            partial(_check, surface, target, range(start, min(start + _AT_ONCE, count))),
+        )
+        for start in range(0, count, _AT_ONCE)
+    ]
+
+
+def _check(surface: str, target: StoreTarget, places: range, track: Track) -> Checked:
+    started = time.perf_counter()
+    recoveries = _recover(target, places, track)
     readings = tuple(
-        _reading(target.loaded, row, text, recovery)
-        for row, text, recovery in zip(target.rows, target.texts, recoveries, strict=True)
+        _reading(target.loaded, target.rows[place], target.texts[place], recovery)
+        for place, recovery in zip(places, recoveries, strict=True)
     )
     cell = Readings("pooled", anatomy(target.loaded.model).layers, "as stored", readings)
-    estimate = Estimate.of(cell.exact, len(readings), target.count)
-    status = _status(cell, recoveries)
-    reason = "; ".join(part for part in (str(estimate), pooling.reason, target.note) if part)
-    if status in (Status.MISMATCH, Status.NOT_APPLICABLE):
-        return Checked((_finding(surface, status, f"{recoveries[0].reason}; {reason}", started),))
-    attack = recoveries[0].method
-    return Checked(
-        (_finding(surface, status, reason, started, len(readings), attack, cell, estimate),)
-    )
+    finding = _finding(
+        surface, _status(cell, [recovery.status for recovery in recoveries]), recoveries[0].reason,
+        attack=recoveries[0].method, cell=cell, seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Checked((finding,))
+
+
+def whole(stores: Mapping[str, StoreTarget], findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings with those about a few vectors each put together, one for a store."""
+    parts = {name: [part for part in findings if _is_part(part, name)] for name in stores}
+    others = [
+        finding for finding in findings if not any(finding in part for part in parts.values())
+    ]
+    made = [_together(stores[name], part) for name, part in parts.items() if part]
+    return (*others, *made)
+
+
+def _is_part(finding: Finding, surface: str) -> bool:
+    return finding.surface == surface and finding.exposure == EXPOSURE and bool(finding.texts)
+
+
+def _together(target: StoreTarget, parts: Sequence[Finding]) -> Finding:
+    first = parts[0].texts[0]
+    readings = tuple(reading for part in parts for reading in part.texts[0].readings)
+    cell = replace(first, readings=readings)
+    status = _status(cell, [part.status for part in parts])
+    estimate, about = None, parts[0].reason
+    if status not in _NOTHING:
+        estimate = Estimate.of(cell.exact, len(readings), target.count)
+        about = str(estimate)
+    reason = "; ".join(part for part in (about, target.pooling.reason, target.note) if part)
+    return _finding(
+        parts[0].surface, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
+        seconds=sum(part.seconds for part in parts),
+    )  # fmt: skip
 
 
 def _finding(
     surface: str,
     status: Status,
     reason: str,
-    started: float,
-    vectors: int = 0,
+    *,
     attack: str = "",
     cell: Readings | None = None,
     estimate: Estimate | None = None,
+    seconds: float = 0.0,
 ) -> Finding:
     return Finding(
         surface=surface,
@@ -163,8 +200,8 @@ def _finding(
         reason=reason,
         remedy=_REMEDY,
         error=None,
-        queries=vectors,
-        seconds=time.perf_counter() - started,
+        queries=0 if cell is None else len(cell.readings),
+        seconds=seconds,
         known=0.0 if cell is None else cell.known,
         sought="text",
         texts=() if cell is None else (cell,),
@@ -172,10 +209,11 @@ def _finding(
     )
 
 
-def _recover(target: StoreTarget, track: Track) -> list[TextRecovery]:
+def _recover(target: StoreTarget, places: range, track: Track) -> list[TextRecovery]:
+    pooling = target.pooling
     leaks = [
-        Pooled(vector, pooling=target.pooling.name, normalised=target.pooling.normalised)
-        for vector in target.vectors
+        Pooled(target.vectors[place], pooling=pooling.name, normalised=pooling.normalised)
+        for place in places
     ]
     progress = track(EXPOSURE, total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
@@ -186,14 +224,14 @@ def _recover(target: StoreTarget, track: Track) -> list[TextRecovery]:
     return [recoveries[number] for number in range(len(leaks))]
 
 
-def _status(cell: Readings, recoveries: Sequence[TextRecovery]) -> Status:
-    for status in (Status.MISMATCH, Status.NOT_APPLICABLE):
-        if all(recovery.status is status for recovery in recoveries):
-            return status
+def _status(cell: Readings, statuses: Sequence[Status]) -> Status:
+    """What became of all texts; `statuses` are those of each, or of some of them together."""
+    if len(set(statuses)) == 1 and statuses[0] in _NOTHING:
+        return statuses[0]
     if cell.exact == len(cell.readings):
         return Status.RECOVERED
-    partly = cell.exact or any(recovery.status is Status.INEXACT for recovery in recoveries)
-    return Status.INEXACT if partly or cell.known >= 0.5 else Status.UNSOLVED
+    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    return Status.INEXACT if partly else Status.UNSOLVED
 
 
 def _reading(loaded: Loaded, row: int, text: str | None, recovery: TextRecovery) -> Reading:

@@ -32,8 +32,7 @@ from keyhole.resume import records_in
 
 @app.command(
     epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html\n"
-    "  keyhole audit ./my-model --data texts.tsv --texts 10\n"
-    "  keyhole audit chroma:./folder --model ./encoder --texts 50"
+    "  keyhole audit ./my-model --data texts.tsv --texts 10"
 )
 def audit(
     target: Annotated[
