@@ -58,6 +58,14 @@ def test_what_cannot_be(wrong):
         hits_in_all(*wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong", [(3, 2, 9, 3, 9), (1, 2, 9, 0, 9), (0, 0, 0, 0, 0), (1, 2, 9, 5, 4)]
+)
+def test_an_estimate_that_cannot_be(wrong):
+    with pytest.raises(InputError, match="expected an estimate of texts"):
+        Estimate(*wrong)
+
+
 def test_in_words():
     estimate = Estimate.of(178, 200, 100_000)
     assert str(estimate) == (

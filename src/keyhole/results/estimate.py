@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from keyhole.errors import InputError
 from keyhole.percent import percent
 from keyhole.share import CONFIDENCE, hits_in_all
 
@@ -18,6 +19,14 @@ class Estimate:
     population: int
     least: int
     most: int
+
+    def __post_init__(self) -> None:  # a file may say anything
+        ordered = 0 <= self.exact <= self.least <= self.most <= self.population
+        if not (ordered and self.exact <= self.sample <= self.population and self.sample):
+            raise InputError(
+                f"expected an estimate of texts that can be read, got {self.exact} of {self.sample}"
+                f" and {self.least} to {self.most} of {self.population}"
+            )
 
     @classmethod
     def of(cls, exact: int, sample: int, population: int) -> Self:
