@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 
 
@@ -82,3 +85,22 @@ def steal_head(oracle, d: int) -> tuple[np.ndarray, np.ndarray]:
             else:
                 W[i, j] = form(np.eye(d)[i])
     return W, v
+
+
+def hits_in_all(hits: int, drawn: int, population: int, confidence) -> tuple[int, int]:
+    """Every K under which neither tail has a chance of (1 − c)/2 or less, one after the other."""
+
+    def chance(x: int, K: int) -> Fraction:
+        if not 0 <= x <= K or not 0 <= drawn - x <= population - K:
+            return Fraction(0)
+        ways = math.comb(K, x) * math.comb(population - K, drawn - x)
+        return Fraction(ways, math.comb(population, drawn))
+
+    tail = (1 - confidence) / 2
+    held = [
+        K
+        for K in range(population + 1)
+        if sum(chance(x, K) for x in range(hits, drawn + 1)) > tail
+        and sum(chance(x, K) for x in range(hits + 1)) > tail
+    ]
+    return held[0], held[-1]

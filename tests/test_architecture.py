@@ -26,11 +26,12 @@ FLOORS = (  # from the ground up
         "two_loop_recursion",
         "strict_json",
     },
-    {"bounds", "devices", "memory"},  # what a caller may ask for
+    {"bounds", "devices", "memory", "share"},  # what a caller may ask for
     {"files"},
     {"registry", "resume", "data"},
     {"results"},  # what every attack returns
     {"oracle"},  # endpoints that answer
+    {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden"},  # training against them

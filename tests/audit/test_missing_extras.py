@@ -16,7 +16,11 @@ from keyhole.errors import MissingExtra
 from keyhole.results import Audit, Status
 from keyhole.resume import Journal
 
-NAMES = {"python-flint": "flint"}  # of modules, where a package's is another
+NAMES = {
+    "python-flint": "flint",
+    "faiss-cpu": "faiss",
+    "psycopg[binary]": "psycopg",
+}  # of modules, where a package's is another
 LAYER = keyhole.oracle.plant("attention", dim=3, every_token=True, seed=1)
 
 
@@ -41,13 +45,13 @@ SAID = {
     "models": "expected transformers to be installed, got none: pip install 'keyhole[models]'",
     "proofs": "not proved: expected python-flint",
 }
-EXTRAS = ("cluster", "convex", "hub", "models", "proofs", "serve")
+EXTRAS = ("cluster", "convex", "hub", "models", "proofs", "serve", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 # One at a time in a full run; otherwise those that the demo can do without are missing together.
 MISSING = (
     [(extra,) for extra in EXTRAS]
     if FULL
-    else [("models",), ("proofs", "cluster", "convex", "hub", "serve")]
+    else [("models",), ("proofs", "cluster", "convex", "hub", "serve", "stores")]
 )
 
 

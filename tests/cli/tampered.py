@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.results import Audit, Cut, Finding, Skip, Status
+from keyhole.results import Audit, Cut, Estimate, Finding, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
 _OTHERS: tuple[Any, ...] = (
     None, True, -1, 1.5, 10**30, math.nan, math.inf, "x", "", [], [[]], {}, {"x": 1}, "GONE",
 )  # fmt: skip
 _COUNT = 120
-_MAY_BE_NULL = ("error", "floor")
+_MAY_BE_NULL = ("error", "floor", "estimate", "right")
 _DEFAULTS = (
     "floor", "known", "trace", "surface", "sought", "texts", "cuts", "control", "unchecked", "note",
-    "skips", "seed", "seconds", "created", "environment",
+    "skips", "seed", "seconds", "created", "environment", "estimate",
 )  # fmt: skip
 
 
@@ -45,6 +45,9 @@ def document() -> dict[str, Any]:
                 trace=((3, 0.5), (12, 1e-12)), **common),
         Finding("hidden states", "EncoderStates", Status.RECOVERED, error=None, sought="text",
                 texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
+        Finding("stored embedding", "PooledEmbedding", Status.INEXACT, error=None, sought="text",
+                texts=(Readings("pooled", 1, "as stored", (reading,)),),
+                estimate=Estimate.of(1, 2, 10), **common),
         Finding("attention cut", "HackAttend", Status.INEXACT, error=None, sought="prediction",
                 cuts=(cut,), **common),
     )  # fmt: skip

@@ -10,11 +10,14 @@ from types import ModuleType
 from typing import Any
 
 from keyhole.audit.run import audit
-from keyhole.audit.targets import Data, Target, open_target
+from keyhole.audit.stores import StoreTarget
+from keyhole.audit.targets import Data, Stored, Target, open_target
 from keyhole.audit.texts import TextTarget
 from keyhole.results import Audit
 
-__all__ = ["Audit", "Data", "Target", "TextTarget", "audit", "open_target"]
+__all__ = [
+    "Audit", "Data", "StoreTarget", "Stored", "Target", "TextTarget", "audit", "open_target",
+]  # fmt: skip
 
 
 class _Audit(ModuleType):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
+from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
 from keyhole.errors import InputError
@@ -49,6 +50,17 @@ def what_determines(target: Target, seed: int) -> Run:
         "target": target.identity,
         "seed": seed,
         **{name or "model": _model(model) for name, model in target.models.items()},
+        **{name: _store(store) for name, store in target.stores.items()},
+    }
+
+
+def _store(target: StoreTarget) -> dict[str, Any]:
+    return {
+        "weights": identity(target.loaded.model),
+        "pooling": str(target.pooling),
+        "texts": len(target.rows),
+        "data": digest(list(target.rows), list(target.texts), target.vectors.double().tolist()),
+        "device": str(next(target.loaded.model.parameters()).device),
     }
 
 

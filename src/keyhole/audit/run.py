@@ -13,10 +13,20 @@ from pathlib import Path
 
 from keyhole.audit import flips as flip_checks
 from keyhole.audit import inputs, weights
+from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check
 from keyhole.audit.journal import Resuming, make_all, opened_journal
-from keyhole.audit.targets import Data, Target, open_target, target_of
+from keyhole.audit.stores import StoreTarget
+from keyhole.audit.targets import (
+    TEXTS_OF_A_MODEL,
+    TEXTS_OF_A_STORE,
+    Data,
+    Stored,
+    Target,
+    open_target,
+    target_of,
+)
 from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
@@ -26,16 +36,20 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.session import session
 from keyhole.progress import Track, untracked
 from keyhole.results import Audit
+from keyhole.stores import names_store
 
 ENDPOINTS = (weights.checks, inputs.checks)
 MODELS = (text_checks.checks, flip_checks.checks)
+STORES = (store_checks.checks,)
 
 
 def audit(
-    target: str | Oracle | Mapping[str, Oracle] | TextTarget | Target,
+    target: str | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
     *,
+    model: str | None = None,
+    known: str | Path | None = None,
     data: str | Path | None = None,
-    texts: int = 3,
+    texts: int | None = None,
     flips: int = 12,
     column: str | None = None,
     label: str | None = None,
@@ -50,9 +64,11 @@ def audit(
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.
 
-    `target` is what the command line takes (`demo`, a file, an address, a model's folder or name),
-    or an oracle, several by name, or a model with its texts. `data` is a file of texts for a model:
-    the first `texts` of its `column` are read back, and the first `flips` flipped, whose right
+    `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
+    vector store), or an oracle, several by name, or a model with its texts. A store is read with
+    `model`, the encoder that made its vectors: `texts` of them, 20 by default, chosen by `seed`;
+    `known` is a file of texts that are in it. `data` is a file of texts for a model: the first
+    `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped, whose right
     classes are in the column `label`: by default the one of that name, if there is one, or else the
     model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
     remembers what endpoints answered. `journal` is the file that remembers finished checks, from
@@ -65,20 +81,25 @@ def audit(
     expect_count("--flips", flips)
     expect_device(device)
     if isinstance(target, str):
+        if ledger is not None and names_store(target):
+            raise _no_endpoint(f"the vector store {target}")
         if ledger is not None and names_model(target):
-            raise _no_endpoint(target)
-        given = None if data is None else Data(data, texts, flips, column, label)
-        opened = open_target(target, data=given, layers=layers, device=device)
+            raise _no_endpoint(f"the model {target}")
+        given = None
+        if data is not None:
+            given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
+        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed)
+        opened = open_target(target, data=given, layers=layers, device=device, stored=stored)
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
-        raise _no_endpoint(opened.name)
+        raise _no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
     ):
-        checks = _checks(surfaces, opened.models, seed)
+        checks = _checks(surfaces, opened, seed)
         checked, seconds = make_all(checks, memory, track, resuming)
     skips = checked.skips
     if len(opened.surfaces) + len(opened.models) > 1:
@@ -87,31 +108,31 @@ def audit(
     return Audit(
         target=opened.name or opened.identity,
         identity=opened.identity,
-        findings=checked.findings,
+        findings=store_checks.whole(opened.stores, checked.findings),
         skips=(*opened.skips, *skips),
         seed=seed,
         seconds=opening + seconds,
     )
 
 
-def _no_endpoint(name: str) -> InputError:
+def _no_endpoint(what: str) -> InputError:
     return InputError(
-        f"expected --ledger with an endpoint, whose answers it keeps, got the model {name}: "
+        f"expected --ledger with an endpoint, whose answers it keeps, got {what}: "
         "leave --ledger out"
     )
 
 
-def _checks(
-    surfaces: Mapping[str, Oracle], models: Mapping[str, TextTarget], seed: int
-) -> list[Check]:
+def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[Check]:
     """In the order of the findings, each under a name that says of which part it is."""
     parts = [
         *((name, family(name, oracle, seed)) for name, oracle in surfaces.items()
           for family in ENDPOINTS),
-        *((name, family(name, model, seed)) for name, model in models.items()
+        *((name, family(name, model, seed)) for name, model in opened.models.items()
           for family in MODELS),
+        *((name, family(name, store)) for name, store in opened.stores.items()
+          for family in STORES),
     ]  # fmt: skip
-    several = len(surfaces) + len(models) > 1
+    several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
         Check(f"{name}: {check.name}" if several else check.name, check.run)
         for name, checks in parts

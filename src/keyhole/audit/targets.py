@@ -1,7 +1,8 @@
-"""What TARGET means: a file, an address, a model or `demo`, opened as endpoints and models.
+"""What TARGET means: a file, an address, a model, a store or `demo`, opened for the audit.
 
 An endpoint is an oracle whose weights and inputs are sought, a model one whose texts are read back
-and whose predictions are flipped. `open_target` is the one place where a name becomes either.
+and whose predictions are flipped, a store one whose embeddings are read back. `open_target` is the
+one place where a name becomes any of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.errors import InputError, MissingExtra
@@ -20,15 +22,20 @@ from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
 from keyhole.results import Skip
+from keyhole.stores import names_store, open_store
+
+TEXTS_OF_A_MODEL = 3
+TEXTS_OF_A_STORE = 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """The endpoints and the models that a target consists of, by name; one alone needs none."""
+    """What a target consists of, by name; one endpoint alone needs none."""
 
     name: str
     surfaces: Mapping[str, Oracle] = field(default_factory=dict[str, Oracle])
     models: Mapping[str, TextTarget] = field(default_factory=dict[str, TextTarget])
+    stores: Mapping[str, StoreTarget] = field(default_factory=dict[str, StoreTarget])
     skips: tuple[Skip, ...] = ()  # parts that could not be opened
 
     @property
@@ -37,6 +44,7 @@ class Target:
         named = [identity_of(oracle) for oracle in self.surfaces.values()]
         loaded = [model.loaded for model in self.models.values()]
         named += [f"{model.name} {model.identity}" for model in loaded]
+        named += [store.identity for store in self.stores.values()]
         return "; ".join(named)
 
 
@@ -45,7 +53,7 @@ class Data:
     """Which part of a file a model is tried with, and which columns hold what."""
 
     file: str | Path
-    texts: int = 3
+    texts: int = TEXTS_OF_A_MODEL
     flips: int = 12
     column: str | None = None
     label: str | None = None  # None: `label`, if there is such a column
@@ -62,10 +70,22 @@ class Data:
         )  # fmt: skip
 
 
-def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | Target) -> Target:
+@dataclass(frozen=True)
+class Stored:
+    """How a vector store is read: with which encoder, how many of its vectors, what is known."""
+
+    model: str | None = None
+    texts: int = TEXTS_OF_A_STORE
+    known: str | Path | None = None
+    seed: int = 0
+
+
+def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
     """An oracle, several by name, or a model with its texts, as a target without a file."""
     if isinstance(target, Target):
         return target
+    if isinstance(target, StoreTarget):
+        return Target(target.name, stores={target.name: target})
     if isinstance(target, TextTarget):
         return Target(target.loaded.name, models={"": target})
     surfaces = target if isinstance(target, Mapping) else {"": target}
@@ -78,8 +98,17 @@ def open_target(
     data: Data | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
+    stored: Stored | None = None,
 ) -> Target:
     """What `name` stands for; `data` and `layers` say what a model is tried with."""
+    if names_store(name):
+        if data is not None or layers is not None:
+            raise InputError(
+                f"expected --data and --layers with a model, got the vector store {name}"
+            )
+        return _store(name, stored or Stored(), device)
+    if stored is not None and (stored.model is not None or stored.known is not None):
+        raise InputError(f"expected --model and --known with a vector store, got {name}")
     if names_model(name):
         return _model(name, data, layers, device)
     if name == DEMO:
@@ -89,7 +118,8 @@ def open_target(
     if "://" not in name and not exists(name):
         raise InputError(
             "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
-            f"http://host:port/v2/models/NAME or demo, got {name}: no such file or folder"
+            "http://host:port/v2/models/NAME, a vector store (such as chroma:FOLDER) or demo, got "
+            f"{name}: no such file or folder"
         )
     surfaces = open_surfaces(name)
     return Target(describe(name, surfaces), surfaces)
@@ -102,6 +132,19 @@ def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: s
     texts, examples = (list(demo.TEXTS), []) if data is None else data.read(loaded)
     subject = TextTarget(loaded, texts, layers, examples=examples)
     return Target(name, models={loaded.name: subject})
+
+
+def _store(name: str, stored: Stored, device: str) -> Target:
+    if stored.model is None:
+        raise InputError(
+            f"expected --model with the vector store {name}, got none: name the encoder that made "
+            "its vectors (a folder, owner/name on the hub, or demo)"
+        )
+    known = [] if stored.known is None else read_texts(stored.known)
+    with open_store(name, known) as store:
+        loaded = demo.open_model(stored.model, device=device)
+        subject = StoreTarget.of(store, loaded, texts=stored.texts, known=known, seed=stored.seed)
+    return Target(f"{store.name}, read with {loaded.name}", stores={store.name: subject})
 
 
 def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:

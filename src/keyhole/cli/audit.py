@@ -40,9 +40,24 @@ def audit(
         typer.Argument(
             metavar="TARGET",
             help="A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf "
-            "file or hub name), or demo.",
+            "file or hub name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, "
+            "lancedb:FOLDER, postgresql://…, http://…/v1/embeddings, or a file .faiss, .parquet, "
+            ".npy, .npz, .jsonl.",
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The encoder that made a store's vectors: a folder, a hub name, or demo."
+        ),
+    ] = None,
+    known: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Texts that are in the store, by which it is found out how its vectors are made.",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +66,13 @@ def audit(
             "column sentence or text.",
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(help="How many of the texts to read back.")] = 3,
+    texts: Annotated[
+        int | None,
+        typer.Option(
+            help="How many of the texts to read back: of a model the first 3, of a store 20 chosen "
+            "at random, if not given."
+        ),
+    ] = None,
     flips: Annotated[
         int, typer.Option(help="How many of a classifier's answers to try to flip.")
     ] = 12,
@@ -89,9 +110,9 @@ def audit(
     expect_new(json_file, page, force=force)
     with interruptible(lambda: _kept(journal, ledger)), bars("audit", "checks") as track:
         result = run(
-            target, data=data, texts=texts, flips=flips, column=column, label=label,
-            layers=_numbers(layers), device=device, ledger=ledger, journal=journal, force=force,
-            seed=seed, track=track, resuming=_say_resuming,
+            target, model=model, known=known, data=data, texts=texts, flips=flips, column=column,
+            label=label, layers=_numbers(layers), device=device, ledger=ledger, journal=journal,
+            force=force, seed=seed, track=track, resuming=_say_resuming,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

@@ -27,13 +27,15 @@ from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 
 KINDS = ("hidden", "kv", "maps", "attention", "pooled")
+POOLINGS = ("mean", "cls", "last", "max", "pooler")
 
 
 @dataclass(frozen=True)
 class Exposure:
     """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`.
 
-    `pooling` ("mean", "cls" or "pooler") and `normalised` say how a pooled embedding was made.
+    `pooling` and `normalised` say how a pooled embedding was made: the mean of all states, their
+    maximum in each number, the first (`cls`), the last, or what a pooler makes of the first.
     """
 
     kind: str
@@ -44,8 +46,8 @@ class Exposure:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError(f"expected an exposure among {', '.join(KINDS)}, got {self.kind}")
-        if self.pooling not in ("mean", "cls", "pooler"):
-            raise InputError(f"expected pooling mean, cls or pooler, got {self.pooling}")
+        if self.pooling not in POOLINGS:
+            raise InputError(f"expected pooling among {', '.join(POOLINGS)}, got {self.pooling}")
 
     @classmethod
     def parse(cls, text: str) -> Exposure:
@@ -234,12 +236,18 @@ def _key_values(
 
 def _pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for a text, as sentence-transformers makes it."""
+    weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "cls":
         pooled = states[:, 0]
     elif exposure.pooling == "pooler":
         pooled = _pooler(parts, states)
+    elif exposure.pooling == "last":
+        places = torch.arange(states.shape[1], device=states.device)
+        last = (places * (weights > 0)).argmax(1)  # of the text: padding may be on either side
+        pooled = states[torch.arange(len(states), device=states.device), last]
+    elif exposure.pooling == "max":
+        pooled = states.masked_fill(weights.unsqueeze(-1) == 0, -torch.inf).amax(1)
     else:
-        weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
         total = weights.sum(1, keepdim=True).clamp(min=1)
         pooled = (states * weights.unsqueeze(-1)).sum(1) / total
     if exposure.normalised and exposure.pooling != "pooler":

@@ -48,6 +48,8 @@ def outcome(finding: Finding) -> str:
         return "could not check"
     if finding.sought == "prediction":
         return f"{percent(finding.known)} flipped"
+    if finding.estimate is not None:
+        return f"{finding.estimate.share} of texts"
     if finding.status is Status.RECOVERED:
         return "recovered"
     if finding.status is Status.WITHIN:

@@ -2,6 +2,7 @@
 
 from keyhole.results.audit import Audit
 from keyhole.results.cuts import Cut
+from keyhole.results.estimate import Estimate
 from keyhole.results.finding import Finding, Skip
 from keyhole.results.json import FORMAT, dump, environment, read
 from keyhole.results.outcome import OUTCOMES, Outcome, exit_code
@@ -10,6 +11,7 @@ from keyhole.results.result import Result
 from keyhole.results.status import Status, Unsuccessful
 
 __all__ = [
-    "FORMAT", "OUTCOMES", "Audit", "Cut", "Finding", "Outcome", "Piece", "Reading", "Readings",
-    "Result", "Skip", "Status", "Unsuccessful", "dump", "environment", "exit_code", "read",
+    "FORMAT", "OUTCOMES", "Audit", "Cut", "Estimate", "Finding", "Outcome", "Piece", "Reading",
+    "Readings", "Result", "Skip", "Status", "Unsuccessful", "dump", "environment", "exit_code",
+    "read",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.results.cuts import Cut
+from keyhole.results.estimate import Estimate
 from keyhole.results.outcome import OUTCOMES, Outcome
 from keyhole.results.readings import Readings
 from keyhole.results.status import Status
@@ -19,7 +20,8 @@ class Finding:
     `surface` names the endpoint where a target has several, `sought` is what the attacker is after.
     `control` marks an attack without any choice, run for comparison: it is no exposure, whatever it
     achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
-    precision; `cuts`, where it is a prediction, where attention was cut for it.
+    precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
+    a sample says of all the texts of a store.
     """
 
     exposure: str
@@ -38,6 +40,7 @@ class Finding:
     texts: tuple[Readings, ...] = ()
     cuts: tuple[Cut, ...] = ()
     control: bool = False
+    estimate: Estimate | None = None
 
     @property
     def outcome(self) -> Outcome:

@@ -7,16 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """One token as it is written, how far it is to be believed, and whether it is right."""
+    """One token as it is written, how far it is to be believed, and whether it is right.
+
+    `right` is None where nobody knows the original: then a verified token counts as right.
+    """
 
     text: str
     mark: str
-    right: bool
+    right: bool | None
+
+    @property
+    def counts(self) -> bool:
+        return self.mark == "verified" if self.right is None else self.right
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One text, and what was read of it; only an audit, which knows the original, can make one.
+    """One text, and what was read of it; `original` is empty where a store has it no longer.
 
     `exact`: every character came back, up to what the tokenizer's own normaliser changes. `note`
     says what could not: characters that the tokenizer has no token for, an end that was cut off.
@@ -31,7 +38,7 @@ class Reading:
     @property
     def known(self) -> float:
         """The share of the tokens that are right."""
-        return sum(piece.right for piece in self.pieces) / max(1, len(self.pieces))
+        return sum(piece.counts for piece in self.pieces) / max(1, len(self.pieces))
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Readings:
     def known(self) -> float:
         """The share of all tokens that are right."""
         pieces = [piece for reading in self.readings for piece in reading.pieces]
-        return sum(piece.right for piece in pieces) / max(1, len(pieces))
+        return sum(piece.counts for piece in pieces) / max(1, len(pieces))
 
     @property
     def exact(self) -> int:

@@ -1,0 +1,162 @@
+"""How were these embeddings made? The pooling of an encoder that gives them.
+
+With a text whose vector is known, the encoder is run on it and pooled in every way there is: the
+way that gives the same numbers is the right one, and where none does, the encoder is another.
+Without one, it is a guess, and said to be one; a text that is verified later proves it. Vectors of
+length 1 were normalised. The pooling is what the encoder's folder says, if sentence-transformers
+wrote it. If not, it is the one whose mean over some texts points where the vectors' mean points:
+sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
+the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.files import exists, read_text
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import POOLINGS, Exposure
+from keyhole.recover.simulate import leak_of
+from keyhole.strict_json import parse
+
+AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
+_SURE = "--known with texts of the store makes sure"
+_SETTINGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+}
+_UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rounded
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess."""
+
+    name: str
+    normalised: bool
+    error: float | None
+    reason: str
+
+    @property
+    def sure(self) -> bool:
+        return self.error is not None and self.error <= AGREES
+
+    def __str__(self) -> str:
+        return _words(self.name, self.normalised)
+
+
+def ways(model: Any) -> list[Exposure]:
+    """Every way in which this model's states become one vector."""
+    has_pooler = getattr(anatomy(model).base, "pooler", None) is not None
+    return [
+        Exposure("pooled", 0, name, normalised)
+        for name in POOLINGS
+        for normalised in ((False,) if name == "pooler" else (True, False))
+        if name != "pooler" or has_pooler
+    ]
+
+
+def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure) -> Tensor:
+    """The vectors (texts, d) that this way gives, in float64."""
+    leaks = [leak_of(model, tokenizer, text, way) for text in texts]
+    return torch.stack([leak.tensors["values"] for leak in leaks]).double()
+
+
+def from_texts(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
+    """The pooling that turns each text into its vector, or comes nearest."""
+    errors = {
+        way: float(_errors(embeddings(model, tokenizer, texts, way), vectors.double()).median())
+        for way in ways(model)
+    }
+    return _nearest(errors, "the store's own texts")
+
+
+def from_known(
+    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]]
+) -> Pooling:
+    """The same where it is known that the texts are among the vectors, but not which they are."""
+    made = {way: embeddings(model, tokenizer, texts, way) for way in ways(model)}
+    least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
+    for _, vectors in batches:
+        for way, wanted in made.items():
+            apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
+            least[way] = torch.minimum(least[way], apart.amin(1))
+    errors = {way: float(each.median()) for way, each in least.items()}
+    return _nearest(errors, "the known texts")
+
+
+def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
+    """What sentence-transformers wrote beside an encoder; None where it wrote nothing."""
+    path = Path(folder) / "1_Pooling" / "config.json"
+    if not exists(path):
+        return None
+    try:
+        settings: object = parse(read_text(path, "the settings of a pooling"))
+    except ValueError as error:
+        raise InputError(f"expected the settings of a pooling, got {path}: {error}") from error
+    chosen = cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
+    names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
+    names = names or [
+        name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
+    ]
+    if len(names) != 1:
+        return None  # several side by side, or one that is not known here
+    normalised = _normalised(vectors)
+    reason = f"{_words(names[0], normalised)}: as {path.parent.name} of the encoder says; {_SURE}"
+    return Pooling(names[0], normalised, None, reason)
+
+
+def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
+    """A guess, from vectors of unknown texts and any texts of the same language."""
+    normalised, mean = _normalised(vectors), vectors.double().mean(0)
+    cosines = {
+        way: float(
+            torch.cosine_similarity(embeddings(model, tokenizer, texts, way).mean(0), mean, 0)
+        )
+        for way in ways(model)
+        if way.normalised == normalised or way.pooling == "pooler"
+    }
+    order = sorted(cosines, key=lambda way: -cosines[way])
+    ranking = ", ".join(f"{way.pooling} {cosines[way]:.2f}" for way in order)
+    length = "length 1" if normalised else "other lengths than 1"
+    best = order[0]
+    reason = (
+        f"guessed {_words(best.pooling, best.normalised)}: the vectors have {length}, and their "
+        f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
+    )
+    return Pooling(best.pooling, best.normalised, None, reason)
+
+
+def _normalised(vectors: Tensor) -> bool:
+    return bool(((vectors.double().norm(dim=1) - 1).abs() < _UNIT).all())
+
+
+def _errors(made: Tensor, given: Tensor) -> Tensor:
+    return (made - given).norm(dim=1) / made.norm(dim=1)
+
+
+def _nearest(errors: Mapping[Exposure, float], witness: str) -> Pooling:
+    best = min(errors, key=lambda way: errors[way])
+    error, words = errors[best], _words(best.pooling, best.normalised)
+    reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
+    if error > AGREES:
+        reason = (
+            f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
+            f"{error:.1e} of their length off"
+        )
+    return Pooling(best.pooling, best.normalised, error, reason)
+
+
+def _words(name: str, normalised: bool) -> str:
+    if name == "pooler":
+        return "the pooler's output"
+    return f"{name} pooling, {'normalised' if normalised else 'not normalised'}"

@@ -1,0 +1,136 @@
+"""What a vector store is to an audit: so many vectors, by row, and perhaps their texts.
+
+A kind of store is a function that takes a `Place` and gives a `Store` for the length of a `with`
+block. It opens what is there to be read: files and databases stay as they are, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.data import TEXT_COLUMNS
+from keyhole.errors import InputError, MissingExtra
+
+TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
+_BATCH = 2**16  # rows that are read at once where all are wanted
+_PRINTED = 64  # vectors, evenly spread, that a store is known again by
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """`count` vectors of `dim` numbers; `texts` is None where the store has none.
+
+    `vectors(rows)` gives a tensor (rows, dim) and `texts(rows)` a list, None for a row without a
+    text; rows are numbers from 0 in ascending order. `note` says what a reader must know of how
+    they were read.
+    """
+
+    name: str
+    count: int
+    dim: int
+    vectors: Callable[[Sequence[int]], Tensor]
+    texts: Callable[[Sequence[int]], list[str | None]] | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.dim < 2:
+            got = f"{self.count} of {self.dim} numbers" if self.count else "none"
+            raise InputError(f"expected vectors in {self.name}, got {got}")
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        """The vectors of these rows: floating-point numbers, all of them finite."""
+        vectors = self.vectors(rows)
+        if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
+            shape = " × ".join(map(str, vectors.shape))
+            raise InputError(
+                f"expected {len(rows)} vectors of {self.dim} numbers in {self.name}, got {shape}"
+            )
+        bad = (~vectors.isfinite()).any(-1).nonzero().flatten().tolist()
+        if bad:
+            raise InputError(f"expected finite numbers in {self.name}, got row {rows[bad[0]]}")
+        return vectors
+
+    def batches(self) -> Iterator[tuple[range, Tensor]]:
+        """Every vector of the store, in pieces that fit into memory."""
+        for start in range(0, self.count, _BATCH):
+            rows = range(start, min(start + _BATCH, self.count))
+            yield rows, self.read(rows)
+
+    @cached_property
+    def identity(self) -> str:
+        """Told from the vectors themselves: a store that was moved or copied is still the same."""
+        rows = sorted({number * self.count // _PRINTED for number in range(_PRINTED)})
+        sum_ = hashlib.sha256(f"{self.count} {self.dim}".encode())
+        sum_.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
+        return f"{self.count:,} vectors of {self.dim} numbers, {sum_.hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store is, and which part of it: `path?option=name&…`.
+
+    `known` are texts whose vectors a server is asked for; other stores hold vectors already.
+    """
+
+    path: str
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    known: tuple[str, ...] = ()
+
+    def choice(self, option: str, names: Sequence[str], what: str) -> str:
+        """The name that was asked for, or the only one there is."""
+        wanted = self.options.get(option)
+        if wanted is None and len(names) == 1:
+            return names[0]
+        if wanted is not None and wanted in names:
+            return wanted
+        there = ", ".join(names[:10]) or "none"
+        if wanted is None and names:
+            raise InputError(
+                f"expected one {what} in {self.path}, got {there}: add ?{option}=NAME to the target"
+            )
+        raise InputError(f"expected a {what}{f' {wanted}' if wanted else ''} in {self.path}, "
+                         f"got {there}")  # fmt: skip
+
+    def text_column(self, names: Sequence[str]) -> str | None:
+        """Where the texts are, if they are still there: a column of a usual name, or as asked."""
+        if "text" in self.options:
+            return self.choice("text", names, "column of texts")
+        return next((name for name in TEXT_NAMES if name in names), None)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of store: how people write it, what opens it, and the options it takes after `?`."""
+
+    name: str
+    form: str
+    open: Callable[[Place], AbstractContextManager[Store]]
+    options: tuple[str, ...] = ()
+
+
+def library(module: str, package: str = "") -> Any:
+    """A package that reads one kind of store, or the line that says how to get it."""
+    try:
+        with warnings.catch_warnings():  # what others have to say of their own code is not for us
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(
+            f"expected {package or module} to be installed, got none: pip install 'keyhole[stores]'"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """What a library says went wrong, as much of it as fits into a line."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

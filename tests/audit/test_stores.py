@@ -1,0 +1,198 @@
+"""Stores in the audit: a sample is read back with the encoder's weights, and nothing is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import made_stores
+import tiny_models as tiny
+from command_line import inside
+from keyhole import report
+from keyhole.audit import Audit, Stored, audit, open_target
+from keyhole.audit.stores import EXPOSURE, StoreTarget, sample
+from keyhole.errors import InputError
+from keyhole.models import Loaded, identity
+from keyhole.models.capture import Exposure
+from keyhole.recover.attacks.pooled import PooledEmbedding
+from keyhole.recover.pooling import embeddings
+from keyhole.recover.search.token_search import TokenSearch
+from keyhole.results import Status
+from keyhole.stores import open_store
+
+TEXTS = [f"w{number}" for number in (1, 20, 3, 44, 150, 6)]
+MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+LOADED = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
+FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+BRIEF = TokenSearch(rounds=2, passes=60, candidates=8, sweeps=1)
+SHORT = PooledEmbedding(BRIEF, lengths=(3,))  # the frame and one word
+
+
+def vectors_of(texts=TEXTS, way=Exposure("pooled")):  # noqa: B008 - it is frozen
+    return embeddings(MODEL, WORDS, texts, way).float().numpy()
+
+
+def sampled(target, **options):
+    with open_store(str(target)) as store:
+        return replace(StoreTarget.of(store, LOADED, **{"texts": 2, **options}), method=SHORT)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    MODEL.save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("maker", made_stores.MAKERS, ids=lambda maker: maker.__name__)
+def test_an_audit_reads_every_kind_and_changes_nothing(maker, tmp_path, encoder):
+    folder = tmp_path / "store"
+    folder.mkdir()
+    name = maker(folder, vectors_of(), TEXTS)
+    known = tmp_path / "known.txt"
+    known.write_text(f"{TEXTS[4]}\n{TEXTS[1]}\n")
+    before = made_stores.fingerprint(folder)
+    opened = open_target(name, stored=Stored(encoder, texts=1, known=known))
+    stores = {name: replace(store, method=SHORT) for name, store in opened.stores.items()}
+    (finding,) = audit(replace(opened, stores=stores)).findings
+    assert made_stores.fingerprint(folder) == before
+    assert finding.exposure == EXPOSURE
+    assert finding.status is Status.RECOVERED, finding.reason
+    assert (finding.estimate.exact, finding.estimate.sample, finding.estimate.population) == (
+        1,
+        1,
+        6,
+    )
+    rows = next(iter(stores.values())).rows
+    with_texts = maker in made_stores.WITH_TEXTS
+    for row, reading in zip(rows, finding.texts[0].readings, strict=True):
+        assert reading.original == (TEXTS[row] if with_texts else "")
+        assert "".join(piece.text for piece in reading.pieces).strip() == TEXTS[row]
+        assert [piece.right for piece in reading.pieces] == [True if with_texts else None]
+
+
+def test_the_sample_follows_from_the_seed():
+    first, again, other = (sample(500, 20, seed) for seed in (3, 3, 4))
+    assert first == again != other
+    assert first == sorted(set(first))
+    assert sample(500, 900, 0) == list(range(500))
+    drawn = [row for seed in range(100) for row in sample(500, 20, seed)]
+    counts = np.histogram(drawn, bins=10, range=(0, 500))[0]
+    assert abs(counts - 200).max() < 60  # 2,000 draws in ten parts: four standard deviations
+
+
+def test_what_is_wrong_with_a_text_is_shown(tmp_path):
+    """The search is told a length that one of two texts does not have."""
+    texts = ["w1", "w9 w8 w7"]
+    target = sampled(made_stores.jsonl(tmp_path, vectors_of(texts), texts))
+    (finding,) = audit(target).findings
+    whole, part = finding.texts[0].readings
+    assert whole.exact
+    assert not part.exact
+    assert len(part.pieces) == 3  # the tokens that are missing count as well
+    assert part.known < 0.5
+    assert finding.status is Status.INEXACT
+    assert finding.reason.startswith("of 2 texts, 1 can be read exactly: all tried")
+    assert "mean pooling, normalised: gives the vectors of the store's own texts" in finding.reason
+
+
+def test_the_pooling_of_known_texts_is_used(tmp_path):
+    name = made_stores.npy(tmp_path, vectors_of(way=Exposure("pooled", 0, "max", False)), TEXTS)
+    target = sampled(name, known=TEXTS[:1])
+    assert (target.pooling.name, target.pooling.normalised) == ("max", False)
+    assert audit(target).findings[0].status is Status.RECOVERED
+
+
+def test_another_encoder_could_not_be_checked(tmp_path):
+    noise = np.random.default_rng(0).normal(size=(6, 32))
+    audited = audit(sampled(made_stores.jsonl(tmp_path, noise, TEXTS)))
+    assert audited.findings[0].status is Status.MISMATCH
+    assert "was it another encoder?" in audited.findings[0].reason
+    assert audited.exit_code == 3
+
+
+def test_another_width_is_refused(tmp_path):
+    name = made_stores.npy(tmp_path, np.ones((3, 8)), TEXTS)
+    with pytest.raises(InputError, match="expected vectors of 32 numbers, as a tiny encoder"):
+        sampled(name)
+
+
+def test_json_and_page_hold_what_was_read(tmp_path):
+    audited = audit(sampled(made_stores.npy(tmp_path, vectors_of(), TEXTS), known=TEXTS))
+    assert Audit.from_dict(json.loads(json.dumps(audited.to_dict()))) == audited
+    page = report.render(audited)
+    estimate = audited.findings[0].estimate
+    assert f"{estimate.share} of texts" in page
+    assert str(estimate) in page
+    assert "the store has no text of it" in page
+    assert 'title="verified"' in page
+    assert ", wrong" not in page  # nobody knows the original
+
+
+def test_a_journal_keeps_the_finding_of_this_store_alone(tmp_path):
+    journal = tmp_path / "journal"
+    texts = [f"w{number}" for number in range(9)]
+    target = sampled(made_stores.jsonl(tmp_path, vectors_of(texts), texts), texts=9)
+    first = audit(target, journal=journal)
+    assert first.findings[0].status is Status.RECOVERED
+    assert [reading.original for reading in first.findings[0].texts[0].readings] == texts
+    kept = journal.read_text().splitlines()
+    assert len(kept) == 3  # what determines the run, and two checks of eight vectors at most
+    again = audit(target, journal=journal)
+    assert again.findings == first.findings  # its seconds too: nothing was read twice
+    journal.write_text("\n".join(kept[:2]) + "\n")  # stopped after the first
+    resumed = audit(target, journal=journal).findings[0]
+    assert resumed.texts == first.findings[0].texts
+    assert resumed.estimate == first.findings[0].estimate
+    changed = replace(target, vectors=target.vectors + 1e-3 * torch.ones(32))
+    with pytest.raises(InputError, match="journal"):
+        audit(changed, journal=journal)
+
+
+@pytest.mark.parametrize("right", [False, pytest.param(True, marks=FULL)])
+def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
+    """With vectors of the encoder, which takes a whole search, and with others."""
+    text = "w7 w9 w8 w1 w2 w3"
+    made_stores.jsonl(tmp_path, vectors_of([text]) if right else np.ones((1, 32)), [text])
+    done = inside(
+        "audit", "vectors.jsonl", "--model", encoder, "--texts", 1,
+        cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
+    )  # fmt: skip
+    audited = Audit.load(tmp_path / "keyhole-report.json")
+    assert done.returncode == audited.exit_code, done.stderr
+    assert EXPOSURE in done.stdout
+    (finding,) = audited.findings
+    page = (tmp_path / "keyhole-report.html").read_text("utf-8")
+    if right:
+        assert f"{finding.estimate.share} of texts" in done.stdout
+        assert text in page
+    else:
+        assert finding.status is Status.MISMATCH
+        assert done.returncode == 3
+        assert "no pooling of this encoder" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("vectors.npy",), "expected --model with the vector store vectors.npy, got none"),
+        (("vectors.npy", "--model", "demo", "--data", "x"), "expected --data and --layers with a"),
+        (("demo", "--model", "demo"), "expected --model and --known with a vector store, got demo"),
+        (("vectors.npy", "--model", "demo", "--ledger", "l"), "expected --ledger with an endpoint"),
+        (("none.npy", "--model", "demo"), "expected an array of vectors"),
+        (("vectors.npy", "--model", "demo"), "expected vectors of"),
+        (("vectors.npy", "--model", "demo", "--known", "none"), "none"),
+        (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "expected --known with texts"),
+    ],
+)
+def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    made_stores.npy(tmp_path, np.ones((3, 8)), TEXTS)
+    done = inside("audit", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == 2, done.stderr
+    assert message in " ".join(done.stderr.split())

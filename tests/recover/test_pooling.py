@@ -1,0 +1,111 @@
+"""How embeddings were made, found out from a text that is known, or guessed from many."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models.capture import POOLINGS, Exposure, capture
+from keyhole.recover.pooling import (
+    embeddings,
+    from_known,
+    from_settings,
+    from_statistics,
+    from_texts,
+    ways,
+)
+from keyhole.recover.simulate import degrade, leak_of
+
+TEXTS = ["w1 w20 w3 w4", "w9 w8", "w77 w66 w3 w12 w14"]
+OTHERS = ["w5 w6 w7", "w100 w101", "w150 w2 w3 w4 w5", "w11 w12 w13 w14"]
+MODEL, WORDS = tiny.model("bert", num_hidden_layers=2), tiny.tokenizer()
+
+
+@pytest.mark.parametrize("way", ways(MODEL), ids=lambda way: f"{way.pooling} {way.normalised}")
+def test_every_pooling_is_found_out(way):
+    vectors = embeddings(MODEL, WORDS, TEXTS, way)
+    pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
+    assert (pooling.name, pooling.normalised) == (way.pooling, way.normalised)
+    assert pooling.sure
+    assert pooling.error == 0.0
+    # The same where nobody knows which of the vectors they are.
+    among = torch.cat([embeddings(MODEL, WORDS, OTHERS, way), vectors[:1]])
+    batches = [(range(4), among[:4]), (range(4, 5), among[4:])]
+    known = from_known(MODEL, WORDS, TEXTS[:1], batches)
+    assert (known.name, known.normalised, known.sure) == (way.pooling, way.normalised, True)
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+def test_rounding_does_not_matter(precision):
+    leaks = [degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS]
+    vectors = torch.stack([leak.tensors["values"] for leak in leaks])
+    pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
+    assert (pooling.name, pooling.normalised, pooling.sure) == ("mean", True, True)
+
+
+def test_another_encoder_is_told():
+    vectors = embeddings(tiny.model("bert", seed=1), WORDS, TEXTS, Exposure("pooled"))
+    pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
+    assert not pooling.sure
+    assert pooling.reason.startswith("no pooling of this encoder gives the vectors of")
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("name", ["mean", "cls", "max", "last"])
+def test_a_guess_says_that_it_is_one(name, normalised):
+    vectors = embeddings(MODEL, WORDS, OTHERS, Exposure("pooled", 0, name, normalised))
+    pooling = from_statistics(MODEL, WORDS, TEXTS, vectors)
+    assert (pooling.name, pooling.normalised) == (name, normalised)
+    assert not pooling.sure
+    assert pooling.reason.startswith("guessed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None),
+        ({"pooling_mode": "weightedmean"}, None),
+        ([], None),
+    ],
+)
+def test_what_an_encoder_says_of_itself(settings, name, tmp_path):
+    vectors = embeddings(MODEL, WORDS, TEXTS, Exposure("pooled", 0, "mean", False))
+    assert from_settings(tmp_path, vectors) is None
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+    pooling = from_settings(tmp_path, vectors)
+    assert (None if pooling is None else pooling.name) == name
+    assert pooling is None or not (pooling.normalised or pooling.sure)
+
+
+def test_settings_that_are_none(tmp_path):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text("{")
+    with pytest.raises(InputError, match="expected the settings of a pooling"):
+        from_settings(tmp_path, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in POOLINGS if name not in ("cls", "pooler")])
+def test_padding_is_no_part_of_an_embedding(name, side):
+    """Against a loop over the positions of the text, on states of the whole batch."""
+    ids = tiny.ids(texts=3, length=7)
+    mask = torch.ones_like(ids)
+    spared = slice(0, 2) if side == "left" else slice(5, 7)
+    mask[1, spared] = 0
+    states = capture(MODEL, Exposure("hidden", 2), ids=ids, mask=mask)["values"].double().numpy()
+    way = Exposure("pooled", 0, name, normalised=False)
+    pooled = capture(MODEL, way, ids=ids, mask=mask)["values"].double().numpy()
+    for row in range(3):
+        text = [states[row, place] for place in range(7) if mask[row, place]]
+        expected = {"mean": sum(text) / len(text), "last": text[-1], "max": np.max(text, axis=0)}
+        assert np.abs(pooled[row] - expected[name]).max() < 1e-6

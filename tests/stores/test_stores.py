@@ -1,0 +1,206 @@
+"""Every kind of store: what went in comes out, and nothing in it changes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sqlite3
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import made_stores
+from keyhole.errors import InputError, MissingExtra
+from keyhole.stores import KINDS, kind_of, open_store
+
+VECTORS = np.random.default_rng(0).normal(size=(10, 6)).astype(np.float32)
+TEXTS = [f"letter {number}" for number in range(10)]
+ROWS = [0, 2, 3, 9]
+
+
+@pytest.mark.parametrize("maker", made_stores.MAKERS, ids=lambda maker: maker.__name__)
+def test_what_went_in_comes_out_and_nothing_changes(maker, tmp_path):
+    target = maker(tmp_path, VECTORS, TEXTS)
+    before = made_stores.fingerprint(tmp_path)
+    with open_store(target) as store:
+        assert (store.count, store.dim) == VECTORS.shape
+        assert torch.equal(store.read(ROWS).float(), torch.from_numpy(VECTORS[ROWS]))
+        whole = torch.cat([vectors for _, vectors in store.batches()])
+        assert torch.equal(whole.float(), torch.from_numpy(VECTORS))
+        assert store.identity.startswith("10 vectors of 6 numbers")
+        assert (store.texts is not None) == (maker in made_stores.WITH_TEXTS)
+        if store.texts is not None:
+            assert store.texts(ROWS) == [TEXTS[row] for row in ROWS]
+    assert made_stores.fingerprint(tmp_path) == before
+
+
+def test_the_identity_is_that_of_the_vectors(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    targets = [
+        made_stores.npy(first, VECTORS, TEXTS),
+        made_stores.jsonl(second, VECTORS, TEXTS),
+        made_stores.npy(second, VECTORS[::-1], TEXTS),
+    ]
+    identities = []
+    for target in targets:
+        with open_store(target) as store:
+            identities.append(store.identity)
+    assert identities[0] == identities[1] != identities[2]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("chroma:folder", "Chroma"),
+        ("chroma:folder?collection=a", "Chroma"),
+        ("qdrant:/x", "Qdrant"),
+        ("lancedb:x", "LanceDB"),
+        ("postgresql://u@h/db?table=t&column=c", "PostgreSQL"),
+        ("postgres:///db", "PostgreSQL"),
+        ("x/y.faiss", "an index of FAISS"),
+        ("y.parquet?column=v", "Parquet"),
+        ("y.npy", "a NumPy array"),
+        ("y.npz", "NumPy arrays"),
+        ("y.jsonl", "JSON lines"),
+        ("https://host/v1/embeddings", "a server of embeddings"),
+        ("http://host:1/v1/embeddings?model=m", "a server of embeddings"),
+        ("http://host:1/v2/models/m", None),
+        ("http://host/y.npy", None),
+        ("demo", None),
+        ("owner/model", None),
+        ("target.safetensors", None),
+    ],
+)
+def test_a_target_tells_its_kind(target, name):
+    kind = kind_of(target)
+    assert (None if kind is None else kind.name) == name
+
+
+def test_every_kind_has_a_name_and_a_form_of_its_own():
+    assert len({kind.name for kind in KINDS}) == len({kind.form for kind in KINDS}) == len(KINDS)
+
+
+def test_half_precision_stays_what_it_is(tmp_path):
+    with open_store(made_stores.npy(tmp_path, VECTORS.astype(np.float16), TEXTS)) as store:
+        assert store.read(ROWS).dtype == torch.float16
+
+
+def opening(target):
+    with open_store(str(target)) as store:
+        return store.read(range(store.count))
+
+
+def test_one_of_several_is_asked_for(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text(json.dumps({"a": [1.0, 2.0], "b": [3.0, 4.0]}) + "\n")
+    with pytest.raises(InputError, match=r"expected one .* got a, b: add \?column=NAME"):
+        opening(path)
+    with pytest.raises(InputError, match=r"expected a field that holds a vector c .* got a, b"):
+        opening(f"{path}?column=c")
+    with pytest.raises(InputError, match=r"expected \?column=, \?text= after .* got \?table="):
+        opening(f"{path}?table=c")
+    assert opening(f"{path}?column=b").tolist() == [[3.0, 4.0]]
+
+
+WRONG = {
+    "empty.jsonl": b"",
+    "words.jsonl": b'{"text": "a"}\n',
+    "ragged.jsonl": b"[1.0, 2.0]\n[1.0]\n",
+    "infinite.jsonl": b"[1e400, 2.0]\n",
+    "half.jsonl": b"[1.0, 2.0]\n[1.0,",
+    "garbage.npy": b"garbage",
+    "garbage.npz": b"garbage",
+    "garbage.parquet": b"garbage",
+    "garbage.faiss": b"garbage",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_store_is_one_line(name, tmp_path):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    if name.endswith(".faiss"):
+        pytest.importorskip("faiss", reason="faiss-cpu is not installed")
+    (tmp_path / name).write_bytes(WRONG[name])
+    with pytest.raises(InputError, match="expected") as raised:
+        opening(tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "target", ["none.npy", "none.faiss", "chroma:none", "qdrant:none", "lancedb:none"]
+)
+def test_what_is_not_there_is_one_line(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"expected .* none"):
+        opening(target)
+
+
+def test_arrays_that_are_no_vectors(tmp_path):
+    np.save(tmp_path / "flat.npy", VECTORS[0])
+    np.save(tmp_path / "whole.npy", VECTORS.astype(int))
+    np.save(tmp_path / "objects.npy", np.array([[{}]]), allow_pickle=True)
+    for name in ("flat", "whole", "objects"):
+        with pytest.raises(InputError, match="expected an array of"):
+            opening(tmp_path / f"{name}.npy")
+
+
+def test_numbers_that_are_none(tmp_path):
+    broken = VECTORS.copy()
+    broken[4, 1] = np.nan
+    with pytest.raises(InputError, match=r"expected finite numbers in .* got row 4"):
+        opening(made_stores.npy(tmp_path, broken, TEXTS))
+
+
+def test_a_pickled_point_runs_nothing(tmp_path):
+    """A point that would write a file if it were unpickled as its bytes say."""
+    witness = tmp_path / "witness"
+
+    class Trap:
+        def __reduce__(self):
+            return (exec, (f"open({str(witness)!r}, 'w').close()",))
+
+    with pytest.raises(AttributeError):  # what it does where nobody stops it
+        pickle.loads(pickle.dumps(Trap())).fields  # noqa: B018
+    assert witness.exists()
+    witness.unlink()
+    folder = tmp_path / "qdrant" / "collection" / "letters"
+    folder.mkdir(parents=True)
+    with sqlite3.connect(folder / "storage.sqlite") as database:
+        database.execute("CREATE TABLE points (id TEXT PRIMARY KEY, point BLOB)")
+        database.execute("INSERT INTO points VALUES ('a', ?)", (pickle.dumps(Trap()),))
+    database.close()
+    with pytest.raises(InputError, match="expected points of Qdrant"):
+        opening(f"qdrant:{tmp_path / 'qdrant'}")
+    assert not witness.exists()
+
+
+def test_a_store_that_is_being_written_is_left_alone(tmp_path):
+    target = made_stores.qdrant(tmp_path, VECTORS, TEXTS)
+    (tmp_path / "qdrant" / "collection" / "letters" / "storage.sqlite-wal").touch()
+    with pytest.raises(InputError, match="that nobody writes to"):
+        opening(target)
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("chromadb", "chroma:c"),
+        ("lancedb", "lancedb:c"),
+        ("faiss", "x.faiss"),
+        ("pyarrow.parquet", "x.parquet"),
+        ("psycopg", "postgresql://localhost/none"),
+    ],
+)
+def test_a_missing_library_names_its_extra(module, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c").mkdir()
+    for name in ("c/chroma.sqlite3", "x.faiss", "x.parquet"):
+        (tmp_path / name).touch()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=r"pip install 'keyhole\[stores\]'"):
+        opening(target)
