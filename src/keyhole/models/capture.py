@@ -34,12 +34,16 @@ class Exposure:
     """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`.
 
     `pooling` ("mean", "cls" or "pooler") and `normalised` say how a pooled embedding was made.
+    `width` and `unit` say what is left of each row of hidden states: its first `width` numbers, and
+    (after that) only its direction, as a row of length one.
     """
 
     kind: str
     layer: int = 0
     pooling: str = "mean"
     normalised: bool = True
+    width: int | None = None
+    unit: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -129,6 +133,10 @@ def capture(
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled":
         tensors["values"] = _pool(parts, exposure, tensors.pop("states"), mask)
+    if exposure.width is not None:
+        tensors["values"] = tensors["values"][..., : exposure.width]
+    if exposure.unit:
+        tensors["values"] = nn.functional.normalize(tensors["values"], dim=-1)
     return tensors
 
 

@@ -22,7 +22,7 @@ from keyhole.recover.leaks import Leak, load_leak
 from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import degrade, leak_of, parse_forms
 from keyhole.resume import Journal, digest
 
 Source = str | Path | Leak  # a file, a folder of files, or a leak
@@ -138,7 +138,7 @@ def _attack(target: Target, leak: Leak, method: str | Attack | None) -> Attack |
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
     if not isinstance(method, str):
         return method
-    names = readers(leak.kind, target.parts.causal)
+    names = readers(leak.kind, target.parts.causal, leak.in_no_order)
     if ATTACKS[method].name not in names:
         kind = "a causal model" if target.parts.causal else "an encoder"
         known = " or ".join(names) or "none"
@@ -154,6 +154,7 @@ def capture(
     out: str | Path = "leak.safetensors",
     precision: str = "float32",
     noise: float = 0.0,
+    forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
     force: bool = False,
@@ -162,15 +163,16 @@ def capture(
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
     `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1` or `pooled`. `out` is the file, or a
-    folder where there are several texts. The leak is rounded to `precision` after noise of `noise`
-    times its standard deviation was added. A folder remembers in a journal which leaks are in it
-    until all of them are; `force` replaces the journal of another run.
+    folder where there are several texts. The leak takes the `forms` that `degrade` knows, and is
+    rounded to `precision` after noise of `noise` times its standard deviation was added. A folder
+    remembers in a journal which leaks are in it until all of them are; `force` replaces the journal
+    of another run.
     """
     return [
         path
         for path, _ in capturing(
-            model, texts, expose, out=out, precision=precision, noise=noise, device=device,
-            allow_pickle=allow_pickle, force=force, seed=seed,
+            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
         )
     ]  # fmt: skip
 
@@ -183,6 +185,7 @@ def capturing(
     out: str | Path = "leak.safetensors",
     precision: str = "float32",
     noise: float = 0.0,
+    forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
     force: bool = False,
@@ -190,6 +193,7 @@ def capturing(
 ) -> Iterator[tuple[Path, Leak]]:
     """The same as they come: each leak and the file that holds it."""
     expect_seed(seed)
+    parse_forms(forms)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
@@ -200,10 +204,12 @@ def capturing(
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise trouble("a folder to write to", paths[0].parent, error) from error
-    run = {
+    run: dict[str, Any] = {
         "run": "capture", "model": loaded.identity, "exposure": str(exposure),
         "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
     }  # fmt: skip
+    if forms:
+        run["forms"] = list(forms)
     unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
     with Journal(unfinished, run, replace=force) as journal:
         for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
@@ -211,7 +217,7 @@ def capturing(
                 yield path, load_leak(path)
                 continue
             leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
-            leak = degrade(leak, precision, noise, seed + number)
+            leak = degrade(leak, precision, noise, seed + number, forms)
             leak.save(path)
             journal.add({path.name: {}})
             yield path, leak
