@@ -78,7 +78,8 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
         return [nothing_to_try("text", Skip("the text", "none", str(error)))]
     made: list[Check] = []
     for entry, line in _ordered():
-        if line.causal == parts.causal:
+        asked = not line.permuted or PERMUTED in target.precisions
+        if line.causal == parts.causal and asked:
             attack = ATTACKS.make(entry, **line.settings)
             for layer in _layers(line, target, parts):
                 run = partial(_check, line, attack, layer, surface, target, seed)

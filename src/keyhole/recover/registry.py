@@ -87,7 +87,6 @@ _inner = partial(
 ATTACKS: Registry[Attack, Line] = Registry(
     "method",
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
-    Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
     Entry("encoder-maps", EncoderMaps, (
         Line(
@@ -105,6 +104,7 @@ ATTACKS: Registry[Attack, Line] = Registry(
         ),
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
+    Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
 )  # fmt: skip
 
 
