@@ -7,6 +7,7 @@ two cores; `--parts`, a list of the numbers that its rows begin with, `--texts` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from torch import Tensor
 import show
 import texts
 from keyhole import invert
-from keyhole.models import Loaded, anatomy
+from keyhole.models import Exposure, Loaded, anatomy
 from keyhole.recover.leaks import Leak
 from outcomes import recover
 from show import Row
@@ -24,6 +25,7 @@ from texts import Change
 
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--further", type=int, default=20)
+OPTIONS.add_argument("--mixed", type=int, default=5)
 OPTIONS.add_argument("--parts", type=texts.listed, default=[])
 CHOSEN = texts.chosen(OPTIONS)
 
@@ -71,6 +73,10 @@ def full() -> Iterator[texts.Part]:
         if not CHOSEN.parts or number in CHOSEN.parts:
             ids = short if case.share is not None else short[: CHOSEN.further]
             yield f"{number}", lambda c=case, i=ids, n=number: rows(loaded, i, c, f"{n}: ")
+    mixed = len(cases) + 1
+    if not CHOSEN.parts or mixed in CHOSEN.parts:
+        few = short[: CHOSEN.mixed + 1]
+        yield f"{mixed}", lambda: false_claims(loaded, few, 3, f"{mixed}: ")
 
 
 def small() -> Iterator[texts.Part]:
@@ -84,8 +90,30 @@ def small() -> Iterator[texts.Part]:
     ]
     for case in cases:
         yield case.words, lambda c=case: rows(texts.tiny("bert"), ids, c)
-    causal, plain = Case(2, ("normalised",), share=1.0), texts.tiny_texts(3, 8, framed=False)
-    yield "llama", lambda: rows(texts.tiny("llama"), plain, causal, "llama, ")
+    yield "mixed", lambda: false_claims(texts.tiny("bert"), ids[:3], 1)
+    plain = texts.tiny_texts(3, 8, framed=False)
+    for case in (Case(2, ("normalised",), share=1.0), Case(2, ("permuted",), share=1.0)):
+        yield "llama", lambda c=case: rows(texts.tiny("llama"), plain, c, "llama, ")
+
+
+def false_claims(loaded: Loaded, ids: list[Tensor], layer: int, name: str = "") -> Iterator[Row]:
+    """Rows in no order that are no text's: some are another text's, or of another layer."""
+    exposures = [Exposure("hidden", layer), Exposure("hidden", layer - 1)]
+    leaks: list[Leak] = []
+    stream = torch.Generator().manual_seed(0)
+    for text, next_text in itertools.pairwise(ids):
+        own, lower = (texts.leak_of(loaded, text, exposure) for exposure in exposures)
+        other = texts.leak_of(loaded, next_text, exposures[0]).tensors["values"]
+        last = min(len(other), len(text)) - 2
+        for strange in (other, lower.tensors["values"]):
+            values = own.tensors["values"].clone()
+            values[last] = strange[last]
+            leak = replace(own, values=values)
+            leaks.append(invert.degrade(leak, "float32", 0.0, stream, ["permuted"]))
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
+    claimed = sum(recovery.verified for recovery in recoveries)
+    what = f"{name}layer {layer}, permuted, one row of another text or layer, {len(leaks)} leaks"
+    yield Row(f"{what}: verified", f"{claimed}", "0", claimed == 0)
 
 
 def rows(loaded: Loaded, ids: list[Tensor], case: Case, name: str = "") -> Iterator[Row]:

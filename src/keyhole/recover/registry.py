@@ -20,6 +20,7 @@ from keyhole.recover.attacks.maps import EncoderMaps
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.attacks.sublayer import SubLayerOutput
 from keyhole.recover.attacks.unordered import UnorderedStates
+from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.registry import Entry, Registry
 
@@ -105,6 +106,7 @@ ATTACKS: Registry[Attack, Line] = Registry(
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
+    Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
 )  # fmt: skip
 
 

@@ -71,15 +71,6 @@ def test_an_order_that_leaks_nothing_is_not_claimed():
         assert "the order of" in result.reason
 
 
-def test_a_causal_model_s_rows_in_no_order_have_no_attack():
-    causal = tiny.model("llama")
-    values = capture(causal, Exposure("hidden", 1), ids=IDS[:1])["values"][0]
-    leak = invert.HiddenStates(values, 1, permuted=True)
-    result = invert.recover_text(causal, tiny.tokenizer(causal=True), leak)
-    assert result.status is Status.NOT_APPLICABLE
-    assert "in no order" in result.reason
-
-
 def test_settings_are_checked():
     with pytest.raises(InputError, match="expected rounds of 0 or more"):
         UnorderedStates(orders=0)
