@@ -43,6 +43,8 @@ def open_places(
     rivals = rivals[(text[rivals] != text).any(-1)]
     leaked = leak.values.to(text.device)
     unsettled = torch.zeros_like(text, dtype=torch.bool)
+    if not len(rivals):  # a single token, or the same one throughout
+        return unsettled, 0
     own = _least(_misfits(exposed_rows(target, leak, text[None])[0], leaked, sigma))
     for part in rivals.split(max(1, _AT_ONCE // len(text))):
         for order, given in zip(part, exposed_rows(target, leak, text[part]), strict=True):

@@ -71,6 +71,12 @@ def test_an_order_that_leaks_nothing_is_not_claimed():
         assert "the order of" in result.reason
 
 
+@pytest.mark.parametrize("ids", [[2], [2, 3], [2, 30, 3], [2, 30, 30, 3]])
+def test_the_shortest_texts(ids):
+    (result,) = recovered(1, ["permuted"], ids=torch.tensor([ids]))
+    assert (result.ids, result.verified) == (ids, True)
+
+
 def test_settings_are_checked():
     with pytest.raises(InputError, match="expected rounds of 0 or more"):
         UnorderedStates(orders=0)

@@ -31,6 +31,7 @@ from keyhole.recover.search.inverse_map import random_texts
 
 _RIDGE = 1e-5
 _AT_ONCE = 2048  # tokens in one pass
+_INSIDE = 4  # tokens of the shortest random text between what opens and what closes it
 _SHORTER = 16  # random texts of each of three lengths
 _EXCHANGED = 0.3  # of the tokens of a random text change places with one that is near
 _WRONG = 0.01  # of C that is added to R
@@ -91,8 +92,9 @@ def places(target: Target, exposure: Exposure, length: int, samples: int, seed: 
     """
     stream = torch.Generator().manual_seed(seed)
     opening, closing = (len(side) for side in target.frame())
-    longest = min(length + closing, target.parts.longest)  # all positions of a text hold any token
-    least = min(longest, opening + closing + 2)
+    least = opening + closing + _INSIDE
+    # So long that any token may stand at every position of a text, its last ones too.
+    longest = min(max(length, least) + closing, target.parts.longest)
     lengths = sorted({least + (longest - least) * part // 4 for part in (1, 2, 3)} - {longest})
     few = [random_texts(target, _SHORTER, shorter, stream) for shorter in lengths]
     ids = random_texts(target, max(8, -(-samples // longest)), longest, stream)
