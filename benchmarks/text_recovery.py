@@ -9,21 +9,19 @@ a random-weight model instead.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import show
 import texts
-from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy, capture
-from keyhole.recover import Mark
 from keyhole.recover.leaks import Leak
 from mismatches import Subject, false_claims
+from outcomes import recover
 from show import Row
 from texts import Change, degraded
 
@@ -104,82 +102,6 @@ def reactions() -> Iterator[Row]:
         got = recover(loaded, ids, layer)
         what = f"rxnmapper, layer {layer}, a reaction of {len(ids[0])} tokens"
         yield Row(what, got.summary, details=got.cost)
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """Recovered texts beside the planted ones."""
-
-    truths: list[list[int]]
-    recoveries: list[invert.TextRecovery]
-    seconds: float
-
-    @property
-    def tokens(self) -> float:
-        """The share of tokens that are right."""
-        right = sum(
-            a == b
-            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
-            for a, b in zip(truth, recovery.ids, strict=False)
-        )
-        return right / sum(len(truth) for truth in self.truths)
-
-    @property
-    def exact(self) -> float:
-        """The share of texts that are right and verified."""
-        return self._texts(lambda same, recovery: same and recovery.verified) / len(self.recoveries)
-
-    @property
-    def false(self) -> int:
-        return self._texts(lambda same, recovery: recovery.verified and not same)
-
-    def _texts(self, wanted: Callable[[bool, invert.TextRecovery], bool]) -> int:
-        pairs = zip(self.truths, self.recoveries, strict=True)
-        return sum(wanted(truth == recovery.ids, recovery) for truth, recovery in pairs)
-
-    @property
-    def marked(self) -> tuple[int, int]:
-        """How many tokens are marked verified, and how many of those are wrong."""
-        right = [
-            a == b
-            for truth, recovery in zip(self.truths, self.recoveries, strict=True)
-            for a, b, mark in zip(truth, recovery.ids, recovery.marks, strict=False)
-            if mark is Mark.VERIFIED
-        ]
-        return len(right), len(right) - sum(right)
-
-    @property
-    def passes(self) -> float:
-        return statistics.median(recovery.passes for recovery in self.recoveries)
-
-    @property
-    def searched(self) -> float:
-        """Passes without the judge's."""
-        return statistics.median(recovery.passes - recovery.judging for recovery in self.recoveries)
-
-    @property
-    def summary(self) -> str:
-        return f"{self.tokens:.2%} of tokens, {self.exact:.1%} of texts exact and verified"
-
-    @property
-    def cost(self) -> str:
-        backward = statistics.median(
-            recovery.passes - recovery.forwards for recovery in self.recoveries
-        )
-        return (
-            f"passes median {self.passes:.0f} ({backward:.0f} with a backward, "
-            f"{self.passes - self.searched:.0f} the judge's), most "
-            f"{max(recovery.passes for recovery in self.recoveries)}; {self.seconds:.2f} s a text, "
-            f"fitted once on {self.recoveries[0].fitting} random texts"
-        )
-
-
-def recover(loaded: Loaded, ids: list[Tensor], layer: int, change: Change | None = None) -> Outcome:
-    leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
-    started = time.perf_counter()
-    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
-    seconds = (time.perf_counter() - started) / len(ids)
-    return Outcome([text.tolist() for text in ids], recoveries, seconds)
 
 
 def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[Row]:

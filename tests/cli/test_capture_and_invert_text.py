@@ -45,6 +45,23 @@ def test_a_leak_is_captured_and_read(keyhole, tmp_path):
     assert words.startswith("leak.safetensors: recovered (")
 
 
+def test_rows_without_length_and_order(keyhole):
+    options = ("--degrade", "permuted", "--degrade", "normalised")
+    done = keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1", *options)
+    assert done.returncode == 0, done.stderr
+    assert "float32, permuted, normalised" in done.stdout
+    read = keyhole("invert", "text", "demo", "leak.safetensors", "--json")
+    assert read.returncode == 1, read.stderr
+    recovery = json.loads(read.stdout)
+    assert (recovery["method"], recovery["verified"]) == ("UnorderedStates", True)
+    wrong = keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1", "--degrade", "cut",
+                    "--out", "other.safetensors")  # fmt: skip
+    assert wrong.returncode == 2
+    assert "expected a form among normalised, permuted, subset:K, truncated:K, got cut" in (
+        wrong.stderr
+    )
+
+
 def test_several_leaks_resume(keyhole, tmp_path):
     (tmp_path / "texts.txt").write_text("a good film .\nthe plot is a mess .\nnot bad at all .\n")
     options = ("--expose", "kv:1", "--precision", "int8", "--out", "leaks")

@@ -7,7 +7,8 @@ import torch
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.recover.leaks import TYPES
+from keyhole.recover.leaks import TYPES, HiddenStates, Pooled, load_leak
+from keyhole.recover.simulate import degrade
 
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -120,3 +121,33 @@ def test_a_foreign_file(tmp_path):
     save_file({"x": normal(3, 4)}, path, {"keyhole": "1", "leak": "hidden", "about": "{}"})
     with pytest.raises(InputError, match="written by Keyhole"):
         invert.load_leak(path)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "int8"])
+def test_rows_of_length_one_are_recognised_from_their_numbers(precision):
+    values = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    leak = degrade(HiddenStates(values, 1), precision, forms=["normalised"])
+    assert HiddenStates(leak.values, 1).normalised
+    assert not HiddenStates(values, 1).normalised
+    assert not HiddenStates(leak.values, 1, normalised=False).normalised
+
+
+def test_a_leak_of_whole_rows_is_written_as_it_always_was(tmp_path):
+    leak = HiddenStates(torch.randn(3, 4), 2)
+    assert set(leak.known) == {"model", "precision", "noise", "layer"}
+    changed = HiddenStates(torch.randn(3, 4), 2, permuted=True, width=4, normalised=True)
+    changed.save(tmp_path / "leak.safetensors")
+    read = load_leak(tmp_path / "leak.safetensors")
+    assert isinstance(read, HiddenStates)
+    assert (read.permuted, read.width, read.normalised) == (True, 4, True)
+    assert read.digest == changed.digest != leak.digest
+
+
+def test_what_is_said_of_rows_has_to_agree_with_them():
+    values = torch.randn(3, 4)
+    with pytest.raises(InputError, match="expected rows of 5 numbers"):
+        HiddenStates(values, 1, width=5)
+    with pytest.raises(InputError, match="expected permuted rows without padding"):
+        HiddenStates(values, 1, permuted=True, mask=torch.tensor([1, 1, 0]))
+    with pytest.raises(InputError, match="expected normalised"):
+        Pooled(values[0], normalised=None)

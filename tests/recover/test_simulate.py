@@ -84,3 +84,33 @@ def test_noise_has_the_strength_asked_for_and_is_repeatable():
 def test_wrong_wishes(precision, noise, words):
     with pytest.raises(InputError, match=words):
         degrade(HiddenStates(torch.ones(2, 2), 1), precision, noise)
+
+
+def test_forms_are_what_they_say(bert):
+    leak = leak_of(*bert, TEXT, "hidden:2")
+    cut = degrade(leak, forms=["truncated:10", "normalised"])
+    assert torch.equal(cut.values, torch.nn.functional.normalize(leak.values[:, :10], dim=-1))
+    assert (cut.width, cut.normalised, cut.permuted) == (10, True, False)
+    few = degrade(leak, forms=["subset:3"])
+    kept = few.values.isfinite().all(-1)
+    assert int(kept.sum()) == 3
+    assert torch.equal(few.values[kept], leak.values[kept])
+    mixed = degrade(leak, forms=["permuted"], seed=5)
+    assert mixed.permuted
+    assert not torch.equal(mixed.values, leak.values)
+    assert sorted(mixed.values.tolist()) == sorted(leak.values.tolist())
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [["shorter"], ["subset"], ["subset:0"], ["subset:x"], ["normalised:3"], ["truncated:99"],
+     ["permuted", "permuted"], [""]],
+)  # fmt: skip
+def test_other_forms_are_refused(bert, forms):
+    with pytest.raises(InputError, match="expected"):
+        degrade(leak_of(*bert, TEXT, "hidden:2"), forms=forms)
+
+
+def test_only_hidden_states_take_other_forms(bert):
+    with pytest.raises(InputError, match="expected hidden states to be permuted, got maps:1"):
+        degrade(leak_of(*bert, TEXT, "maps:1"), forms=["permuted"])

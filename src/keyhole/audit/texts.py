@@ -28,7 +28,15 @@ from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.registry import ATTACKS, NOISE, PRECISIONS, Line, readers
+from keyhole.recover.registry import (
+    ATTACKS,
+    NOISE,
+    NORMALISED,
+    PERMUTED,
+    PRECISIONS,
+    Line,
+    readers,
+)
 from keyhole.recover.simulate import LONGEST, degrade, leak_of
 from keyhole.results import Finding, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
@@ -70,7 +78,8 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
         return [nothing_to_try("text", Skip("the text", "none", str(error)))]
     made: list[Check] = []
     for entry, line in _ordered():
-        if line.causal == parts.causal:
+        asked = not line.permuted or PERMUTED in target.precisions
+        if line.causal == parts.causal and asked:
             for layer in _layers(line, target, parts):
                 attack = ATTACKS.make(entry, **line.settings)
                 run = partial(_check, line, attack, layer, surface, target, seed)
@@ -159,6 +168,8 @@ def _check(
 def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
     if precision == NOISE:
         return replace(degrade(leak, noise=0.1, seed=seed), precision=None)
+    if precision in (NORMALISED, PERMUTED):
+        return degrade(leak, seed=seed, forms=[precision])
     return degrade(leak, precision)
 
 

@@ -28,7 +28,8 @@ from keyhole.resume import records_in
 @app.command(
     epilog="\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
-    "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks"
+    "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks\n"
+    '  keyhole capture demo --text "in any order" --expose hidden:1 --degrade permuted'
 )
 def capture(
     model: ModelName,
@@ -62,6 +63,15 @@ def capture(
     noise: Annotated[
         float, typer.Option(help="How much noise to add, in standard deviations of the leak.")
     ] = 0.0,
+    degrade: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORM",
+            help="What else becomes of the rows of hidden states: normalised (length one), "
+            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
+            "may be repeated.",
+        ),
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -75,6 +85,7 @@ def capture(
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on."""
     expect_count("--limit", limit)
+    forms = degrade or []
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
     if not texts:
         raise InputError("expected --text or --data, got neither")
@@ -83,10 +94,11 @@ def capture(
         expect_new(*files, force=force)
     with interruptible(lambda: _kept(out)):
         for path, leak in capturing(
-            model, texts, expose, out=out, precision=precision, noise=noise, device=device,
-            allow_pickle=allow_pickle, force=force, seed=seed,
+            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
         ):  # fmt: skip
-            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {precision}")
+            states = ", ".join([precision, *forms])
+            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}")
 
 
 def _kept(out: Path) -> str:

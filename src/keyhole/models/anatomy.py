@@ -72,6 +72,20 @@ class Anatomy:
         most = int(config.max_position_embeddings)
         return most - 2 if self.family == "roberta" else most  # the first two are for padding
 
+    def closing_norm(self, layer: int) -> nn.Module | None:
+        """The normalisation that hidden states of `layer` come straight out of, if there is one.
+
+        Every block of these encoders ends in one; of the causal models only the whole does.
+        """
+        if self.causal:
+            name = _FINAL_NORMS.get(self.family)
+            return None if name is None or layer != self.layers else self.base.get_submodule(name)
+        if layer == 0:  # ALBERT widens its embeddings after their norm
+            return (
+                None if self.family == "albert" else self.base.get_submodule("embeddings.LayerNorm")
+            )
+        return self.blocks[layer - 1].get_submodule(_CLOSING_NORMS[self.family])
+
 
 def anatomy(model: nn.Module) -> Anatomy:
     """The parts of a Hugging Face model, with or without a head on top."""
@@ -158,6 +172,11 @@ def _assemble(
 
 
 _NORMS = {"gpt2": "ln_1", "llama": "input_layernorm", "qwen3": "input_layernorm"}
+_FINAL_NORMS = {"gpt2": "ln_f", "llama": "norm", "qwen3": "norm"}
+_CLOSING_NORMS = {
+    "bert": "output.LayerNorm", "roberta": "output.LayerNorm",
+    "distilbert": "output_layer_norm", "albert": "full_layer_layer_norm",
+}  # fmt: skip
 _FAMILIES: dict[str, Callable[[str, Any], Anatomy]] = {
     "bert": _bert,
     "roberta": _bert,

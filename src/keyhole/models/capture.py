@@ -36,12 +36,16 @@ class Exposure:
 
     `pooling` and `normalised` say how a pooled embedding was made: the mean of all states, their
     maximum in each number, the first (`cls`), the last, or what a pooler makes of the first.
+    `width` and `unit` say what is left of each row of hidden states: its first `width` numbers, and
+    (after that) only its direction, as a row of length one.
     """
 
     kind: str
     layer: int = 0
     pooling: str = "mean"
     normalised: bool = True
+    width: int | None = None
+    unit: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -131,6 +135,10 @@ def capture(
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled":
         tensors["values"] = _pool(parts, exposure, tensors.pop("states"), mask)
+    if exposure.width is not None:
+        tensors["values"] = tensors["values"][..., : exposure.width]
+    if exposure.unit:
+        tensors["values"] = nn.functional.normalize(tensors["values"], dim=-1)
     return tensors
 
 

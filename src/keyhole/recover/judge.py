@@ -20,7 +20,9 @@ whose own position did not leak is not verified, and none is where more than one
 
 A token is likely if its position leaked and the odds against each rival are e¹⁰ : 1, whether or not
 the rest of the text is right: what the text leaves unexplained counts as noise then, and has to be
-less than half of the leak's spread. benchmarks/text_marks.py measures how often that is right.
+less than half of the leak's spread. Rows that leaked in no order are compared as a set, and the
+order of the text has rivals of its own (orders.py). benchmarks/text_marks.py measures how often
+all that is right.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.recover.attack import Target
-from keyhole.recover.leaks import Leak
+from keyhole.recover.leaks import HiddenStates, Leak
+from keyhole.recover.orders import in_best_order, open_places
 from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
 from keyhole.recover.rivals import exposed_rows, margins
@@ -152,6 +155,9 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         padding = leak.mask.to(device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
     given = exposed_rows(target, leak, text[None])[0]
+    matched = in_best_order(leak, given) if isinstance(leak, HiddenStates) else None
+    if matched is not None:
+        leak, leaked = matched, matched.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
@@ -161,11 +167,18 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         misfits, noisy = _misfits(fit, leaked, given), fit.level > _NOISY
         margin, more = margins(target, leak, text, misfits, hidden, odds, noisy)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
+    doubt = ""
+    if matched is not None:
+        unsettled, more = open_places(target, matched, text, fit.sigma, odds)
+        margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
+        count = int(unsettled.sum())
+        doubt = f"; the order of {count} tokens is unknown" if count else ""
     marks = _marks(fit, margin, hidden, odds)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
     status, more_words = _status(fit, marks, _framed(target, text) | padding)
     verified = status is Status.RECOVERED
-    return Verdict(status, reason + more_words, verified, fit.residual, fit.level, marks, forwards)
+    reason += more_words + doubt
+    return Verdict(status, reason, verified, fit.residual, fit.level, marks, forwards)
 
 
 def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:

@@ -23,6 +23,7 @@ from keyhole.files import read_tensors, write_tensors
 from keyhole.models.capture import Exposure
 from keyhole.strict_json import parse
 
+_UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
 _FORMAT = "1"
 
@@ -46,7 +47,8 @@ class About:
 # What callers and files may say of a leak, by field.
 _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
-    "pooling": str, "normalised": bool, "tokens": int | None,
+    "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
+    "tokens": int | None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="_Leak")
 
@@ -103,6 +105,11 @@ class _Leak(About):
         return Exposure(self.kind, int(getattr(self, "layer", 0)))
 
     @property
+    def in_no_order(self) -> bool:
+        """Do the rows stand in an order that says nothing?"""
+        return bool(getattr(self, "permuted", False))
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self.names}
 
@@ -151,11 +158,54 @@ class _Leak(About):
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates(_Leak):
-    """Hidden states (n, d) after block `layer`; 0 is the embeddings."""
+    """Hidden states (n, d) after block `layer`; 0 is the embeddings.
+
+    `width` says that only the first so many numbers of each row leaked, `normalised` that each row
+    was divided by its length after that (None: found out from the lengths), `permuted` that the
+    rows came in an order which says nothing. A row of NaN did not leak; where rows are permuted, it
+    only counts.
+    """
 
     values: Tensor
     layer: int
+    normalised: bool | None = None
+    permuted: bool = False
+    width: int | None = None
     kind: ClassVar[str] = "hidden"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width not in (None, self.values.shape[1]):
+            raise InputError(
+                f"expected rows of {self.width} numbers, the width that is stated, "
+                f"got {self.values.shape[1]}"
+            )
+        if self.permuted and self.mask is not None and not bool(self.mask.all()):
+            raise InputError(
+                "expected permuted rows without padding, got a mask: leave out the rows of padding"
+            )
+        if self.normalised is None:
+            lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
+            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT).all())
+            object.__setattr__(self, "normalised", unit)
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure(self.kind, self.layer, width=self.width, unit=bool(self.normalised))
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """A whole row in its place is not remarked on, as it was in older files."""
+        remarks = {"normalised": False, "permuted": False, "width": None}
+        return {
+            name: value
+            for name, value in super().known.items()
+            if name not in remarks or value != remarks[name]
+        }
+
+    def ordered(self, order: Tensor) -> HiddenStates:
+        """The leak with row `order[p]` at position p, as rows whose order is known."""
+        return replace(self, values=self.values[order.cpu()], permuted=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +259,11 @@ class Pooled(_Leak):
     tokens: int | None = None
     kind: ClassVar[str] = "pooled"
     rank: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError("expected normalised to be true or false, got another kind")
 
     @property
     def exposure(self) -> Exposure:

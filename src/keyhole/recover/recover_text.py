@@ -120,18 +120,19 @@ class _Clock:
 def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
     """The leaks without the padding after their texts; those that cannot be are refused."""
     texts = [_check(target, leak) for leak in leaks]
-    if len({(text.kind, text.exposure) for text in texts}) > 1:
+    if len({(text.kind, text.exposure, text.in_no_order) for text in texts}) > 1:
         raise InputError("expected leaks of one exposure, got several: recover each by itself")
     return texts
 
 
 def _default(target: Target, leak: Leak) -> Attack:
     """The first attack of the registry that reads this leak."""
-    names = readers(leak.kind, target.parts.causal)
+    names = readers(leak.kind, target.parts.causal, leak.in_no_order)
     if not names:
-        kind = "causal model" if target.parts.causal else "encoder"
+        kind = "a causal model" if target.parts.causal else "an encoder"
+        order = " in no order" if leak.in_no_order else ""
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure} of a {kind}"
+            Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure}{order} of {kind}"
         )
     return ATTACKS.make(names[0])
 
@@ -160,8 +161,11 @@ def _check_shapes(target: Target, leak: Leak) -> None:
     parts, length = target.parts, leak.length
     if length is not None and length > parts.longest:
         raise InputError(f"expected at most {parts.longest} positions, got {length}")
+    width = leak.exposure.width or parts.width
+    if width > parts.width:
+        raise InputError(f"expected rows of at most {parts.width} numbers, got {width}")
     expected = {
-        "hidden": (length, parts.width),
+        "hidden": (length, width),
         "attention": (length, parts.width),
         "kv": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),

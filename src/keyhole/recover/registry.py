@@ -20,11 +20,14 @@ from keyhole.recover.attacks.key_values import CachedKeys
 from keyhole.recover.attacks.maps import EncoderMaps
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.attacks.unordered import UnorderedStates
+from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.registry import Entry, Registry
 
 NOISE = "noise of 10%"
-PRECISIONS = ("float32", "bfloat16", "int8", NOISE)  # that the audit tries
+NORMALISED, PERMUTED = "normalised", "permuted"
+PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)  # that the audit tries
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Line:
 
     `exposure` is what people call it; `layers` says which ones are tried of a model, in which
     `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
-    take an audit too long.
+    take an audit too long. `permuted` says that the attack is for rows in no order.
     """
 
     kind: str
@@ -41,8 +44,9 @@ class Line:
     exposure: str
     remedy: str
     layers: Callable[[Anatomy], Sequence[int | None]]
-    precisions: tuple[str, ...] = PRECISIONS
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", NOISE)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    permuted: bool = False
 
     def __str__(self) -> str:
         return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"
@@ -68,7 +72,14 @@ _POOLED = "What is measured here is one attack: treat embeddings of secrets as s
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
 _BRIEFEST = TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1)
 
-_hidden = partial(Line, "hidden", exposure="hidden states", remedy=_KEEP, layers=spread)
+_hidden = partial(
+    Line, "hidden", exposure="hidden states", remedy=_KEEP, layers=spread,
+    precisions=("float32", "bfloat16", "int8", NOISE, NORMALISED),
+)  # fmt: skip
+_unordered = partial(
+    Line, "hidden", exposure="hidden states in no order", remedy=_KEEP,
+    layers=lambda parts: [-(-parts.layers // 2)], precisions=(PERMUTED,), permuted=True,
+)  # fmt: skip
 _cached = partial(Line, "kv", exposure="keys and values", remedy=_CACHE, layers=caches)
 _inner = partial(
     Line, "attention", exposure="attention output before the residual", remedy=_INNER,
@@ -99,12 +110,16 @@ ATTACKS: Registry[Attack, Line] = Registry(
         Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
+    Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
+    Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
 )  # fmt: skip
 
 
-def readers(kind: str, causal: bool) -> list[str]:
+def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:
     """The names of the attacks that read a kind of leak, the default one first."""
     names = [
-        entry.name for entry, line in ATTACKS.lines() if (line.kind, line.causal) == (kind, causal)
+        entry.name
+        for entry, line in ATTACKS.lines()
+        if (line.kind, line.causal, line.permuted) == (kind, causal, permuted)
     ]
     return list(dict.fromkeys(names))

@@ -22,7 +22,7 @@ from keyhole.recover.leaks import Leak, load_leak
 from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import degrade, leak_of, parse_forms
 from keyhole.resume import Journal, digest
 
 Source = str | Path | Leak  # a file, a folder of files, or a leak
@@ -143,7 +143,7 @@ def _attack(
     target: Target, leak: Leak, method: str | Attack | None, corpus: str | Path | None
 ) -> Attack | None:
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
-    names = readers(leak.kind, target.parts.causal)
+    names = readers(leak.kind, target.parts.causal, leak.in_no_order)
     if method is None and corpus is not None:
         method = next((name for name in names if "corpus" in ATTACKS[name].options), None)
         if method is None:
@@ -167,6 +167,7 @@ def capture(
     out: str | Path = "leak.safetensors",
     precision: str = "float32",
     noise: float = 0.0,
+    forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
     force: bool = False,
@@ -175,15 +176,16 @@ def capture(
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
     `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1` or `pooled`. `out` is the file, or a
-    folder where there are several texts. The leak is rounded to `precision` after noise of `noise`
-    times its standard deviation was added. A folder remembers in a journal which leaks are in it
-    until all of them are; `force` replaces the journal of another run.
+    folder where there are several texts. The leak takes the `forms` that `degrade` knows, and is
+    rounded to `precision` after noise of `noise` times its standard deviation was added. A folder
+    remembers in a journal which leaks are in it until all of them are; `force` replaces the journal
+    of another run.
     """
     return [
         path
         for path, _ in capturing(
-            model, texts, expose, out=out, precision=precision, noise=noise, device=device,
-            allow_pickle=allow_pickle, force=force, seed=seed,
+            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
         )
     ]  # fmt: skip
 
@@ -196,6 +198,7 @@ def capturing(
     out: str | Path = "leak.safetensors",
     precision: str = "float32",
     noise: float = 0.0,
+    forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
     force: bool = False,
@@ -203,6 +206,7 @@ def capturing(
 ) -> Iterator[tuple[Path, Leak]]:
     """The same as they come: each leak and the file that holds it."""
     expect_seed(seed)
+    parse_forms(forms)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
@@ -213,10 +217,12 @@ def capturing(
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise trouble("a folder to write to", paths[0].parent, error) from error
-    run = {
+    run: dict[str, Any] = {
         "run": "capture", "model": loaded.identity, "exposure": str(exposure),
         "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
     }  # fmt: skip
+    if forms:
+        run["forms"] = list(forms)
     unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
     with Journal(unfinished, run, replace=force) as journal:
         for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
@@ -224,7 +230,7 @@ def capturing(
                 yield path, load_leak(path)
                 continue
             leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
-            leak = degrade(leak, precision, noise, seed + number)
+            leak = degrade(leak, precision, noise, seed + number, forms)
             leak.save(path)
             journal.add({path.name: {}})
             yield path, leak

@@ -1,8 +1,9 @@
 """A leak made on purpose: what a model would give away for a text, in the state it leaks in.
 
 Leaks in practice are not float32: caches are kept in bfloat16 or in 8 bits with a scale for each
-token and head, an endpoint adds noise. `leak_of` runs the model and takes one exposure of a text;
-`degrade` rounds it, and adds noise, as they would.
+token and head, an endpoint adds noise. Hidden states come as directions (vLLM's token embeddings
+are rows of length one), cut to their first numbers, some rows of them, or in an order that is not
+the text's. `leak_of` runs the model and takes one exposure of a text; `degrade` does the rest.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
-from keyhole.recover.leaks import PRECISIONS, TYPES, Leak
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak
 
+FORMS = {
+    "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
+    "truncated": "truncated:K",
+}  # fmt: skip
 LONGEST = 512  # tokens of a text that a leak is made of
 
 
@@ -64,16 +69,22 @@ def degrade(
     precision: str = "float32",
     noise: float = 0.0,
     seed: int | torch.Generator = 0,
+    forms: Sequence[str] = (),
 ) -> Leak:
-    """The leak with noise of `noise` times its standard deviation, then rounded.
+    """The leak in other forms, with noise of `noise` times its standard deviation, then rounded.
 
-    The precision is written into the leak, as a file's dtype would tell; the noise is not.
+    `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
+    divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
+    (rows in any order), of hidden states. They and the precision are written into the leak, as a
+    server's documentation and a file's dtype would tell; the noise is not.
     """
+    changes = parse_forms(forms)
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
     if not 0.0 <= noise < float("inf"):
         raise InputError(f"expected noise of 0 or more, got {noise}")
     stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    leak = _reshaped(leak, changes, stream)
     changed: dict[str, Tensor] = {}
     for name, tensor in leak.tensors.items():
         if noise:
@@ -81,6 +92,46 @@ def degrade(
             tensor = tensor + noise * spread * torch.randn(tensor.shape, generator=stream)
         changed[name] = _ROUNDINGS[precision](tensor)
     return replace(leak, **changed, precision=precision)
+
+
+def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
+    """What each of `normalised`, `permuted`, `subset:K`, `truncated:K` asks for, once at most."""
+    parsed: dict[str, int | None] = {}
+    for form in forms:
+        name, colon, count = form.partition(":")
+        counted = name in ("subset", "truncated")
+        whole = count.isascii() and count.isdecimal() and 0 < len(count) < 10 and int(count) > 0
+        if name not in FORMS or bool(colon) != counted or (counted and not whole):
+            raise InputError(f"expected a form among {', '.join(FORMS.values())}, got {form}")
+        if name in parsed:
+            raise InputError(f"expected each form once, got {name} twice")
+        parsed[name] = int(count) if counted else None
+    return parsed
+
+
+def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator) -> Leak:
+    if not forms:
+        return leak
+    if not isinstance(leak, HiddenStates):
+        raise InputError(f"expected hidden states to be {', '.join(forms)}, got {leak.exposure}")
+    values, about = leak.values, {}
+    width = forms.get("truncated")
+    if width is not None:
+        if width > values.shape[1]:
+            raise InputError(f"expected at most {values.shape[1]} numbers of a row, got {width}")
+        values, about = values[:, :width], {"width": width}
+    if "normalised" in forms:
+        values = torch.nn.functional.normalize(values, dim=-1)
+        about["normalised"] = True
+    rows = forms.get("subset")
+    if rows is not None:
+        kept = torch.zeros(len(values), dtype=torch.bool)
+        kept[torch.randperm(len(values), generator=stream)[:rows]] = True
+        values = values.where(kept[:, None], torch.nan)
+    if "permuted" in forms:
+        values = values[torch.randperm(len(values), generator=stream)]
+        about["permuted"] = True
+    return replace(leak, values=values, **about)
 
 
 def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

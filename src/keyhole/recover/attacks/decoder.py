@@ -30,6 +30,7 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.search.ordering import Orderings, contents, fit
+from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.tolerance import Tolerance
 from keyhole.results import Status, Unsuccessful
 
@@ -57,6 +58,7 @@ class DecoderStates:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         if not target.parts.causal:
             raise Unsuccessful(Status.NOT_APPLICABLE, "only a causal model is read left to right")
+        leaks = whole_rows(target, leaks)
         texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
         width = texts[0].rows.shape[-1]
         error = torch.tensor([text.tolerance.error for text in texts]).median()

@@ -13,7 +13,8 @@ to snap to the token table, substitute and verify. Here, cheapest first:
    nearest to the estimates are tried at each position (substitution.py).
 
 Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
-again without. Texts go through in batches of similar length, and leave when they fit.
+again without. Of rows that leaked as directions the length comes first (row_length.py). Texts go
+through in batches of similar length, and leave when they fit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from keyhole.recover.leaks import Leak
 from keyhole.recover.search.encoder_batch import EncoderBatch
 from keyhole.recover.search.inverse_map import InverseMap, inverse_map
 from keyhole.recover.search.lbfgs import BatchedLBFGS
+from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.search.token_table import TokenTable
 
 
@@ -60,6 +62,7 @@ class EncoderStates:
             )
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        leaks = whole_rows(target, leaks)
         samples = self.samples or max(4000, 48 * target.parts.width)
         back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())

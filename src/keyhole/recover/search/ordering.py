@@ -136,7 +136,7 @@ def fit(
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
     """What turns a row into scores of the next token: only the last hidden state is made for it."""
     parts = target.parts
-    if exposure.kind != "hidden" or exposure.layer != parts.layers:
+    if exposure != Exposure("hidden", parts.layers):  # a part of a row predicts nothing
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
     if head is not None:

@@ -1,0 +1,143 @@
+"""Text from hidden states that leaked without their length, order, neighbours or full width.
+
+The full run takes all-MiniLM-L6-v2 and SST-2 (texts.py: `--encoder`, `--data`), about an hour on
+two cores; `--parts`, a list of the numbers that its rows begin with, `--texts` and `--further`
+(texts for what is only reported) shorten it. `--quick` takes random-weight models instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import show
+import texts
+from keyhole import invert
+from keyhole.models import Exposure, Loaded, anatomy
+from keyhole.recover.leaks import Leak
+from outcomes import recover
+from show import Row
+from texts import Change
+
+OPTIONS = texts.options(texts=100)
+OPTIONS.add_argument("--further", type=int, default=20)
+OPTIONS.add_argument("--mixed", type=int, default=5)
+OPTIONS.add_argument("--parts", type=texts.listed, default=[])
+CHOSEN = texts.chosen(OPTIONS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What becomes of a layer's hidden states; `share` of the texts is to come back exactly."""
+
+    layer: int
+    forms: tuple[str, ...]
+    precision: str = "float32"
+    share: float | None = None
+
+    @property
+    def words(self) -> str:
+        rounded = () if self.precision == "float32" else (self.precision,)
+        return f"layer {self.layer}, {', '.join((*self.forms, *rounded))}"
+
+
+def run(quick: bool) -> list[Row]:
+    return texts.collect(small() if quick else full(), strict=quick)
+
+
+def full() -> Iterator[texts.Part]:
+    loaded = texts.minilm(CHOSEN)
+    short = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
+    half = f"truncated:{anatomy(loaded.model).width // 2}"
+    cases = [
+        Case(6, ("normalised",), share=0.95),
+        Case(3, ("permuted",), share=0.95),
+        Case(3, ("normalised",)),
+        Case(3, ("normalised",), "bfloat16"),
+        Case(6, ("normalised",), "bfloat16"),
+        Case(3, ("normalised",), "int8"),
+        Case(1, ("permuted",)),
+        Case(3, ("permuted",), "bfloat16"),
+        Case(3, ("normalised", "permuted")),
+        Case(3, (half,)),
+        Case(6, (half,)),
+        Case(3, (half, "normalised")),
+        Case(3, ("subset:16",)),
+        Case(3, ("subset:16", "permuted")),
+    ]
+    for number, case in enumerate(cases, 1):
+        if not CHOSEN.parts or number in CHOSEN.parts:
+            ids = short if case.share is not None else short[: CHOSEN.further]
+            yield f"{number}", lambda c=case, i=ids, n=number: rows(loaded, i, c, f"{n}: ")
+    mixed = len(cases) + 1
+    if not CHOSEN.parts or mixed in CHOSEN.parts:
+        few = short[: CHOSEN.mixed + 1]
+        yield f"{mixed}", lambda: false_claims(loaded, few, 3, f"{mixed}: ")
+
+
+def small() -> Iterator[texts.Part]:
+    """The same code on random-weight models of a few thousand parameters."""
+    ids = texts.tiny_texts(6, 8, framed=True)
+    cases = [
+        Case(2, ("normalised",), share=1.0),
+        Case(1, ("permuted",), share=0.8),
+        Case(1, ("truncated:24", "normalised"), share=0.8),
+        Case(1, ("subset:6",)),
+    ]
+    for case in cases:
+        yield case.words, lambda c=case: rows(texts.tiny("bert"), ids, c)
+    yield "mixed", lambda: false_claims(texts.tiny("bert"), ids[:3], 1)
+    plain = texts.tiny_texts(3, 8, framed=False)
+    for case in (Case(2, ("normalised",), share=1.0), Case(2, ("permuted",), share=1.0)):
+        yield "llama", lambda c=case: rows(texts.tiny("llama"), plain, c, "llama, ")
+
+
+def false_claims(loaded: Loaded, ids: list[Tensor], layer: int, name: str = "") -> Iterator[Row]:
+    """Rows in no order that are no text's: some are another text's, or of another layer."""
+    exposures = [Exposure("hidden", layer), Exposure("hidden", layer - 1)]
+    leaks: list[Leak] = []
+    stream = torch.Generator().manual_seed(0)
+    for text, next_text in itertools.pairwise(ids):
+        own, lower = (texts.leak_of(loaded, text, exposure) for exposure in exposures)
+        other = texts.leak_of(loaded, next_text, exposures[0]).tensors["values"]
+        last = min(len(other), len(text)) - 2
+        for strange in (other, lower.tensors["values"]):
+            values = own.tensors["values"].clone()
+            values[last] = strange[last]
+            leak = replace(own, values=values)
+            leaks.append(invert.degrade(leak, "float32", 0.0, stream, ["permuted"]))
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
+    claimed = sum(recovery.verified for recovery in recoveries)
+    what = f"{name}layer {layer}, permuted, one row of another text or layer, {len(leaks)} leaks"
+    yield Row(f"{what}: verified", f"{claimed}", "0", claimed == 0)
+
+
+def rows(loaded: Loaded, ids: list[Tensor], case: Case, name: str = "") -> Iterator[Row]:
+    got = recover(loaded, ids, case.layer, _degraded(case))
+    what = f"{name}{case.words}, {len(ids)} texts"
+    target = "" if case.share is None else f">= {case.share:.0%} exact and verified"
+    met = None if case.share is None else got.exact >= case.share
+    yield Row(what, got.summary, target, met, got.cost)
+    yield Row(f"{what}: falsely verified", f"{got.false}", "0", got.false == 0)
+
+
+def _degraded(case: Case) -> Change:
+    """One stream of chance for all texts. What was done to the rows is told, except the steps of
+    integers; that rows are normalised has to be seen from their numbers.
+    """
+    stream = torch.Generator().manual_seed(0)
+    stated = case.precision if case.precision != "int8" else None
+
+    def change(leak: Leak) -> Leak:
+        done = invert.degrade(leak, case.precision, 0.0, stream, case.forms)
+        return replace(done, precision=stated, normalised=None)
+
+    return change
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)
