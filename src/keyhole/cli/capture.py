@@ -29,7 +29,8 @@ from keyhole.resume import records_in
     epilog="\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
     "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks\n"
-    '  keyhole capture demo --text "in any order" --expose hidden:1 --degrade permuted'
+    '  keyhole capture demo --text "in any order" --expose hidden:1 --degrade permuted '
+    "--out rows.safetensors"
 )
 def capture(
     model: ModelName,
