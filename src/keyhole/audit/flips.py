@@ -181,7 +181,8 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
     """All, some or none of the right answers flipped, or why nothing could be tried."""
     if disruption.obstacle:
         return disruption.status, disruption.obstacle
-    reason = f"{disruption.flips} of {len(disruption.attacked)} right answers flipped"
+    answers = "of the model's own answers" if disruption.own_answers else "right answers"
+    reason = f"{disruption.flips} of {len(disruption.attacked)} {answers} flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
     return disruption.status, f"{reason}; {disruption.queries:.0f} queries an example"

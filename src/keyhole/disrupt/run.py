@@ -18,10 +18,12 @@ from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
 from keyhole.disrupt.workers import cluster
 from keyhole.errors import InputError
+from keyhole.files import is_file, read_text
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
 from keyhole.models.loading import class_names, expect_names, load_config, task_of
 from keyhole.models.tasks import GENERATES, Task
 from keyhole.progress import Track, untracked
+from keyhole.resume import digest
 
 MOST_PROCESSES = 1024
 SHIPPED = "the reviews that ship with Keyhole"
@@ -82,9 +84,16 @@ def run(
     with cluster(dask) as (executor, size):
         result = sweep(
             method, source, chosen, executor, workers=size or processes, resume=resume,
-            progress=track("disrupt", len(chosen)),
+            data=_digest(data), progress=track("disrupt", len(chosen)),
         )  # fmt: skip
     return replace(result, data=SHIPPED if data is None else str(data))
+
+
+def _digest(data: str | Path | None) -> str:
+    """What tells data from other data: a file's content, or the name of what is no file."""
+    if data is None:
+        return SHIPPED
+    return digest(read_text(data, "data")) if is_file(data) else str(data)
 
 
 def _source(

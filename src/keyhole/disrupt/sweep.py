@@ -78,6 +78,7 @@ def sweep(
     *,
     workers: int | None = None,
     resume: str | os.PathLike[str] | None = None,
+    data: str = "",
     progress: Progress = silent,
     together: int = 8,
     retries: int = 2,
@@ -85,7 +86,8 @@ def sweep(
     """Attack all examples; `resume` is the file that remembers, `together` how many go in a batch.
 
     `workers` is the size of the default pool (one a processor); 0 works in this process, which is
-    what a GPU wants.
+    what a GPU wants. `data` says what the examples are from: a file that remembers examples of
+    other data is refused then; more of the same data goes on.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
     expect_least(1, together=together)
@@ -93,6 +95,8 @@ def sweep(
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,
                 "longest": source.longest, "method": method}  # fmt: skip
+    if data:
+        settings["data"] = data
     path = None if resume is None else os.fspath(resume)
     with Journal(path, settings) as journal:
         outcomes = Outcomes(journal)
