@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keyhole.errors import InputError
+
+_MOST = 4096  # layers, and heads: no model has as many, and a picture has a square for each
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -22,3 +26,12 @@ class Cut:
     layers: int
     heads: int
     units: tuple[tuple[int, int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        for name, count in (("layers", self.layers), ("heads", self.heads)):
+            if not 0 <= count <= _MOST:
+                raise InputError(f"expected 0 to {_MOST:,} {name} in a cut, got {count}")
+        if self.layers * self.heads > _MOST:
+            raise InputError(
+                f"expected at most {_MOST:,} heads in all in a cut, got {self.layers * self.heads}"
+            )
