@@ -57,7 +57,7 @@ def small() -> Iterator[texts.Part]:
     words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
     lines = [" ".join(generator.choices(words, k=generator.randint(1, 3))) for _ in range(100)]
     learning = Learning(steps=20, batch=32, size=Size(32, 1, 2, 3), pool=32, every=10)
-    search = Search(rounds=3, islands=2, kept=4, first=8, pieces=4)
+    search = Search(rounds=3, trust=(0.0, 1e-3), kept=4, first=8, pieces=4)
     yield from parts(loaded, lines, lines[:4], learning, search, {(1, 3): 0})
 
 
@@ -81,12 +81,21 @@ def parts(
 
     def learnt() -> Iterator[Row]:
         started = time.perf_counter()
-        lines = Corpus.of(loaded.tokenizer, corpus, longest, encoder.device)
+        lines = Corpus.of(loaded.tokenizer, corpus, longest, encoder.table)
         losses: list[float] = []
         readers.append(learning(encoder, lines, lambda _share, _steps, loss: losses.append(loss)))
         words = f"{statistics.mean(losses[-20:]):.2f} nats a token" if losses else "not measured"
         details = f"{len(corpus):,} lines, {time.perf_counter() - started:.0f} s"
         yield Row(f"{loaded.name}: a reader learnt", words, details=details)
+        unseen, seen = (
+            nats(loaded, encoder, readers[0], some)
+            for some in (secrets, corpus[:: len(corpus) // 100 + 1])
+        )
+        yield Row(
+            f"{loaded.name}: what it loses for a token of texts outside the corpus",
+            f"{unseen:.2f} nats, {seen:.2f} inside",
+            details="the larger the difference, the more it recalls instead of reading",
+        )
 
     yield "a reader learnt", learnt
     encoded = loaded.tokenizer(list(secrets), add_special_tokens=False)["input_ids"]
@@ -101,6 +110,14 @@ def parts(
                 measure(w, encoder, readers[0], f, replace(search), longest, p)
             ],
         )
+
+
+def nats(loaded: Loaded, encoder: Encoder, reader: Reader, lines: Sequence[str]) -> float:
+    longest = reader.size.longest
+    encoded = loaded.tokenizer(list(lines), add_special_tokens=False)["input_ids"]
+    some = Texts.of([ids for ids in encoded if 0 < len(ids) <= longest], longest, encoder.device)
+    chances = reader.log_likelihood(encoder.vectors(some), some)
+    return -float(chances.sum() / (some.lengths + 1).sum())
 
 
 def measure(

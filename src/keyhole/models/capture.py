@@ -134,7 +134,7 @@ def capture(
     with hooks(*wanted), attention_as(parts, implementation), suppress(_Stop):
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled":
-        tensors["values"] = _pool(parts, exposure, tensors.pop("states"), mask)
+        tensors["values"] = pool(parts, exposure, tensors.pop("states"), mask)
     if exposure.width is not None:
         tensors["values"] = tensors["values"][..., : exposure.width]
     if exposure.unit:
@@ -242,7 +242,7 @@ def _key_values(
     ]
 
 
-def _pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
+def pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for a text, as sentence-transformers makes it."""
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "cls":

@@ -47,7 +47,7 @@ class EmbeddingReader:
         vectors = [cast("Pooled", leak).values for leak in leaks]
         encoder = Encoder(target, leaks[0].exposure)
         longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
-        corpus = Corpus.of(target.tokenizer, self._texts(), longest, encoder.device)
+        corpus = Corpus.of(target.tokenizer, self._texts(), longest, encoder.table)
         size = replace(self.learning.size, longest=longest)
         reader = replace(self.learning, size=size)(encoder, corpus)
         learning = encoder.passes

@@ -28,23 +28,21 @@ Said = Callable[[float, int, float], None]  # the share of the time, steps, loss
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Goals (b, d), guesses with their vectors (b, d), and the texts that are to be written."""
+    """Goals (b, d), guesses, some of no tokens, and the texts that are to be written."""
 
     goals: Tensor
     guesses: Texts
-    vectors: Tensor
     texts: Texts
 
     @property
-    def parts(self) -> tuple[Tensor, Texts, Tensor, Texts]:
-        return self.goals, self.guesses, self.vectors, self.texts
+    def parts(self) -> tuple[Tensor, Texts, Texts]:
+        return self.goals, self.guesses, self.texts
 
     def and_(self, other: Examples, rows: Tensor) -> Examples:
         """These and some rows of others."""
         return Examples(
             torch.cat([self.goals, other.goals[rows]]),
             Texts.cat([self.guesses, other.guesses[rows]]),
-            torch.cat([self.vectors, other.vectors[rows]]),
             Texts.cat([self.texts, other.texts[rows]]),
         )
 
@@ -68,8 +66,10 @@ class Learning:
         torch.manual_seed(self.seed)
         generator = torch.Generator(device).manual_seed(self.seed)
         vector = encoder.vectors(corpus.draw(2, generator)).shape[-1]
-        end = encoder.after[0] if encoder.after else encoder.pad
-        reader = Reader(encoder.table, vector, end, self.size).to(device)
+        reader = Reader(encoder, vector, self.size).to(device)
+        blocks = list(reader.blocks)
+        if device.type == "cuda":
+            blocks = [torch.compile(block, dynamic=False) for block in blocks]
         optimizer = torch.optim.AdamW(
             reader.parameters(), lr=self.rate, betas=(0.9, 0.98), weight_decay=0.01,
             fused=device.type == "cuda",
@@ -80,16 +80,16 @@ class Learning:
             if share > self.own and steps % self.every == 0:
                 for lengths in self.lengths():
                     pools[lengths] = self._own(reader, encoder, corpus, lengths, pools, generator)
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * _schedule(share, steps)
             lengths = self.lengths()[steps % len(self.lengths())]
             examples = self._examples(encoder, corpus, lengths, pools, generator)
             with torch.autocast(device.type, torch.bfloat16):
-                loss = reader.loss(*examples.parts)
-            optimizer.zero_grad(set_to_none=True)
+                loss = reader.loss(*examples.parts, blocks)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate * _schedule(share, steps)
             optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             steps += 1
             if said and steps % 50 == 0:
                 said(share, steps, float(loss.detach()))
@@ -118,9 +118,7 @@ class Learning:
         guesses = damaged(texts, corpus, generator).padded(lengths[1] + _ROOM)
         blank = torch.rand(len(texts), generator=generator, device=goals.device) < _BLANK
         guesses = Texts(guesses.ids, guesses.lengths.where(~blank, 0))
-        vectors = torch.zeros_like(goals)
-        vectors[~blank] = encoder.vectors(guesses[~blank], fast=True)
-        examples = Examples(goals, guesses, vectors, texts)
+        examples = Examples(goals, guesses, texts)
         if not own:
             return examples
         pool = pools[lengths]
@@ -136,15 +134,14 @@ class Learning:
         kept = size // 2 if lengths in pools else 0
         texts = corpus.draw(size - kept, generator, lengths)
         goals = encoder.vectors(texts, fast=True)
-        nothing = Texts(torch.zeros_like(texts.ids), torch.zeros_like(texts.lengths))
         width = lengths[1] + _ROOM
-        examples = Examples(goals, nothing.padded(width), torch.zeros_like(goals), texts)
-        if kept:
-            examples = examples.and_(pools[lengths], torch.arange(kept, device=goals.device))
-        goals, guesses, vectors, texts = examples.parts
-        heat = torch.rand(len(texts), generator=generator, device=goals.device)
-        written = written_in_parts(reader, goals, guesses, vectors, heat, generator).padded(width)
-        return Examples(goals, written, encoder.vectors(written, fast=True), texts)
+        fresh = Examples(goals, write_all(reader, goals, None, generator).padded(width), texts)
+        if not kept:
+            return fresh
+        before, rows = pools[lengths], torch.arange(kept, device=goals.device)
+        goals, guesses, texts = before.goals[rows], before.guesses[rows], before.texts[rows]
+        mended = write_all(reader, goals, guesses, generator).padded(width)
+        return fresh.and_(Examples(goals, mended, texts), rows)
 
 
 def _schedule(share: float, steps: int) -> float:
@@ -152,15 +149,16 @@ def _schedule(share: float, steps: int) -> float:
     return min(1.0, (steps + 1) / 200) * max(0.02, 0.5 * (1 + math.cos(math.pi * share)))
 
 
-def written_in_parts(
-    reader: Reader, goals: Tensor, guesses: Texts, vectors: Tensor, heat: Tensor,
-    generator: torch.Generator, at_once: int = 16384,
+def write_all(
+    reader: Reader, goals: Tensor, guesses: Texts | None, generator: torch.Generator,
+    kept: Tensor | None = None, at_once: int = 16384,
 ) -> Texts:  # fmt: skip
-    """What the reader writes for many rows, in parts that fit into memory."""
+    """What the reader writes for many rows, each with another heat, in parts that fit memory."""
     parts: list[Texts] = []
+    heat = torch.rand(len(goals), generator=generator, device=goals.device)
     with torch.autocast(goals.device.type, torch.bfloat16, enabled=goals.is_cuda):
         for rows in torch.arange(len(goals), device=goals.device).split(at_once):
-            parts.append(
-                reader.write(goals[rows], guesses[rows], vectors[rows], heat[rows], generator)
-            )
+            some = None if guesses is None else guesses[rows]
+            first = None if kept is None else kept[rows]
+            parts.append(reader.write(goals[rows], some, heat[rows], generator, first))
     return Texts.cat(parts)

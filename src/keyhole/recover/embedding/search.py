@@ -1,12 +1,16 @@
 """The search for the texts behind many vectors at once.
 
 Every vector has a few islands, each with a pool of the best texts so far. In a round the reader
-mends the best of them, several times with different luck; the best of all is changed by single
-moves (moves.py), with the tokens that the reader and the gradient point at; all are run through the
-encoder, in half precision on a GPU, and the best that differ are kept and run exactly. Noise on the
-scores, less of it in each round, keeps a pool from closing in too early; every few rounds the worst
-island forgets what it had. A vector leaves as soon as a text gives it back within its
-precision, so that the hard ones get the machine to themselves.
+mends the best of them, several times with different luck, anew from a place in the middle of some;
+the best of all is changed by single moves (moves.py), with the tokens that the reader and the
+gradient point at; all are run through the encoder, in half precision on a GPU, and the best that
+differ are kept and run exactly. Noise on the scores, less of it in each round, keeps a pool from
+closing in too early; every few rounds the worst island forgets what it had. A vector leaves as soon
+as a text gives it back within its precision, so that the hard ones get the machine to themselves.
+
+The cosine alone leads into heaps of the right words in no sensible order, from which no single move
+leads out. So each island scores texts by cos + λ·log p, with the reader's log p of the text given
+the vector alone and a λ of its own, from zero on: they keep different texts, and exchange them.
 """
 
 from __future__ import annotations
@@ -16,15 +20,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.recover.embedding import moves
-from keyhole.recover.embedding.learn import written_in_parts
-from keyhole.recover.embedding.reader import Reader
+from keyhole.recover.embedding.learn import write_all
+from keyhole.recover.embedding.reader import Reader, gumbel
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 Said = Callable[[int, int, int], None]  # rounds, arrived, passes
 _NONE = -2.0  # the cosine of no text
 _SET_BACK = 0.05  # of a cosine
+_STEEP = 0.5  # standard deviations over the vocabulary: noise on what the gradient promises
+# Attention without the kernels that are planned anew for each shape: here every call has its own.
+_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(eq=False)
@@ -34,26 +42,33 @@ class Pools:
     goals: Tensor  # (v·i, d)
     ids: Tensor  # (v·i, k, n)
     lengths: Tensor  # (v·i, k)
-    vectors: Tensor  # (v·i, k, d)
     cosines: Tensor  # (v·i, k), -2 where there is no text yet
+    likelihoods: Tensor  # (v·i, k), log p
+    trust: Tensor  # (v·i,), λ
     islands: int
     best: Tensor = field(init=False)  # (v,) the largest cosine so far, and its text
     best_ids: Tensor = field(init=False)
     best_lengths: Tensor = field(init=False)
 
     @classmethod
-    def empty(cls, goals: Tensor, islands: int, kept: int, longest: int) -> Pools:
+    def empty(cls, goals: Tensor, trust: tuple[float, ...], kept: int, longest: int) -> Pools:
+        islands = len(trust)
         rows = goals.repeat_interleave(islands, 0)
-        v, d = rows.shape
+        v = len(rows)
         ids = torch.zeros(v, kept, longest, dtype=torch.long, device=goals.device)
         pools = cls(
-            rows, ids, torch.ones_like(ids[..., 0]), goals.new_zeros(v, kept, d),
-            goals.new_full((v, kept), _NONE), islands,
+            rows, ids, torch.ones_like(ids[..., 0]), goals.new_full((v, kept), _NONE),
+            goals.new_zeros(v, kept), goals.new_tensor(trust).repeat(len(goals)), islands,
         )  # fmt: skip
         pools.best = goals.new_full((len(goals),), _NONE)
         pools.best_ids = ids[::islands, 0].clone()
         pools.best_lengths = torch.ones_like(pools.best_ids[:, 0])
         return pools
+
+    @property
+    def scores(self) -> Tensor:
+        """cos + λ·log p (v·i, k), in descending order."""
+        return self.cosines + self.trust[:, None] * self.likelihoods
 
     def texts(self, rows: Tensor, best: int) -> Texts:
         """The best texts of some islands, one after the other."""
@@ -79,14 +94,15 @@ class Search:
     """How much is tried: `rounds`, islands with pools, and how many proposals of each kind."""
 
     rounds: int = 30
-    islands: int = 4
+    trust: tuple[float, ...] = (0.0, 5e-4, 1e-3, 2e-3)  # in the reader's log p, of each island
     kept: int = 8
     first: int = 64  # texts that the reader writes for an island without a guess
     mended: int = 4  # texts that it writes for each of …
     of: int = 4  # … so many of the best
-    tokens: int = 12  # that are tried at each place: of the reader, and half as many by gradient
-    put_in: int = 4
+    tokens: int = 16  # that are tried at each place: of the reader, and half as many by gradient
+    put_in: int = 6
     pieces: int = 32
+    weighed: int = 64  # children of an island whose log p is taken: those of the largest cosine
     heat: float = 0.006  # the noise on scores in the first rounds
     again: int = 8  # rounds after which the worst island begins again
     arrived: float = 1e-6  # 1 − cosine
@@ -96,17 +112,24 @@ class Search:
         self, encoder: Encoder, goals: Tensor, reader: Reader, longest: int,
         said: Said | None = None,
     ) -> Pools:  # fmt: skip
+        with sdpa_kernel(_KERNELS):
+            return self._search(encoder, goals, reader, longest, said)
+
+    def _search(
+        self, encoder: Encoder, goals: Tensor, reader: Reader, longest: int, said: Said | None
+    ) -> Pools:
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
-        pools = Pools.empty(goals, self.islands, self.kept, longest)
+        pools = Pools.empty(goals, self.trust, self.kept, longest)
         for number in range(self.rounds):
             rows = pools.open_(self.arrived)
             if said:
-                said(number, len(goals) - len(rows) // self.islands, encoder.passes)
+                said(number, len(goals) - len(rows) // len(self.trust), encoder.passes)
             if not len(rows):
                 break
             heat = self.heat * max(0.0, 1 - number / (0.7 * self.rounds))
             if number == 0:
-                children = self._first(reader, pools, rows, generator)
+                each = rows.repeat_interleave(self.first)
+                children = write_all(reader, pools.goals[each], None, generator), each
             else:
                 if number % self.again == 0:
                     self._begin_again(pools, rows)
@@ -114,50 +137,39 @@ class Search:
                     self._mended(reader, pools, rows, generator),
                     self._neighbours(encoder, reader, pools, rows, generator),
                 )
-            self._take(encoder, pools, *children, heat, generator)
+            self._take(encoder, reader, pools, *children, heat, generator)
             pools.note()
         return pools
-
-    def _first(
-        self, reader: Reader, pools: Pools, rows: Tensor, generator: torch.Generator
-    ) -> moves.Children:
-        """What the reader writes without a guess."""
-        each = rows.repeat_interleave(self.first)
-        ids = pools.ids.new_zeros(len(each), pools.ids.shape[-1])
-        heat = torch.rand(len(each), generator=generator, device=each.device)
-        nothing = Texts(ids, ids[:, 0])
-        goals = pools.goals[each]
-        written = written_in_parts(reader, goals, nothing, torch.zeros_like(goals), heat, generator)
-        return written, each
 
     def _mended(
         self, reader: Reader, pools: Pools, rows: Tensor, generator: torch.Generator
     ) -> moves.Children:
-        """What the reader writes for the best texts of each island."""
+        """What the reader writes for the best texts of each island, for half from a place on."""
         each = rows.repeat_interleave(self.of * self.mended)
         guesses = pools.texts(rows, self.of)
         parents = torch.arange(len(guesses), device=rows.device).repeat_interleave(self.mended)
-        vectors = pools.vectors[rows, : self.of].flatten(0, 1)[parents]
-        heat = torch.rand(len(each), generator=generator, device=rows.device)
-        written = written_in_parts(
-            reader, pools.goals[each], guesses[parents], vectors, heat, generator
-        )
-        return written, each
+        guesses = guesses[parents]
+        share = torch.rand(len(each), generator=generator, device=rows.device)
+        kept = ((2 * share - 1).clamp(min=0) * guesses.lengths).long()
+        return write_all(reader, pools.goals[each], guesses, generator, kept), each
 
     def _neighbours(
         self, encoder: Encoder, reader: Reader, pools: Pools, rows: Tensor,
         generator: torch.Generator, at_once: int = 256,
     ) -> moves.Children:  # fmt: skip
-        """The neighbours of each island's best text."""
+        """Neighbours of a good text of each island, others in every round."""
         parts: list[moves.Children] = []
         for some in rows.split(at_once):
-            parents, goals = pools.texts(some, 1), pools.goals[some]
+            parents, goals = self._parents(pools, some, generator), pools.goals[some]
             _, slopes = encoder.slopes(parents, goals)
             gains = slopes @ encoder.table.T.to(slopes.dtype)
+            gains = gains / gains.std(-1, keepdim=True).clamp(min=1e-9)
+            gains = gains + _STEEP * gumbel(gains, generator)
             uphill = gains.topk(max(1, self.tokens // 2), dim=-1).indices
             with torch.autocast(goals.device.type, torch.bfloat16, enabled=goals.is_cuda):
-                wished = reader.tokens(goals, parents, pools.vectors[some, 0], self.tokens)
-            neighbour = (some // self.islands) * self.islands + (some + 1) % self.islands
+                wished = reader.tokens(goals, parents, self.tokens, generator)
+            of = len(self.trust)
+            neighbour = (some // of) * of + (some + 1) % of
             texts, born = moves.together(
                 moves.replaced(parents, torch.cat([wished, uphill], -1)),
                 moves.inserted(parents, wished[..., : self.put_in]),
@@ -169,42 +181,54 @@ class Search:
             parts.append((texts, some[born]))
         return moves.together(*parts)
 
+    def _parents(self, pools: Pools, rows: Tensor, generator: torch.Generator) -> Texts:
+        """Each island's best text, or as often another good one."""
+        share = torch.rand(len(rows), generator=generator, device=rows.device)
+        place = ((2 * share - 1).clamp(min=0) * min(self.of, self.kept)).long()
+        place = place.where(pools.cosines[rows, place] > _NONE, 0)
+        return Texts(pools.ids[rows, place], pools.lengths[rows, place])
+
     def _begin_again(self, pools: Pools, rows: Tensor) -> None:
         """The worst island of each vector forgets its texts but one, which counts for little."""
-        tops = pools.cosines[:, 0].view(-1, self.islands)
-        worst = torch.arange(len(tops), device=rows.device) * self.islands + tops.argmin(1)
+        tops = pools.cosines[:, 0].view(-1, len(self.trust))
+        worst = torch.arange(len(tops), device=rows.device) * len(self.trust) + tops.argmin(1)
         worst = worst[torch.isin(worst, rows)]
         pools.cosines[worst, 1:] = _NONE
         pools.cosines[worst, 0] -= _SET_BACK
 
     def _take(
-        self, encoder: Encoder, pools: Pools, texts: Texts, rows: Tensor, heat: float,
-        generator: torch.Generator,
+        self, encoder: Encoder, reader: Reader, pools: Pools, texts: Texts, rows: Tensor,
+        heat: float, generator: torch.Generator,
     ) -> None:  # fmt: skip
         """Score texts, each for its island; keep the best that differ, run exactly."""
         cosines = (encoder.vectors(texts, fast=True) * pools.goals[rows]).sum(-1)
-        touched, places = _best_of_each(rows, cosines, 4 * self.kept)
-        new = texts[places.clamp(min=0).flatten()]
-        shape = places.shape
+        touched, places = _best_of_each(rows, cosines, self.weighed)
+        shape, inside = places.shape, places.clamp(min=0)
+        new = texts[inside.flatten()]
+        goals = pools.goals[touched]
+        with torch.autocast(goals.device.type, torch.bfloat16, enabled=goals.is_cuda):
+            each = goals.repeat_interleave(shape[1], 0)
+            likelihoods = reader.log_likelihood(each, new).view(shape)
         ids = torch.cat([pools.ids[touched], new.ids.view(*shape, -1)], 1)
         lengths = torch.cat([pools.lengths[touched], new.lengths.view(shape)], 1)
-        scores = cosines[places.clamp(min=0)].where(places >= 0, _NONE)
-        scores = torch.cat([pools.cosines[touched], scores], 1)
-        scores = scores.where(~_repeated(ids, lengths, scores), _NONE)
-        luck = torch.randn(scores.shape, generator=generator, device=scores.device)
-        tried = (scores + heat * luck).where(scores > _NONE, _NONE)
-        order = tried.argsort(-1, descending=True)[:, : self.kept]
-        order[:, -1] = scores.argmax(-1)  # the best is kept whatever its luck
+        likelihoods = torch.cat([pools.likelihoods[touched], likelihoods], 1)
+        cosines = torch.cat([pools.cosines[touched], cosines[inside].where(places >= 0, _NONE)], 1)
+        cosines = cosines.where(~_repeated(ids, lengths, cosines), _NONE)
+        luck = torch.randn(cosines.shape, generator=generator, device=cosines.device)
+        scores = cosines + pools.trust[touched][:, None] * likelihoods + heat * luck
+        order = scores.where(cosines > _NONE, -torch.inf).argsort(-1, descending=True)
+        order = order[:, : self.kept]
+        order[:, -1] = cosines.argmax(-1)  # the nearest is kept whatever its luck
         ids = ids.gather(1, order[..., None].expand(-1, -1, ids.shape[-1]))
-        lengths, scores = lengths.gather(1, order), scores.gather(1, order)
+        lengths, likelihoods = lengths.gather(1, order), likelihoods.gather(1, order)
         exact = encoder.vectors(Texts(ids.flatten(0, 1), lengths.flatten()))
-        exact = exact.view(len(touched), self.kept, -1)
-        again = (exact * pools.goals[touched][:, None]).sum(-1).where(scores > _NONE, _NONE)
-        order = again.argsort(-1, descending=True)
-        pools.cosines[touched] = again.gather(1, order)
+        exact = (exact.view(*order.shape, -1) * goals[:, None]).sum(-1)
+        exact = exact.where(cosines.gather(1, order) > _NONE, _NONE)
+        order = (exact + pools.trust[touched][:, None] * likelihoods).argsort(-1, descending=True)
+        pools.cosines[touched] = exact.gather(1, order)
+        pools.likelihoods[touched] = likelihoods.gather(1, order)
         pools.lengths[touched] = lengths.gather(1, order)
         pools.ids[touched] = ids.gather(1, order[..., None].expand_as(ids))
-        pools.vectors[touched] = exact.gather(1, order[..., None].expand_as(exact))
 
 
 def _best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
