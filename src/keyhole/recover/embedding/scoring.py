@@ -80,7 +80,7 @@ class Encoder:
         self.pad = target.pads()[0]
         self.passes = 0
         fast = self.device.type == "cuda"
-        self._fast = copy.deepcopy(target.model).half() if fast else target.model
+        self._fast = copy.deepcopy(target.model).to(torch.float16) if fast else target.model
 
     @property
     def table(self) -> Tensor:
