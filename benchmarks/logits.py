@@ -13,7 +13,6 @@ prompts exact and none from 15 tokens on; other models and other texts, so no co
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -25,7 +24,6 @@ import torch
 
 import show
 import texts
-from embeddings import dream, f1, hellaswag
 from keyhole.models import Exposure, Loaded, capture
 from keyhole.recover import Logits
 from keyhole.recover.attack import Target
@@ -69,14 +67,12 @@ def run(quick: bool) -> list[Row]:
 def full() -> Iterator[texts.Part]:
     loaded, data = texts.smollm2(CHOSEN, task="causal"), Path(CHOSEN.data)
     words, chance = loaded.tokenizer, random.Random(0)
-    corpus = cut(words, [*hellaswag(data), *turns(dream(data))], chance)
-    contexts = (data / "hellaswag" / "dev.jsonl").read_text("utf-8").splitlines()
-    secrets = [json.loads(line)["ctx"] for line in contexts]
-    dialogues = json.loads((data / "dream" / "dev.json").read_text("utf-8"))
-    secrets += turns(turn for dialogue in dialogues for turn in dialogue[0])
+    corpus = cut(words, [*texts.hellaswag(data), *said(data, "train")], chance)
+    secrets = [*texts.hellaswag(data, "dev"), *said(data, "dev")]
     chance.shuffle(secrets)
     encoded = words(secrets, add_special_tokens=False)["input_ids"]
-    learning = Learning(CHOSEN.seconds, batch=CHOSEN.batch, size=Size(longest=LONGEST))
+    size, batch = Size(longest=LONGEST), CHOSEN.batch
+    learning = Learning(CHOSEN.seconds, batch=batch, size=size, pool=48 * batch)
     lengths = [tuple(map(int, part.split("-"))) for part in CHOSEN.lengths.split(",")]
     setting = Setting(loaded, corpus, encoded, learning, Search(CHOSEN.rounds), CHOSEN.reader)
     for steps in CHOSEN.steps:
@@ -96,9 +92,9 @@ def small() -> Iterator[texts.Part]:
         yield from parts(setting, steps, [(1, 1), (2, 3)], few=3)
 
 
-def turns(dialogue: Sequence[str] | Iterator[str]) -> list[str]:
-    """What is said, without who says it (`W: `)."""
-    return [turn.split(": ", 1)[-1] for turn in dialogue]
+def said(data: Path, part: str) -> list[str]:
+    """What is said in DREAM's dialogues, without who says it (`W: `)."""
+    return [turn.split(": ", 1)[-1] for turn in texts.turns(data, part)]
 
 
 def cut(words: object, lines: Sequence[str], chance: random.Random) -> list[str]:
@@ -179,7 +175,7 @@ def measure(
         what,
         f"{sum(right)} of {len(prompts)} exact, {others} others that give the state",
         details=f"SODA, other models and texts: {published}; token F1 "
-        f"{statistics.mean(map(f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
+        f"{statistics.mean(map(texts.f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
         f"<= {error:.0e}; {(encoder.passes - before) // len(prompts):,} passes and "
         f"{seconds / len(prompts):.2f} s a prompt",
     )

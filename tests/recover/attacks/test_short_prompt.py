@@ -6,15 +6,13 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.models import Exposure
+from keyhole.models import Exposure, capture
 from keyhole.recover import Logits, degrade, leak_of, recover_text, recover_texts
-from keyhole.recover.attack import Target
 from keyhole.recover.attacks.short_prompt import ShortPrompt
 from keyhole.recover.embedding.bigrams import Bigrams
-from keyhole.recover.embedding.scoring import Encoder
 from keyhole.results import Status
 
-TEXTS = ["w7", "w31 w2", "w3 w14 w5"]
+TEXTS = ["w7", "w31 w2"]
 
 
 @pytest.mark.parametrize("family", tiny.DECODERS)
@@ -36,6 +34,12 @@ def test_as_leaks_are_in_practice(precision, forms):
     recovery = recover_text(model, words, leak)
     assert recovery.text == "w31 w2"
     assert recovery.status in (Status.RECOVERED, Status.INEXACT, Status.NOT_IDENTIFIABLE)
+
+
+def test_three_tokens():
+    model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
+    leak = leak_of(model, words, "w3 w14 w5", "logits")
+    assert recover_text(model, words, leak).text == "w3 w14 w5"
 
 
 def test_a_length_that_did_not_leak():
@@ -62,13 +66,16 @@ def test_logits_of_another_text_are_never_verified():
 
 
 def test_bigrams_are_the_models_own_probabilities():
-    model, words = tiny.language_model("gpt2", bias=True), tiny.tokenizer(causal=True)
-    encoder = Encoder(Target.of(model, words), Exposure("pooled", pooling="last"))
-    bigrams = Bigrams(encoder)
-    own = model(torch.arange(200)[:, None]).logits[:, -1].log_softmax(-1)
+    model = tiny.language_model("gpt2", bias=True)
+    pairs = torch.stack([torch.full((200,), 9), torch.arange(200)], 1)
+    states = capture(model, Exposure("hidden", 3), ids=pairs)["values"]
+    bigrams = Bigrams(model, states[:, -1], states[:1, 0])
+    own = model(pairs).logits[:, -1].log_softmax(-1)
     some = torch.tensor([7, 50, 199])
     assert torch.allclose(bigrams.after(some), own[some], atol=1e-5)
     assert torch.allclose(bigrams.before(some), own[:, some].T, atol=1e-5)
-    assert torch.allclose(bigrams.share, own.exp().mean(0).log(), atol=1e-5)
     ids = torch.tensor([[3, 4, 5]])
     assert torch.allclose(bigrams.between(ids, 1), own[3] + own[:, 5], atol=1e-4)
+    assert torch.allclose(bigrams.between(ids, 2), own[4], atol=1e-4)
+    first = model(torch.tensor([[9]])).logits[0, -1].log_softmax(-1)
+    assert torch.allclose(bigrams.between(ids, 0), first + own[:, 4], atol=1e-4)
