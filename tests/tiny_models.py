@@ -34,7 +34,7 @@ def tokenizer(causal=False):
     )  # fmt: skip
 
 
-def model(family, seed=0, **changes):
+def model(family, seed=0, head="AutoModel", **changes):
     """Weights large enough that layers and heads do something."""
     shape = {**SHAPE, "pad_token_id": 0, **changes}
     match family:
@@ -70,7 +70,7 @@ def model(family, seed=0, **changes):
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = transformers.AutoModel.from_config(config)
+        made = getattr(transformers, head).from_config(config)
     return made.eval().requires_grad_(False)
 
 
@@ -83,7 +83,17 @@ def ids(texts=3, length=12, seed=0, causal=False):
     return words
 
 
-def save(family, folder):
+def language_model(family, seed=0, bias=False, **changes):
+    """A causal model with its head, tied to the token table or not, with a bias or without."""
+    made = model(family, seed, "AutoModelForCausalLM", **changes)
+    if bias:
+        head = made.get_output_embeddings()
+        stream = torch.Generator().manual_seed(seed)
+        head.bias = torch.nn.Parameter(torch.randn(len(head.weight), generator=stream))
+    return made.requires_grad_(False)
+
+
+def save(family, folder, head="AutoModel"):
     """A model and its tokenizer in a folder, as from the hub."""
-    model(family).save_pretrained(folder)
+    model(family, head=head).save_pretrained(folder)
     tokenizer(family in DECODERS).save_pretrained(folder)

@@ -151,7 +151,9 @@ def test_a_model_with_a_head_is_read_below_it():
     [
         ("hidden", "an exposure such as hidden:3"),
         ("hidden:x", "an exposure such as hidden:3"),
-        ("logits:1", "an exposure among hidden"),
+        ("gradients:1", "an exposure among hidden"),
+        ("logits:0", "steps"),
+        ("logits:x", "an exposure such as hidden:3, pooled or logits"),
     ],
 )
 def test_an_exposure_that_is_none(text, message):
@@ -172,3 +174,25 @@ def test_a_layer_that_is_not_there(family, exposure, layers):
 def test_a_model_of_another_kind():
     with pytest.raises(InputError, match="a model among albert"):
         anatomy(torch.nn.Linear(2, 2))
+
+
+def test_logits_are_those_behind_the_text_whatever_the_padding():
+    model = tiny.language_model("llama")
+    ids = tiny.ids(2, 6, causal=True)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
+    exposure = Exposure("logits", steps=3)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    first, last = ids[:1, :4], ids[1:, 2:]
+    right = capture(model, exposure, ids=ids[:1], mask=mask[:1])["values"]
+    assert torch.allclose(right, capture(model, exposure, ids=first)["values"], atol=1e-5)
+    left = capture(
+        model, Exposure("logits"), ids=ids[1:], mask=mask[1:], position_ids=positions[1:]
+    )
+    assert torch.allclose(left["values"][0, 0], model(last).logits[0, -1], atol=1e-5)
+
+
+def test_logits_need_a_causal_model_with_its_head():
+    with pytest.raises(InputError, match="expected a causal model for logits, got bert"):
+        Exposure("logits").block(anatomy(tiny.model("bert")))
+    with pytest.raises(InputError, match="with its head, got LlamaModel"):
+        capture(tiny.model("llama"), Exposure("logits"), ids=tiny.ids(1, 4, causal=True))

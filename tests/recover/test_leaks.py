@@ -28,6 +28,7 @@ def leaks():
         invert.AttentionMaps(normal(2, 4, 4), 1, mask=mask, **about),
         invert.AttentionOutput(normal(4, 6), 1),
         invert.Pooled(normal(6), pooling="cls", normalised=False, tokens=4),
+        invert.Logits(normal(2, 9), log_probabilities=True, tokens=4, precision="bfloat16"),
     ]
 
 

@@ -95,14 +95,22 @@ def _ordered() -> list[tuple[str, Line]]:
 
 
 def _skips(parts: Anatomy) -> tuple[Skip, ...]:
-    """The kinds of leak that no attack reads of such a model."""
-    exposures = {line.kind: line.exposure for _, line in ATTACKS.lines()}
-    reason = f"no attack here reads it of {'a causal model' if parts.causal else 'an encoder'}"
-    return tuple(
-        Skip(exposure, "none", reason)
-        for kind, exposure in exposures.items()
-        if not readers(kind, parts.causal)
-    )
+    """What no attack reads of such a model, and what takes longer than an audit."""
+    model = "a causal model" if parts.causal else "an encoder"
+    lines = [line for _, line in ATTACKS.lines()]
+    exposures = {line.kind: line.exposure for line in lines}
+    if not parts.causal:
+        exposures.pop("logits", None)  # an encoder has none
+    skips: list[Skip] = []
+    for kind, exposure in exposures.items():
+        reading = [line for line in lines if (line.kind, line.causal) == (kind, parts.causal)]
+        if not reading:
+            skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
+        elif not any(line.layers(parts) for line in reading):
+            names = " or ".join(readers(kind, parts.causal))
+            reason = f"takes longer than an audit: keyhole capture, invert text --method {names}"
+            skips.append(Skip(exposure, "none", reason))
+    return tuple(skips)
 
 
 def _layers(line: Line, target: TextTarget, parts: Anatomy) -> Sequence[int | None]:

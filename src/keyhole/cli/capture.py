@@ -37,7 +37,9 @@ def capture(
     expose: Annotated[
         str,
         typer.Option(
-            help="What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled."
+            help="What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; "
+            "logits are those of the next token, logits:4 those of the first 4 tokens after the "
+            "text."
         ),
     ],
     text: Annotated[
@@ -69,8 +71,8 @@ def capture(
         typer.Option(
             metavar="FORM",
             help="What else becomes of the rows of hidden states: normalised (length one), "
-            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
-            "may be repeated.",
+            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); or of "
+            "logits: log-probabilities; may be repeated.",
         ),
     ] = None,
     out: Annotated[

@@ -26,7 +26,7 @@ from keyhole.models.loading import Loaded
 from keyhole.recover.pieces import written
 from keyhole.recover.recovery import Mark
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.run import LeakRead, recovering_files
+from keyhole.recover.run import LeakRead, recovering_files, task_for
 from keyhole.results import exit_code
 
 EXAMPLE = (
@@ -51,8 +51,8 @@ def invert_text(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="For a pooled embedding: texts like those that are looked for (.txt, .tsv, .csv, "
-            ".jsonl), from which a reader is learnt in minutes on a GPU.",
+            help="For a pooled embedding or logits: texts like those that are looked for (.txt, "
+            ".tsv, .csv, .jsonl), from which a reader is learnt in minutes on a GPU.",
         ),
     ] = None,
     device: Device = "cpu",
@@ -79,7 +79,7 @@ def invert_text(
         interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
         bars("invert text", "texts") as track,
     ):
-        loaded = open_model(model, device=device, allow_pickle=allow_pickle)
+        loaded = open_model(model, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
         for text in recovering_files(
             loaded, leaks, method=method, corpus=corpus, out=out, track=track
         ):

@@ -23,21 +23,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keyhole.bounds import expect_count
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.next_token import continued, last_states, unembedding
 
-KINDS = ("hidden", "kv", "maps", "attention", "pooled")
+KINDS = ("hidden", "kv", "maps", "attention", "pooled", "logits")
 POOLINGS = ("mean", "cls", "last", "max", "pooler")
 
 
 @dataclass(frozen=True)
 class Exposure:
-    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`.
+    """One thing a model may give away: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits:4`.
 
     `pooling` and `normalised` say how a pooled embedding was made: the mean of all states, their
     maximum in each number, the first (`cls`), the last, or what a pooler makes of the first.
     `width` and `unit` say what is left of each row of hidden states: its first `width` numbers, and
-    (after that) only its direction, as a row of length one.
+    (after that) only its direction, as a row of length one. `steps` says how many next tokens the
+    logits (or the last states) are of: the first after the text, the others after the tokens that
+    the model itself holds likeliest. `log_probabilities` says that logits were turned into log p.
     """
 
     kind: str
@@ -46,8 +50,11 @@ class Exposure:
     normalised: bool = True
     width: int | None = None
     unit: bool = False
+    steps: int = 1
+    log_probabilities: bool = False
 
     def __post_init__(self) -> None:
+        expect_count("steps", self.steps)
         if self.kind not in KINDS:
             raise InputError(f"expected an exposure among {', '.join(KINDS)}, got {self.kind}")
         if self.pooling not in POOLINGS:
@@ -56,20 +63,24 @@ class Exposure:
     @classmethod
     def parse(cls, text: str) -> Exposure:
         """Read `hidden:3` and the like."""
-        kind, colon, layer = text.partition(":")
-        if kind == "pooled" and not colon:
+        kind, colon, number = text.partition(":")
+        if kind in ("pooled", "logits") and not colon:
             return cls(kind)
-        if kind == "pooled" or not (layer.isascii() and layer.isdecimal() and len(layer) < 10):
-            raise InputError(f"expected an exposure such as hidden:3 or pooled, got {text}")
-        return cls(kind, int(layer))
+        if kind == "pooled" or not (number.isascii() and number.isdecimal() and len(number) < 10):
+            raise InputError(f"expected an exposure such as hidden:3, pooled or logits, got {text}")
+        return cls(kind, steps=int(number)) if kind == "logits" else cls(kind, int(number))
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "pooled" else f"{self.kind}:{self.layer}"
+        if self.kind in ("pooled", "logits"):
+            return self.kind if self.steps == 1 else f"{self.kind}:{self.steps}"
+        return f"{self.kind}:{self.layer}"
 
     def block(self, parts: Anatomy) -> int:
         """The number (from 1) of the block that makes it; 0 for the embeddings."""
         first = 0 if self.kind == "hidden" or (self.kind == "kv" and parts.causal) else 1
-        if self.kind == "pooled":
+        if self.kind == "logits" and not parts.causal:
+            raise InputError(f"expected a causal model for {self}, got {parts.family}")
+        if self.kind in ("pooled", "logits"):
             return parts.layers
         last = parts.layers - (self.kind == "kv" and parts.causal)
         if not first <= self.layer <= last:
@@ -120,21 +131,29 @@ def capture(
     """The exposure's tensors, batch first, for `ids` (b, n) or word `embeddings` (b, n, e).
 
     Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d) and
-    pooled embeddings (b, d); `keys` and `values` (b, h, n, k) as they stand in a KV cache. `mask`
-    (b, n) is 1 on text, 0 on padding. `inputs` go to the model: `position_ids`,
-    `past_key_values`, `token_type_ids`.
+    pooled embeddings (b, d), logits (b, steps, v); `keys` and `values` (b, h, n, k) as they stand
+    in a KV cache. `mask` (b, n) is 1 on text, 0 on padding. `inputs` go to the model:
+    `position_ids`, `past_key_values`, `token_type_ids`.
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
     implementation = "eager" if exposure.kind == "maps" else _implementation(parts)
     wanted = _hooks(parts, exposure, tensors)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
+    if exposure.steps > 1:
+        words = parts.tokens(ids) if embeddings is None else embeddings
+        words, mask = continued(model, words, mask, exposure.steps)
+        given = {"inputs_embeds": words}
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
         inputs["use_cache"] = True
     with hooks(*wanted), attention_as(parts, implementation), suppress(_Stop):
         parts.base(**given, attention_mask=mask, **inputs)
     if exposure.kind == "pooled":
         tensors["values"] = pool(parts, exposure, tensors.pop("states"), mask)
+    if exposure.kind == "logits":
+        states = last_states(tensors.pop("states"), mask, exposure.steps)
+        logits = unembedding(model)(states)
+        tensors["values"] = logits.log_softmax(-1) if exposure.log_probabilities else logits
     if exposure.width is not None:
         tensors["values"] = tensors["values"][..., : exposure.width]
     if exposure.unit:
@@ -154,7 +173,7 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
     number = exposure.block(parts)
     if exposure.kind == "hidden":
         return _hidden(parts, number, tensors, "values")
-    if exposure.kind == "pooled":
+    if exposure.kind in ("pooled", "logits"):
         return _hidden(parts, parts.layers, tensors, "states")
     attention = parts.attentions[number - 1]
     # One block may serve several layers: its number is how often blocks have been entered.
@@ -244,15 +263,15 @@ def _key_values(
 
 def pool(parts: Anatomy, exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for a text, as sentence-transformers makes it."""
+    if exposure.pooling == "last":
+        rows = last_states(states, mask, exposure.steps)
+        rows = nn.functional.normalize(rows, dim=-1) if exposure.normalised else rows
+        return rows.flatten(1)
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "cls":
         pooled = states[:, 0]
     elif exposure.pooling == "pooler":
         pooled = _pooler(parts, states)
-    elif exposure.pooling == "last":
-        places = torch.arange(states.shape[1], device=states.device)
-        last = (places * (weights > 0)).argmax(1)  # of the text: padding may be on either side
-        pooled = states[torch.arange(len(states), device=states.device), last]
     elif exposure.pooling == "max":
         pooled = states.masked_fill(weights.unsqueeze(-1) == 0, -torch.inf).amax(1)
     else:

@@ -104,7 +104,7 @@ def load_model(
     model, report = _quietly(load_weights, f"a model in {name}")
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(report["missing_keys"]) if not str(key).startswith(inside)]
-    if task in ("classification", "choice") and new_head is None and absent:
+    if task in ("classification", "choice", "causal") and new_head is None and absent:
         raise InputError(f"expected a trained head for {task} in {name}, got no {absent[0]}")
     model = _placed(model.eval().requires_grad_(False), device)
     words = load_tokenizer(name) if tokenizer else None

@@ -12,6 +12,7 @@ from keyhole.recover.leaks import (
     HiddenStates,
     KeyValues,
     Leak,
+    Logits,
     Pooled,
     load_leak,
     save_leak,
@@ -24,7 +25,7 @@ from keyhole.recover.simulate import degrade, leak_of
 
 __all__ = [
     "AttentionMaps", "AttentionOutput", "CachedKeys", "DecoderStates", "EncoderMaps",
-    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Mark", "Pooled",
+    "EncoderStates", "HiddenStates", "KeyValues", "Leak", "LeakRead", "Logits", "Mark", "Pooled",
     "PooledEmbedding", "SubLayerOutput", "TextRecovery", "TokenSearch", "capture", "capturing",
     "degrade", "leak_of", "load_leak", "recover_text", "recover_texts", "recovering",
     "recovering_files", "run", "save_leak",

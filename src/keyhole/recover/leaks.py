@@ -1,4 +1,4 @@
-"""What leaked, of one text: five frozen types, and the files they travel in.
+"""What leaked, of one text: six frozen types, and the files they travel in.
 
 A leak holds the leaked numbers as float32 and says what is known about them: the layer, the model,
 how they were rounded, what noise they carry, which positions are padding. It has no field for the
@@ -7,157 +7,25 @@ text. A position that did not leak is a row of NaN.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors
+from keyhole.files import read_tensors
 from keyhole.models.capture import Exposure
+from keyhole.recover.base_leak import FORMAT, BaseLeak
 from keyhole.strict_json import parse
 
 _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
-PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
-_FORMAT = "1"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class About:
-    """What is known about a leak besides its numbers; every field may be left out.
-
-    `precision` is how the numbers were rounded ("float32", "bfloat16", "float16", "int8", "int4";
-    None: found out from the numbers). `noise` is the standard deviation of noise that was added,
-    None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the identity
-    of the model that leaked.
-    """
-
-    model: str | None = None
-    precision: str | None = None
-    noise: float | None = None
-    mask: Tensor | None = None
-
-
-# What callers and files may say of a leak, by field.
-_KINDS: dict[str, Any] = {
-    "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
-    "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None,
-}  # fmt: skip
-AnyLeak = TypeVar("AnyLeak", bound="_Leak")
-
-
-class _Leak(About):
-    """What the five types share: checks on the way in, names and shapes on the way out."""
-
-    kind: ClassVar[str]
-    names: ClassVar[tuple[str, ...]] = ("values",)
-    rank: ClassVar[int] = 2
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, Tensor | _KINDS.get(field.name, object)):
-                raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
-        if self.noise is not None and not 0 <= self.noise < math.inf:
-            raise InputError(f"expected noise of 0 or more, got {self.noise}")
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise InputError(
-                f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision}"
-            )
-        for name in self.names:
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise InputError(f"expected {name} to be a floating-point tensor, got another kind")
-            if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
-                tensor = tensor.to(torch.float32)
-            if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
-                tensor = tensor[0]
-            if tensor.ndim != self.rank or 0 in tensor.shape:
-                raise InputError(
-                    f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
-                )
-            if bool(tensor.isinf().any()):
-                raise InputError(f"expected finite {name} (NaN where nothing leaked), got infinity")
-            if bool(tensor.isnan().all()):
-                raise InputError(f"expected {name} to hold numbers, got only NaN")
-            if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
-                object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
-            object.__setattr__(self, name, tensor.detach().to(torch.float32))
-        if self.length is not None and self.length < 1:
-            raise InputError(f"expected one token or more, got {self.length}")
-        if self.mask is not None:
-            if self.mask.is_complex() or not bool(self.mask.isfinite().all()):
-                raise InputError("expected a mask of 0 and 1, got other numbers")
-            mask = self.mask.reshape(-1).to(torch.long)
-            if self.length is not None and len(mask) != self.length:
-                raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
-            object.__setattr__(self, "mask", mask)
-
-    @property
-    def exposure(self) -> Exposure:
-        return Exposure(self.kind, int(getattr(self, "layer", 0)))
-
-    @property
-    def in_no_order(self) -> bool:
-        """Do the rows stand in an order that says nothing?"""
-        return bool(getattr(self, "permuted", False))
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.names}
-
-    @property
-    def length(self) -> int | None:
-        """How many positions the text has, padding included; None where that did not leak."""
-        return getattr(self, self.names[0]).shape[-2]
-
-    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tensors as (…, positions, numbers): what leaked at each position, side by side."""
-        return tensors["values"]
-
-    def cut(self: AnyLeak, length: int) -> AnyLeak:
-        """The leak of the first `length` positions."""
-        if self.length is None or length == self.length:
-            return self
-        ends = self.names if self.kind != "maps" else ()
-        short = {name: getattr(self, name)[..., :length, :] for name in ends}
-        if self.kind == "maps":
-            short = {"values": self.tensors["values"][:, :length, :length]}
-        return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """What is known about the leak besides its tensors."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in (*self.names, "mask")
-        }
-
-    @property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
-        whole = self.tensors if self.mask is None else {**self.tensors, "mask": self.mask}
-        sum_ = hashlib.sha256(json.dumps([self.kind, self.known], sort_keys=True).encode())
-        for name, tensor in whole.items():
-            sum_.update(f"{name} {tuple(tensor.shape)}".encode())
-            sum_.update(tensor.cpu().contiguous().numpy().tobytes())
-        return sum_.hexdigest()[:16]
-
-    def save(self, path: str | Path) -> None:
-        """Write the leak as .safetensors: a whole file or none."""
-        save_leak(self, path)
 
 
 @dataclass(frozen=True, eq=False)
-class HiddenStates(_Leak):
+class HiddenStates(BaseLeak):
     """Hidden states (n, d) after block `layer`; 0 is the embeddings.
 
     `width` says that only the first so many numbers of each row leaked, `normalised` that each row
@@ -209,7 +77,7 @@ class HiddenStates(_Leak):
 
 
 @dataclass(frozen=True, eq=False)
-class KeyValues(_Leak):
+class KeyValues(BaseLeak):
     """Keys and values (heads, n, k) of one layer, as they stand in a KV cache.
 
     A causal model's layers count from 0, as its cache does; an encoder's from 1, as its maps do.
@@ -228,7 +96,7 @@ class KeyValues(_Leak):
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionMaps(_Leak):
+class AttentionMaps(BaseLeak):
     """Attention probabilities (heads, n, n) of one layer, counted from 1."""
 
     values: Tensor
@@ -241,7 +109,7 @@ class AttentionMaps(_Leak):
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionOutput(_Leak):
+class AttentionOutput(BaseLeak):
     """What layer `layer`'s attention (from 1) adds to the residual stream, (n, d)."""
 
     values: Tensor
@@ -250,7 +118,7 @@ class AttentionOutput(_Leak):
 
 
 @dataclass(frozen=True, eq=False)
-class Pooled(_Leak):
+class Pooled(BaseLeak):
     """A sentence embedding (d,); `length` is the number of tokens where it is known."""
 
     values: Tensor
@@ -277,23 +145,59 @@ class Pooled(_Leak):
         return tensors["values"].unsqueeze(-2)
 
 
-Leak = HiddenStates | KeyValues | AttentionMaps | AttentionOutput | Pooled
+@dataclass(frozen=True, eq=False)
+class Logits(BaseLeak):
+    """Logits (v,) of the token after a text, or (k, v): of the first k tokens after it.
+
+    Each token after the text is the likeliest by the row before it. With `log_probabilities` each
+    row is log p, which is the logits less one number. A token whose logit did not leak is NaN.
+    `length` is the number of tokens of the text where it is known.
+    """
+
+    values: Tensor
+    log_probabilities: bool = False
+    tokens: int | None = None
+    kind: ClassVar[str] = "logits"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, Tensor) and self.values.ndim == 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "values", self.values[None])
+        super().__post_init__()
+
+    @property
+    def exposure(self) -> Exposure:
+        steps, log_probabilities = len(self.values), self.log_probabilities
+        return Exposure(self.kind, steps=steps, log_probabilities=log_probabilities)
+
+    @property
+    def length(self) -> int | None:
+        return self.tokens
+
+    @property
+    def leaked(self) -> Tensor:
+        """Which tokens (v,) have a logit in every row."""
+        return self.values.isfinite().all(0)
+
+    def rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["values"][..., self.leaked.to(tensors["values"].device)]
+
+
+Leak = HiddenStates | KeyValues | AttentionMaps | AttentionOutput | Pooled | Logits
 TYPES: dict[str, type[Leak]] = {
-    kind.kind: kind for kind in (HiddenStates, KeyValues, AttentionMaps, AttentionOutput, Pooled)
+    kind.kind: kind
+    for kind in (HiddenStates, KeyValues, AttentionMaps, AttentionOutput, Pooled, Logits)
 }
 
 
-def save_leak(leak: _Leak, path: str | Path) -> None:
+def save_leak(leak: Leak, path: str | Path) -> None:
     """Write a leak, to be handed from one machine to another."""
-    tensors = leak.tensors if leak.mask is None else {**leak.tensors, "mask": leak.mask}
-    about = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(leak.known)}
-    write_tensors(path, tensors, about)
+    leak.save(path)
 
 
 def load_leak(path: str | Path) -> Leak:
     """Read a leak that `save` wrote, or say in one line why it is none."""
     metadata, tensors = read_tensors(path, "a leak file")
-    if metadata.get("keyhole") != _FORMAT or metadata.get("leak") not in TYPES:
+    if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:
         raise InputError(f"expected a leak file written by Keyhole, got {path}")
     return _assemble(metadata, tensors, path)
 

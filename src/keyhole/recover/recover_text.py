@@ -170,6 +170,7 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "kv": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),
         "pooled": (parts.width,),
+        "logits": (leak.exposure.steps, target.vocabulary),
     }[leak.kind]
     for name, tensor in leak.tensors.items():
         if tuple(tensor.shape) != expected:

@@ -19,6 +19,7 @@ from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.attacks.key_values import CachedKeys
 from keyhole.recover.attacks.maps import EncoderMaps
 from keyhole.recover.attacks.pooled import PooledEmbedding
+from keyhole.recover.attacks.short_prompt import ShortPrompt
 from keyhole.recover.attacks.sublayer import SubLayerOutput
 from keyhole.recover.attacks.unordered import UnorderedStates
 from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
@@ -69,6 +70,9 @@ _CACHE = "Treat a KV cache as the text itself: encrypt it, and never share it be
 _MAPS = "Do not return attention maps; for explanations return one number for each token."
 _INNER = "Keep the outputs of sub-layers inside."
 _POOLED = "What is measured here is one attack: treat embeddings of secrets as secret all the same."
+_LOGITS = (
+    "Return the few likeliest tokens alone: as many logits as the model is wide give its state."
+)
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
 _BRIEFEST = TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1)
 
@@ -85,6 +89,7 @@ _inner = partial(
     Line, "attention", exposure="attention output before the residual", remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
 )  # fmt: skip
+_logits = Line("logits", True, "next-token logits", _LOGITS, lambda _: [], ())
 
 ATTACKS: Registry[Attack, Line] = Registry(
     "method",
@@ -105,9 +110,12 @@ ATTACKS: Registry[Attack, Line] = Registry(
             {"search": _BRIEFEST},
         ),
     )),
+    # Minutes of search or of learning, and a corpus for it: nothing that an audit tries unasked.
+    Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("embedding-reader", EmbeddingReader, (
-        # Needs a corpus and minutes of learning: nothing that an audit tries unasked.
         Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
+        Line("pooled", True, "pooled embedding", _POOLED, lambda _: [], ()),
+        _logits,
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),

@@ -26,6 +26,7 @@ from keyhole.recover.simulate import degrade, leak_of, parse_forms
 from keyhole.resume import Journal, digest
 
 Source = str | Path | Leak  # a file, a folder of files, or a leak
+_TASKS = {"logits": "causal"}  # the heads that leaks come out of
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
@@ -67,7 +68,7 @@ def run(
     """
     loaded = model
     if isinstance(loaded, str):
-        loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
+        loaded = open_model(loaded, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
     read = recovering_files(loaded, leaks, method=method, corpus=corpus, out=out, track=track)
     return [text.recovery for text in sorted(read, key=lambda text: text.number)]
 
@@ -114,6 +115,11 @@ def recovering_files(
             finished += 1
             overall(finished, note=Path(read.leak).name)
             yield read
+
+
+def task_for(leaks: Source | Sequence[Source]) -> str:
+    """The head that a model needs to give such leaks: that of the next token, or none."""
+    return _TASKS.get(_opened(leaks)[0][1].kind, "base")
 
 
 def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
@@ -175,11 +181,11 @@ def capture(
 ) -> list[Path]:
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1` or `pooled`. `out` is the file, or a
-    folder where there are several texts. The leak takes the `forms` that `degrade` knows, and is
-    rounded to `precision` after noise of `noise` times its standard deviation was added. A folder
-    remembers in a journal which leaks are in it until all of them are; `force` replaces the journal
-    of another run.
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
+    is the file, or a folder where there are several texts. The leak takes the `forms` that
+    `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
+    deviation was added. A folder remembers in a journal which leaks are in it until all of them
+    are; `force` replaces the journal of another run.
     """
     return [
         path
@@ -212,7 +218,9 @@ def capturing(
     paths = files_of(Path(out), len(texts))
     loaded = model
     if isinstance(loaded, str):
-        loaded = open_model(loaded, device=device, allow_pickle=allow_pickle)
+        loaded = open_model(
+            loaded, task=_TASKS.get(exposure.kind, "base"), device=device, allow_pickle=allow_pickle
+        )
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

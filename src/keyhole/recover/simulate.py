@@ -20,11 +20,12 @@ from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
-from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak
+from keyhole.recover.base_leak import PRECISIONS
+from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
-    "truncated": "truncated:K",
+    "truncated": "truncated:K", "log-probabilities": "log-probabilities",
 }  # fmt: skip
 LONGEST = 512  # tokens of a text that a leak is made of
 
@@ -59,6 +60,8 @@ def leak_of(
     if exposure.kind == "pooled":
         about |= {"pooling": exposure.pooling, "normalised": exposure.normalised}
         about["tokens"] = len(ids)
+    elif exposure.kind == "logits":
+        about |= {"log_probabilities": exposure.log_probabilities, "tokens": len(ids)}
     else:
         about["layer"] = exposure.layer
     return TYPES[exposure.kind](**tensors, **about)
@@ -75,8 +78,9 @@ def degrade(
 
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
-    (rows in any order), of hidden states. They and the precision are written into the leak, as a
-    server's documentation and a file's dtype would tell; the noise is not.
+    (rows in any order), of hidden states, or `log-probabilities`, of logits. They and the precision
+    are written into the leak, as a server's documentation and a file's dtype would tell; the noise
+    is not.
     """
     changes = parse_forms(forms)
     if precision not in PRECISIONS:
@@ -95,7 +99,7 @@ def degrade(
 
 
 def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
-    """What each of `normalised`, `permuted`, `subset:K`, `truncated:K` asks for, once at most."""
+    """What each of `normalised`, `subset:K` and the others asks for, once at most."""
     parsed: dict[str, int | None] = {}
     for form in forms:
         name, colon, count = form.partition(":")
@@ -112,8 +116,11 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
 def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator) -> Leak:
     if not forms:
         return leak
-    if not isinstance(leak, HiddenStates):
-        raise InputError(f"expected hidden states to be {', '.join(forms)}, got {leak.exposure}")
+    if isinstance(leak, Logits) and set(forms) == {"log-probabilities"}:
+        return replace(leak, values=leak.values.log_softmax(-1), log_probabilities=True)
+    if not isinstance(leak, HiddenStates) or "log-probabilities" in forms:
+        wanted = "logits" if "log-probabilities" in forms else "hidden states"
+        raise InputError(f"expected {wanted} to be {', '.join(forms)}, got {leak.exposure}")
     values, about = leak.values, {}
     width = forms.get("truncated")
     if width is not None:

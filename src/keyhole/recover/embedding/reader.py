@@ -114,7 +114,8 @@ class Reader(nn.Module):
         vectors, off, tokens = torch.zeros_like(goals), torch.zeros_like(goals), []
         if n:
             some = (guess.lengths > 0)[:, None]
-            vectors, states = self.encoder.look(guess)
+            # A model that frames nothing has no answer to no tokens: it is asked about one instead.
+            vectors, states = self.encoder.look(Texts(guess.ids, guess.lengths.clamp(min=1)))
             vectors = vectors.where(some, 0.0)
             off = (goals - vectors).where(some, 0.0)
             missing = (scale * guess.lengths[:, None] * off)[:, None].expand(-1, n, -1)

@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 
 from keyhole.models.capture import Exposure, capture, pool
 from keyhole.recover.attack import Target
+from keyhole.recover.embedding.whitening import Whitening
 
 _TOKENS = {"cuda": 1 << 19, "cpu": 1 << 12}  # in one pass
 
@@ -69,7 +70,8 @@ class Texts:
 class Encoder:
     """What turns texts into vectors: exactly, or in half precision where that is faster.
 
-    `passes` counts the texts that were run, the unit of a search's cost.
+    `passes` counts the texts that were run, the unit of a search's cost. Once it was told to
+    `whiten`, all of its vectors are, and those it is compared with have to go through `directions`.
     """
 
     def __init__(self, target: Target, exposure: Exposure | None = None) -> None:
@@ -79,8 +81,9 @@ class Encoder:
         self.before, self.after = target.frame()
         self.pad = target.pads()[0]
         self.passes = 0
+        self._whitening: Whitening | None = None
         fast = self.device.type == "cuda"
-        self._fast = copy.deepcopy(target.model).half() if fast else target.model
+        self._fast = copy.deepcopy(target.model).to(torch.float16) if fast else target.model
 
     @property
     def table(self) -> Tensor:
@@ -103,6 +106,20 @@ class Encoder:
         places = torch.arange(ids.shape[1], device=self.device)
         mask = places < (texts.lengths + first + last)[:, None]
         return ids, mask.long()
+
+    def whiten(self, texts: Texts) -> None:
+        """Compare vectors, from here on, in units of how they vary over these texts."""
+        self._whitening = None
+        self.whiten_by(self.vectors(texts, fast=True))
+
+    def whiten_by(self, vectors: Tensor) -> None:
+        """The same, from the vectors of texts as they are compared without it."""
+        self._whitening = Whitening.of(vectors)
+
+    def directions(self, values: Tensor) -> Tensor:
+        """Vectors (b, d) of a model as they are compared: of length one, in float32."""
+        unit = normalize(values.float(), dim=-1)
+        return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
 
     @torch.no_grad()
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
@@ -128,14 +145,14 @@ class Encoder:
             with torch.autocast(self.device.type, enabled=False):
                 seen = capture(self._fast, last, ids=ids, mask=mask)["values"]
             pooled = pool(parts, self.exposure, seen, mask)[:, : self.exposure.width]
-            vectors.append(normalize(pooled.float(), dim=-1))
+            vectors.append(self.directions(pooled))
             states.append(seen[:, first : first + n])
         return torch.cat(vectors), torch.cat(states)
 
     def _run(self, model: Any, texts: Texts) -> Tensor:
         ids, mask = self.framed(texts)
         values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
-        return normalize(values.float(), dim=-1)
+        return self.directions(values)
 
     def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
         """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
@@ -145,7 +162,7 @@ class Encoder:
         with torch.enable_grad():
             embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
             values = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
-            cosines = (normalize(values["values"].float(), dim=-1) * goals).sum(-1)
+            cosines = (self.directions(values["values"]) * goals).sum(-1)
             (slopes,) = torch.autograd.grad(cosines.sum(), embeddings)
         slopes = slopes[:, first : first + n]
         wide = slopes.new_zeros(len(texts), n, slopes.shape[-1])

@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from keyhole.models.capture import Exposure, capture
@@ -76,6 +75,8 @@ def _distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
 def assigned(costs: Tensor) -> Tensor:
     """The row (n,) at each position for costs (rows, positions); rows of NaN fill what is left."""
     seen = costs.isfinite().all(-1).cpu()
+    from scipy.optimize import linear_sum_assignment  # on demand: no other attack needs it
+
     rows = seen.nonzero().flatten()
     chosen, places = linear_sum_assignment(costs.cpu()[rows].numpy())
     order = torch.full((len(costs),), -1)
