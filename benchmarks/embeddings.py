@@ -9,11 +9,9 @@ counted as wrong. Made for a GPU. `--quick` takes a random-weight model of 100 w
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +43,7 @@ def run(quick: bool) -> list[Row]:
 def full() -> Iterator[texts.Part]:
     loaded, data = texts.minilm(CHOSEN), Path(CHOSEN.data)
     reviews = read_texts(data / "sst2" / "train.tsv")
-    corpus = [*reviews, *reviews, *hellaswag(data), *dream(data)]
+    corpus = [*reviews, *reviews, *texts.hellaswag(data), *texts.dream(data)]
     secrets = read_texts(data / "sst2" / "dev.tsv")
     learning = Learning(CHOSEN.seconds, size=Size(longest=LONGEST))
     yield from parts(loaded, corpus, secrets, learning, Search(CHOSEN.rounds), LENGTHS)
@@ -59,16 +57,6 @@ def small() -> Iterator[texts.Part]:
     learning = Learning(steps=20, batch=32, size=Size(32, 1, 2, 3), pool=32, every=10)
     search = Search(rounds=3, islands=2, kept=4, first=8, pieces=4)
     yield from parts(loaded, lines, lines[:4], learning, search, {(1, 3): 0})
-
-
-def hellaswag(data: Path) -> list[str]:
-    lines = (data / "hellaswag" / "train.jsonl").read_text("utf-8").splitlines()
-    return [text for line in map(json.loads, lines) for text in (line["ctx"], *line["endings"])]
-
-
-def dream(data: Path) -> list[str]:
-    dialogues = json.loads((data / "dream" / "train.json").read_text("utf-8"))
-    return [turn for dialogue in dialogues for turn in dialogue[0]]
 
 
 def parts(
@@ -115,7 +103,7 @@ def measure(
     answers = [best.tokens(row) for row in range(len(secrets))]
     exact = sum(map(list.__eq__, answers, secrets))
     arrived = int((pools.best > 1 - search.arrived).sum())
-    shared = statistics.mean(map(f1, answers, secrets))
+    shared = statistics.mean(map(texts.f1, answers, secrets))
     return Row(
         what,
         f"{exact} of {len(secrets)} exact, {arrived - exact} that give the vector and are others",
@@ -124,11 +112,6 @@ def measure(
         f"token F1 {shared:.3f}; {(encoder.passes - before) // len(secrets):,} passes and "
         f"{seconds / len(secrets):.2f} s a text",
     )
-
-
-def f1(answer: list[int], secret: list[int]) -> float:
-    shared = (Counter(answer) & Counter(secret)).total()
-    return 2 * shared / (len(answer) + len(secret))
 
 
 if __name__ == "__main__":

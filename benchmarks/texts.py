@@ -13,6 +13,7 @@ import importlib.util
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,24 @@ def dialogues(data: Path, count: int) -> list[str]:
     dialogues = json.loads(_read(data / "dream" / "dev.json"))
     joined = [" ".join(turns) for turns, *_ in dialogues]
     return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
+
+
+def hellaswag(data: Path) -> list[str]:
+    """What happens, and how it may go on: HellaSwag's training set."""
+    lines = map(json.loads, _read(data / "hellaswag" / "train.jsonl").splitlines())
+    return [text for line in lines for text in (line["ctx"], *line["endings"])]
+
+
+def dream(data: Path) -> list[str]:
+    """The turns of DREAM's dialogues, its training set."""
+    dialogues = json.loads(_read(data / "dream" / "train.json"))
+    return [turn for dialogue in dialogues for turn in dialogue[0]]
+
+
+def f1(answer: list[int], secret: list[int]) -> float:
+    """The share of tokens that two texts have in common, wherever they stand."""
+    shared = (Counter(answer) & Counter(secret)).total()
+    return 2 * shared / (len(answer) + len(secret))
 
 
 def _read(path: Path) -> str:

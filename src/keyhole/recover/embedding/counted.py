@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from keyhole.recover.embedding.bag import Bag
-from keyhole.recover.embedding.candidates import Candidates, Tokens
+from keyhole.recover.embedding.candidates import NEVER, Candidates, Tokens
 from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 _LINES = 50_000  # that the encoder is run on
 _LENGTH = 16  # tokens: longer lines are cut into pieces
-_TOKENS = 1_500  # that a text is put together from
-_NEVER = -1e3  # the log-odds of a token that no text holds
+_TOKENS = 1_000  # that texts are put together from, and those that a guess lacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +61,12 @@ class Counted:
         best = cosines.topk(min(count, len(self.lines))).indices
         return [self.lines.tokens(int(row)) for row in best if cosines[row] > -2]
 
-    def candidates(
-        self, goal: Tensor, longest: int, among: Iterable[Iterable[int]] = ()
-    ) -> Candidates:
-        """The likeliest tokens of the text behind a vector, and all of the texts `among` them."""
+    def candidates(self, goal: Tensor, longest: int) -> Candidates:
+        """The likeliest tokens of the text behind a vector."""
         odds = self.bag.odds(goal)
-        odds[self.special] = _NEVER
+        odds[self.special] = NEVER
         count = min(_TOKENS, len(odds) - len(self.special))
-        always = torch.tensor([token for text in among for token in text], dtype=torch.long)
-        ids = torch.cat([odds.topk(count).indices, always]).unique()
-        pairs = self.ngrams.among(torch.cat([ids, torch.tensor([self.ngrams.mark])]))
-        return Candidates(ids, odds[ids], pairs, longest)
+        return Candidates(odds, odds.topk(count).indices, self.ngrams, longest)
 
 
 def _cut(line: Tokens) -> Iterable[Tokens]:

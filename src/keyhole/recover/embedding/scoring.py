@@ -50,6 +50,9 @@ class Texts:
         ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
         return Texts(ids, self.lengths.clamp(max=width))
 
+    def to(self, device: Any) -> Texts:
+        return Texts(self.ids.to(device), self.lengths.to(device))
+
     def tokens(self, row: int) -> list[int]:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
@@ -139,4 +142,5 @@ class Encoder:
 
 def matrix_half() -> torch.dtype | None:
     """The half precision that this CPU has matrix units for: three times as fast as float32."""
-    return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else None
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if known.get("amx_bf16") else None
