@@ -52,7 +52,8 @@ def invert_text(
         typer.Option(
             metavar="FILE",
             help="For a pooled embedding or logits: texts like those that are looked for (.txt, "
-            ".tsv, .csv, .jsonl), from which a reader is learnt in minutes on a GPU.",
+            ".tsv, .csv, .jsonl). On a GPU a reader is learnt from them in minutes, on a CPU tokens and their "
+            "order are counted, which reads short texts.",
         ),
     ] = None,
     device: Device = "cpu",

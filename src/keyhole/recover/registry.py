@@ -13,6 +13,7 @@ from typing import Any
 
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.decoder import DecoderStates
 from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.attacks.encoder import EncoderStates
@@ -117,10 +118,16 @@ ATTACKS: Registry[Attack, Line] = Registry(
         Line("pooled", True, "pooled embedding", _POOLED, lambda _: [], ()),
         _logits,
     )),
+    Entry("counted-reader", CountedReader, (
+        Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
+    )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
     Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
 )  # fmt: skip
+
+# With a corpus: what is learnt in minutes on a GPU would take hours on a CPU, counting does not.
+ON_CPU, ELSEWHERE = "counted-reader", "embedding-reader"
 
 
 def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:

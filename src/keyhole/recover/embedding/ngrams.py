@@ -1,0 +1,83 @@
+"""What follows what in a corpus: interpolated bigrams (Kneser and Ney, 1995).
+
+    p(b | a) = max(c(ab) − D, 0) / c(a) + D·(tokens seen after a) / c(a) · q(b)
+
+c counts pairs of neighbours, q(b) is the share of the distinct pairs that end in b: a word that
+follows many others is likely after a new one. Before the first token and behind the last one
+stands a mark of its own, V. `uniform` knows nothing: every token is as likely everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.embedding.scoring import Texts
+
+_DISCOUNT = 0.75
+_SEEN = 0.05  # pairs that a token which ends none counts as
+
+
+@dataclass(frozen=True, eq=False)
+class NGrams:
+    """Pairs that were seen as keys a·(V + 1) + b in order, and what p(b | a) is made of."""
+
+    keys: Tensor  # (pairs,)
+    seen: Tensor  # (pairs,) max(c(ab) − D, 0) / c(a)
+    left: Tensor  # (V + 1,) the share of each a that is left for pairs not seen
+    ends: Tensor  # (V + 1,) q(b)
+
+    @property
+    def mark(self) -> int:
+        """What stands before the first token and behind the last."""
+        return len(self.ends) - 1
+
+    @classmethod
+    def of(cls, lines: Iterable[Sequence[int]], vocabulary: int) -> NGrams:
+        size = vocabulary + 1
+        row = torch.tensor([vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)])
+        keys, counts = (row[:-1] * size + row[1:]).unique(return_counts=True)
+        first, second = keys // size, keys % size
+        totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, counts.double())
+        kinds = torch.bincount(first, minlength=size)
+        ends = torch.bincount(second, minlength=size) + _SEEN
+        left = torch.where(totals > 0, _DISCOUNT * kinds / totals.clamp(min=1), 1.0)
+        seen = (counts - _DISCOUNT) / totals[first]
+        return cls(keys, seen.float(), left.float(), (ends / ends.sum()).float())
+
+    @classmethod
+    def uniform(cls, vocabulary: int) -> NGrams:
+        none, every = torch.zeros(0), torch.ones(vocabulary + 1)
+        return cls(none.long(), none, every, every / len(every))
+
+    def pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        """log p(b | a), for tokens or marks a and b of one shape."""
+        p = self.left[first] * self.ends[second]
+        if len(self.keys):
+            wanted = first * len(self.ends) + second
+            place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+            p = p + self.seen[place].where(self.keys[place] == wanted, 0.0)
+        return p.log()
+
+    def among(self, tokens: Tensor) -> Tensor:
+        """log p (c, c) of each of these tokens behind each."""
+        size, count = len(self.ends), len(tokens)
+        place = torch.full((size,), -1)
+        place[tokens] = torch.arange(count)
+        first, second = place[self.keys // size], place[self.keys % size]
+        both = (first >= 0) & (second >= 0)
+        p = self.left[tokens][:, None] * self.ends[tokens]
+        p.index_put_((first[both], second[both]), self.seen[both], accumulate=True)
+        return p.log()
+
+    def log_p(self, texts: Texts) -> Tensor:
+        """log p (b,) of whole texts, their ends included."""
+        ids = texts.ids.where(texts.mask, self.mark)
+        ends = ids.new_full((len(ids), 1), self.mark)
+        terms = self.pairs(torch.cat([ends, ids], 1), torch.cat([ids, ends], 1))
+        inside = torch.arange(terms.shape[1]) <= texts.lengths[:, None]
+        return terms.where(inside, 0.0).sum(-1)

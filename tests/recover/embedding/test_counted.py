@@ -1,0 +1,125 @@
+"""Counts of a corpus: they point at the tokens of texts, and a search with them reads texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models import Exposure, load_model
+from keyhole.recover import leak_of, recover_texts
+from keyhole.recover.attack import Target
+from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.recover.embedding.bag import Bag
+from keyhole.recover.embedding.candidates import Shares
+from keyhole.recover.embedding.climb import Climb
+from keyhole.recover.embedding.counted import Counted
+from keyhole.recover.embedding.ngrams import NGrams
+from keyhole.recover.embedding.scoring import Encoder, Texts
+from keyhole.recover.run import run
+
+LINES = [" ".join(f"w{(k * j + k) % 60}" for j in range(1, 2 + k % 5)) for k in range(1, 400)]
+SECRETS = ["w3 w14 w5", "w31 w2", "w8 w27 w19"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    tiny.save("bert", folder)
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def encoder(loaded):
+    return Encoder(Target.of(loaded.model, loaded.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def lines(loaded):
+    return loaded.tokenizer(LINES, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def counted(encoder, lines):
+    return Counted.of(encoder, lines)
+
+
+@pytest.fixture(scope="module")
+def secrets(loaded, encoder):
+    ids = loaded.tokenizer(SECRETS, add_special_tokens=False)["input_ids"]
+    return ids, encoder.vectors(Texts.of(ids, 3))
+
+
+def test_the_bag_holds_the_tokens_of_texts_that_are_not_in_the_corpus(counted, secrets):
+    ids, goals = secrets
+    best = counted.bag.odds(goals).topk(20).indices.tolist()  # of 200
+    held = [token in first for tokens, first in zip(ids, best, strict=True) for token in tokens]
+    assert sum(held) >= 6  # of 8; by chance less than one
+
+
+def test_what_is_missing_is_the_difference_of_the_odds(counted, secrets):
+    _, goals = secrets
+    bag = counted.bag
+    expected = bag.odds(goals[0]) - bag.odds(goals[1])
+    assert torch.allclose(bag.missing(goals[0] - goals[1]), expected, atol=1e-3)
+
+
+def test_a_blank_bag_knows_how_frequent_tokens_are(encoder, lines):
+    texts = Texts.of([line for line in lines if len(line) <= 5], 5)
+    bag = Bag.blank(encoder, texts, 32)
+    assert torch.equal(bag.odds(torch.randn(32)), bag.offset)
+    most = int(bag.offset.argmax())
+    shares = [sum(t in line for line in lines) for t in range(len(bag.offset))]
+    assert shares[most] == max(shares)
+
+
+def test_candidates_hold_no_special_tokens(counted, secrets):
+    candidates = counted.candidates(secrets[1][0], 4)
+    assert not torch.isin(counted.special, candidates.likeliest).any()
+    assert len(candidates.likeliest) == len(counted.bag.offset) - len(counted.special)
+    text = (10, 11)
+    for child in candidates.changed(text, torch.ones(200), 1.0, Shares(), {text}, 0):
+        assert not {0, 2, 3} & set(child)
+
+
+def test_the_search_reads_texts_and_runs_none_twice(encoder, counted, secrets):
+    for tokens, goal in zip(*secrets, strict=True):
+        seen: list[tuple[int, ...]] = []
+        vectors = encoder.vectors
+
+        def watched(texts, fast=False, seen=seen, vectors=vectors):
+            if fast:
+                seen.extend(tuple(texts.tokens(row)) for row in range(len(texts)))
+            return vectors(texts, fast)
+
+        encoder.vectors = watched
+        reading = Climb(passes=4000)(encoder, goal, counted, 4)
+        encoder.vectors = vectors
+        assert reading.tokens == tokens
+        assert reading.cosine > 1 - 1e-6
+        assert len(seen) == len(set(seen)) <= reading.passes
+
+
+def test_a_search_ends_when_its_passes_are_spent(encoder, lines, secrets):
+    blank = Counted.of(encoder, lines, ngrams=NGrams.uniform(200), guess=False)
+    reading = Climb(passes=100, arrived=-1.0)(encoder, secrets[1][0], blank, 4)
+    assert 1 <= len(reading.tokens) <= 4
+    assert 100 <= reading.passes < 300
+
+
+def test_texts_are_read_back_and_verified(loaded, tmp_path):
+    leaks = [leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")) for text in SECRETS]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(LINES), "utf-8")
+    recoveries = run(loaded, leaks, corpus=corpus)
+    assert [recovery.text for recovery in recoveries] == SECRETS
+    assert all(recovery.verified for recovery in recoveries)
+    assert {recovery.method for recovery in recoveries} == {"CountedReader"}
+    assert "counts of the corpus" in recoveries[0].reason
+
+
+def test_a_corpus_without_texts_is_refused(loaded):
+    leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
+    with pytest.raises(InputError, match="expected texts to count, got none"):
+        recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))
