@@ -52,8 +52,8 @@ def invert_text(
         typer.Option(
             metavar="FILE",
             help="For a pooled embedding or logits: texts like those that are looked for (.txt, "
-            ".tsv, .csv, .jsonl). On a GPU a reader is learnt from them in minutes, on a CPU tokens "
-            "and their order are counted, which reads short texts.",
+            ".tsv, .csv, .jsonl). On a GPU a reader is learnt from them in minutes, on a CPU "
+            "tokens and their order are counted, which reads short texts.",
         ),
     ] = None,
     device: Device = "cpu",
