@@ -22,6 +22,7 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
+from keyhole.report import wording
 from keyhole.results import Status
 from keyhole.stores import open_store
 
@@ -100,6 +101,20 @@ def test_what_is_wrong_with_a_text_is_shown(tmp_path):
     assert finding.status is Status.INEXACT
     assert finding.reason.startswith("of 2 texts, 1 can be read exactly: all tried")
     assert "mean pooling, normalised: gives the vectors of the store's own texts" in finding.reason
+
+
+@pytest.mark.parametrize("maker", [made_stores.jsonl, made_stores.npy], ids=["texts", "none"])
+def test_a_search_that_does_not_arrive_is_no_clean_store(maker, tmp_path):
+    """It looks for texts of another length than any of these has."""
+    texts = ["w1 w2 w3 w4", "w9 w8 w7 w6 w5"]
+    audited = audit(sampled(maker(tmp_path, vectors_of(texts), texts), known=texts))
+    (finding,) = audited.findings
+    assert (finding.status, audited.exit_code) == (Status.BUDGET, 3)
+    assert finding.estimate is None  # nothing is said of the other texts
+    assert finding.reason.startswith("none of the 2 texts tried was read: the search ended before")
+    assert "--corpus" in finding.reason
+    assert wording.verdict(audited).startswith("Could not check")
+    assert "could not check" in report.render(audited)
 
 
 def test_the_pooling_of_known_texts_is_used(tmp_path):

@@ -35,7 +35,7 @@ from keyhole.recover.pooling import (
     from_statistics,
     from_texts,
 )
-from keyhole.recover.recover_text import recovering
+from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.recover.simulate import LONGEST
 from keyhole.results import Estimate, Finding, Readings, Status
 from keyhole.results.readings import Piece, Reading
@@ -46,7 +46,8 @@ _REMEDY = (
     "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
     "deleting a text means deleting its vector."
 )
-_NOTHING = (Status.MISMATCH, Status.NOT_APPLICABLE)  # of which no share can be told
+_SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
+_NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _AT_ONCE = 8  # vectors that one check reads
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
@@ -172,7 +173,9 @@ def _together(target: StoreTarget, parts: Sequence[Finding]) -> Finding:
     cell = replace(first, readings=readings)
     status = _status(cell, [part.status for part in parts])
     estimate, about = None, parts[0].reason
-    if status not in _NOTHING:
+    if status is Status.BUDGET:
+        about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
+    if status not in _NO_SHARE:
         estimate = Estimate.of(cell.exact, len(readings), target.count)
         about = str(estimate)
     reason = "; ".join(part for part in (about, target.pooling.reason, target.note) if part)
@@ -226,12 +229,12 @@ def _recover(target: StoreTarget, places: range, track: Track) -> list[TextRecov
 
 def _status(cell: Readings, statuses: Sequence[Status]) -> Status:
     """What became of all texts; `statuses` are those of each, or of some of them together."""
-    if len(set(statuses)) == 1 and statuses[0] in _NOTHING:
+    if len(set(statuses)) == 1 and statuses[0] in _SAME:
         return statuses[0]
     if cell.exact == len(cell.readings):
         return Status.RECOVERED
     partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
-    return Status.INEXACT if partly else Status.UNSOLVED
+    return Status.INEXACT if partly else Status.BUDGET
 
 
 def _reading(loaded: Loaded, row: int, text: str | None, recovery: TextRecovery) -> Reading:

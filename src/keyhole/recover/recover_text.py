@@ -22,6 +22,9 @@ from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.results import Status, Unsuccessful
 
+NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
+LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read it"
+
 
 def recover_text(
     model: Any,
@@ -184,7 +187,11 @@ def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> Text
     lost, status = _lost(target, leak, proposal.ids), verdict.status
     if lost and status is Status.RECOVERED:
         status = Status.INEXACT  # every token came back, but not every character
-    notes = (verdict.reason, *lost, proposal.note)
+    short = ""
+    if leak.kind == "pooled" and status in (Status.UNSOLVED, Status.MISMATCH):
+        # One vector for a whole text, of all texts that there are: nothing was ruled out.
+        status, short = Status.BUDGET, f"{NOT_ARRIVED}: {LEARN_MORE}"
+    notes = (verdict.reason, *lost, short, proposal.note)
     return TextRecovery(
         status=status,
         reason="; ".join(note for note in notes if note),
