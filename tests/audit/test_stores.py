@@ -198,7 +198,10 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     [
         (("vectors.npy",), "expected --model with the vector store vectors.npy, got none"),
         (("vectors.npy", "--model", "demo", "--data", "x"), "expected --data and --layers with a"),
-        (("demo", "--model", "demo"), "expected --model and --known with a vector store, got demo"),
+        (("demo", "--model", "demo"), "expected --model with a vector store, got demo"),
+        (("demo", "--corpus", "x"), "expected --corpus with a vector store, got demo"),
+        (("vectors.npy", "--model", "demo", "--reader", "x"), "expected --corpus with --reader"),
+        (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
         (("vectors.npy", "--model", "demo", "--ledger", "l"), "expected --ledger with an endpoint"),
         (("none.npy", "--model", "demo"), "expected an array of vectors"),
         (("vectors.npy", "--model", "demo"), "expected vectors of"),

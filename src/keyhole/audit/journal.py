@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target
@@ -21,6 +23,7 @@ from keyhole.audit.texts import TextTarget
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.results import environment
 from keyhole.resume import Journal, Run, digest
 
@@ -58,10 +61,22 @@ def _store(target: StoreTarget) -> dict[str, Any]:
     return {
         "weights": identity(target.loaded.model),
         "pooling": str(target.pooling),
+        "method": _method(target),
         "texts": len(target.rows),
-        "data": digest(list(target.rows), list(target.texts), target.vectors.double().tolist()),
+        "data": digest(list(target.rows), list(target.texts), _bytes(target.vectors)),
         "device": str(next(target.loaded.model.parameters()).device),
     }
+
+
+def _bytes(vectors: Tensor) -> bytes:
+    return vectors.double().contiguous().numpy().tobytes()
+
+
+def _method(target: StoreTarget) -> Any:
+    method = target.method
+    if isinstance(method, EmbeddingReader):
+        return method.settings
+    return None if method is None else repr(method)
 
 
 def _model(target: TextTarget) -> dict[str, Any]:

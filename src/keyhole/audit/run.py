@@ -48,6 +48,8 @@ def audit(
     *,
     model: str | None = None,
     known: str | Path | None = None,
+    corpus: str | Path | None = None,
+    reader: str | Path | None = None,
     data: str | Path | None = None,
     texts: int | None = None,
     flips: int = 12,
@@ -67,7 +69,9 @@ def audit(
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
     `model`, the encoder that made its vectors: `texts` of them, 20 by default, chosen by `seed`;
-    `known` is a file of texts that are in it. `data` is a file of texts for a model: the first
+    `known` is a file of texts that are in it, `corpus` one of texts like them, from which a reader
+    is learnt once (`reader` is the file that keeps it, for another audit or for the same one when
+    it was stopped). `data` is a file of texts for a model: the first
     `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped, whose right
     classes are in the column `label`: by default the one of that name, if there is one, or else the
     model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
@@ -88,12 +92,14 @@ def audit(
         given = None
         if data is not None:
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
-        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed)
+        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus, reader)
         opened = open_target(target, data=given, layers=layers, device=device, stored=stored)
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
         raise _no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
+    for store in opened.stores.values():
+        store_checks.expect_own_reader(store, force=force)
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,

@@ -135,6 +135,14 @@ Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
+CorpusFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="For embeddings: texts like those that are looked for (.txt, .tsv, .csv, .jsonl), "
+        "from which a reader is learnt in minutes on a GPU.",
+    ),
+]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(

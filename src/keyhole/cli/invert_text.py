@@ -12,6 +12,7 @@ from rich.text import Text
 
 from keyhole.cli.app import (
     AllowPickle,
+    CorpusFile,
     Device,
     Json,
     ModelName,
@@ -47,14 +48,7 @@ def invert_text(
     method: Annotated[
         str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
     ] = None,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="For a pooled embedding: texts like those that are looked for (.txt, .tsv, .csv, "
-            ".jsonl), from which a reader is learnt in minutes on a GPU.",
-        ),
-    ] = None,
+    corpus: CorpusFile = None,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
     out: Annotated[

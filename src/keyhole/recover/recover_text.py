@@ -13,7 +13,7 @@ from typing import Any
 
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
-from keyhole.progress import Progress, silent
+from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
 from keyhole.recover.judge import judge
 from keyhole.recover.leaks import TYPES, Leak
@@ -58,10 +58,12 @@ def recovering(
     *,
     method: Attack | None = None,
     progress: Progress = silent,
+    track: Track = untracked,
 ) -> Iterator[tuple[int, TextRecovery]]:
     """The same, one by one as they come: (number of the leak, what became of it).
 
-    `progress` is told how many tokens fit so far, and of how many.
+    `progress` is told how many tokens fit so far, and of how many; `track` follows the parts of an
+    attack that has any.
     """
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
@@ -70,7 +72,7 @@ def recovering(
         return
     count = TokenCount(leaks, progress)
     clock = _Clock(count, started)
-    target = replace(target, count=count)
+    target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
     try:

@@ -1,0 +1,157 @@
+"""A few of a store's vectors read back: one check of an audit, in this process or in another.
+
+Where the store still has the texts, what was read is compared with them; where it does not, a text
+counts as read if running the encoder on it gives the vector again (recover/judge.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch import Tensor
+
+from keyhole.audit.check import Checked
+from keyhole.models.anatomy import anatomy
+from keyhole.models.loading import Loaded
+from keyhole.progress import Track
+from keyhole.recover import Mark, Pooled, TextRecovery
+from keyhole.recover.attack import Attack
+from keyhole.recover.originals import Original
+from keyhole.recover.pieces import unknown_token, written
+from keyhole.recover.pooling import Pooling
+from keyhole.recover.recover_text import recovering
+from keyhole.results import Estimate, Finding, Readings, Status
+from keyhole.results.readings import Piece, Reading
+
+EXPOSURE = "stored embedding"
+_REMEDY = (
+    "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
+    "deleting a text means deleting its vector."
+)
+_SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
+_PARTLY = 0.5  # of the tokens: what is called nearly recovered
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A few vectors of a store and how they were made: all that is needed but the encoder.
+
+    `longest` is after how many tokens the encoder cuts a text off.
+    """
+
+    surface: str
+    rows: tuple[int, ...]
+    vectors: Tensor
+    texts: tuple[str | None, ...]
+    pooling: Pooling
+    longest: int
+    method: Attack | None = None
+
+
+def read(loaded: Loaded, part: Part, track: Track) -> Checked:
+    """Read all vectors of a part, and say what became of each."""
+    started = time.perf_counter()
+    recoveries = _recover(loaded, part, track)
+    readings = tuple(
+        _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
+    )
+    cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    made = finding(
+        part.surface, status_of(cell, [recovery.status for recovery in recoveries]),
+        recoveries[0].reason, attack=recoveries[0].method, cell=cell,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Checked((made,))
+
+
+def finding(
+    surface: str,
+    status: Status,
+    reason: str,
+    *,
+    attack: str = "",
+    cell: Readings | None = None,
+    estimate: Estimate | None = None,
+    seconds: float = 0.0,
+) -> Finding:
+    return Finding(
+        surface=surface,
+        exposure=EXPOSURE,
+        attack=attack,
+        status=status,
+        reason=reason,
+        remedy=_REMEDY,
+        error=None,
+        queries=0 if cell is None else len(cell.readings),
+        seconds=seconds,
+        known=0.0 if cell is None else cell.known,
+        sought="text",
+        texts=() if cell is None else (cell,),
+        estimate=estimate,
+    )
+
+
+def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
+    """What became of all texts; `statuses` are those of each, or of some of them together."""
+    if len(set(statuses)) == 1 and statuses[0] in _SAME:
+        return statuses[0]
+    if cell.exact == len(cell.readings):
+        return Status.RECOVERED
+    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    return Status.INEXACT if partly else Status.BUDGET
+
+
+def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
+    pooling = part.pooling
+    leaks = [
+        Pooled(vector, pooling=pooling.name, normalised=pooling.normalised)
+        for vector in part.vectors
+    ]
+    progress = track(EXPOSURE, total=len(leaks))
+    recoveries: dict[int, TextRecovery] = {}
+    for number, recovery in recovering(
+        loaded.model, loaded.tokenizer, leaks, method=part.method, track=track
+    ):
+        recoveries[number] = recovery
+        progress(len(recoveries))
+    return [recoveries[number] for number in range(len(leaks))]
+
+
+def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> Reading:
+    """What was read of one vector, beside the store's own text where it has one."""
+    tokenizer, text = loaded.tokenizer, part.texts[place]
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
+    if text is None or not text.strip():
+        pieces = tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens)
+        note = f"vector {part.rows[place]}: the store has no text of it"
+        return Reading("", pieces, recovery.status is Status.RECOVERED, recovery.verified, note)
+    original = Original.of(tokenizer, text, part.longest)
+    truth = [id_ for id_ in original.ids if id_ not in special]
+    exact = original.is_exactly(tokenizer, recovery.ids)
+    note = "; ".join(original.notes)
+    pieces = tuple(_aligned(tokens, truth))
+    return Reading(original.text, pieces, exact, recovery.verified, note)
+
+
+def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
+    pieces = written(tokenizer, recovery.ids)
+    return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+
+
+def _aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:
+    """Tokens marked right or wrong, with a question mark for every one that is missing.
+
+    A text's length does not leak with its embedding, so positions alone say little.
+    """
+    ids = [id_ for _, _, id_ in tokens]
+    matcher = SequenceMatcher(None, truth, ids, autojunk=False)
+    for kind, from_, to, start, end in matcher.get_opcodes():
+        for piece, mark, _ in tokens[start:end]:
+            yield Piece(piece, mark.value, kind == "equal")
+        for _ in range(max(0, (to - from_) - (end - start))):
+            yield Piece(" ?", Mark.UNKNOWN.value, False)
