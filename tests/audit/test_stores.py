@@ -101,6 +101,12 @@ def test_what_is_wrong_with_a_text_is_shown(tmp_path):
     assert finding.status is Status.INEXACT
     assert finding.reason.startswith("of 2 texts, 1 can be read exactly: all tried")
     assert "mean pooling, normalised: gives the vectors of the store's own texts" in finding.reason
+    assert (whole.tokens, whole.overlap, part.tokens) == (1, 1.0, 3)
+    assert whole.similarity == pytest.approx(1, abs=1e-6)
+    guess = "".join(piece.text for piece in part.pieces if piece.text != " ?").strip()
+    assert part.overlap == 2 * (guess in texts[1].split()) / (1 + 3)  # a word of one, three of two
+    near, far = vectors_of([guess, texts[1]])
+    assert part.similarity == pytest.approx(float(near @ far), abs=1e-6)
 
 
 @pytest.mark.parametrize("maker", [made_stores.jsonl, made_stores.npy], ids=["texts", "none"])

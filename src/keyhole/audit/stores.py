@@ -180,9 +180,8 @@ def _learnt_once(target: StoreTarget) -> Callable[[Track], Attack | None]:
 
 
 def _attacked(target: StoreTarget) -> tuple[Attacked, Exposure]:
-    loaded, pooling = target.loaded, target.pooling
-    exposure = Exposure("pooled", 0, pooling.name, pooling.normalised)
-    return Attacked.of(loaded.model, loaded.tokenizer), exposure
+    loaded = target.loaded
+    return Attacked.of(loaded.model, loaded.tokenizer), target.pooling.exposure
 
 
 def expect_own_reader(target: StoreTarget, *, force: bool) -> None:

@@ -7,12 +7,13 @@ counts as read if running the encoder on it gives the vector again (recover/judg
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, cosine_similarity
 
 from keyhole.audit.check import Checked
 from keyhole.models.anatomy import anatomy
@@ -24,6 +25,7 @@ from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.pooling import Pooling
 from keyhole.recover.recover_text import recovering
+from keyhole.recover.simulate import leak_of
 from keyhole.results import Estimate, Finding, Readings, Status
 from keyhole.results.readings import Piece, Reading
 
@@ -126,16 +128,44 @@ def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> 
     tokenizer, text = loaded.tokenizer, part.texts[place]
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
+    near = _similarity(loaded, part, place, recovery)
     if text is None or not text.strip():
-        pieces = tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens)
-        note = f"vector {part.rows[place]}: the store has no text of it"
-        return Reading("", pieces, recovery.status is Status.RECOVERED, recovery.verified, note)
+        return Reading(
+            original="",
+            pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
+            exact=recovery.status is Status.RECOVERED,
+            verified=recovery.verified,
+            note=f"vector {part.rows[place]}: the store has no text of it",
+            tokens=len(tokens),
+            similarity=near,
+        )
     original = Original.of(tokenizer, text, part.longest)
     truth = [id_ for id_ in original.ids if id_ not in special]
-    exact = original.is_exactly(tokenizer, recovery.ids)
-    note = "; ".join(original.notes)
-    pieces = tuple(_aligned(tokens, truth))
-    return Reading(original.text, pieces, exact, recovery.verified, note)
+    return Reading(
+        original=original.text,
+        pieces=tuple(_aligned(tokens, truth)),
+        exact=original.is_exactly(tokenizer, recovery.ids),
+        verified=recovery.verified,
+        note="; ".join(original.notes),
+        tokens=len(truth),
+        overlap=_overlap([id_ for _, _, id_ in tokens], truth),
+        similarity=near,
+    )
+
+
+def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> float | None:
+    """The cosine of a vector with that of the text that was read; None where none was."""
+    if not recovery.ids:
+        return None
+    made = leak_of(loaded.model, loaded.tokenizer, recovery.ids, part.pooling.exposure)
+    pair = made.tensors["values"].double(), part.vectors[place].double()
+    return float(cosine_similarity(*pair, dim=0))
+
+
+def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
+    """F1 of the tokens as bags: twice those in common, over all of both."""
+    common = (Counter(ids) & Counter(truth)).total()
+    return 2 * common / max(1, len(ids) + len(truth))
 
 
 def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:

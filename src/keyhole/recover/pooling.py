@@ -47,6 +47,10 @@ class Pooling:
     reason: str
 
     @property
+    def exposure(self) -> Exposure:
+        return Exposure("pooled", 0, self.name, self.normalised)
+
+    @property
     def sure(self) -> bool:
         return self.error is not None and self.error <= AGREES
 
