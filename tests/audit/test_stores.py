@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -220,3 +221,17 @@ def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, ca
     done = inside("audit", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2, done.stderr
     assert message in " ".join(done.stderr.split())
+
+
+def test_what_an_encoder_cuts_off_did_not_come_back(tmp_path, encoder):
+    """The folder says after how many tokens; the store's texts may be longer."""
+    folder = shutil.copytree(encoder, tmp_path / "encoder")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
+    name = made_stores.jsonl(tmp_path, vectors_of(["w5"]), ["w5 w6 w7"])
+    (store,) = open_target(name, stored=Stored(str(folder), texts=1)).stores.values()
+    assert (store.longest, store.pooling.sure) == (3, True)
+    (finding,) = audit(replace(store, method=SHORT)).findings
+    (reading,) = finding.texts[0].readings
+    assert reading.verified
+    assert not reading.exact
+    assert reading.note == "cut off after 3 of 5 tokens"

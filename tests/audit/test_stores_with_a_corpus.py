@@ -136,7 +136,7 @@ def test_the_command_keeps_the_reader_if_it_is_told_to(store, tmp_path, monkeypa
     WORDS.save_pretrained(tmp_path / "encoder")
     (tmp_path / "texts.txt").write_text("\n".join(CORPUS))
     small = partial(EmbeddingReader, **SMALL)
-    monkeypatch.setattr("keyhole.audit.targets.learns_from", lambda texts, _: small(texts))
+    monkeypatch.setattr("keyhole.audit.targets.learns_from", lambda file, _: small(file))
     arguments = (
         "audit", store, "--model", "encoder", "--corpus", "texts.txt", "--force",
     )  # fmt: skip

@@ -8,7 +8,9 @@ attack, see the registry of its package.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from keyhole.audit import flips as flip_checks
@@ -30,6 +32,7 @@ from keyhole.audit.targets import (
 from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
+from keyhole.disrupt.workers import MOST_PROCESSES, Pool, cluster
 from keyhole.errors import InputError
 from keyhole.models.loading import names_model
 from keyhole.oracle import Oracle
@@ -57,6 +60,8 @@ def audit(
     label: str | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
+    processes: int = 0,
+    dask: str | None = None,
     ledger: str | Path | None = None,
     journal: str | Path | None = None,
     force: bool = False,
@@ -74,7 +79,9 @@ def audit(
     it was stopped). `data` is a file of texts for a model: the first
     `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped, whose right
     classes are in the column `label`: by default the one of that name, if there is one, or else the
-    model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
+    model's own answers count as right. `layers` overrides which layers are looked at.
+    `processes` reads a store's vectors in so many of them, 0 in this one, `dask` on the cluster at
+    that address. `ledger`
     remembers what endpoints answered. `journal` is the file that remembers finished checks, from
     which an audit that was stopped goes on (`resuming` is told so); remove it once the findings are
     saved. Another audit's journal is refused, or replaced with `force`.
@@ -84,6 +91,7 @@ def audit(
     expect_count("--texts", texts)
     expect_count("--flips", flips)
     expect_device(device)
+    expect_count("--processes", processes, 0, MOST_PROCESSES)
     if isinstance(target, str):
         if ledger is not None and names_store(target):
             raise _no_endpoint(f"the vector store {target}")
@@ -98,15 +106,19 @@ def audit(
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
         raise _no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
+    if (processes or dask is not None) and not opened.stores:
+        name = opened.name or "an endpoint"
+        raise InputError(f"expected --processes and --dask with a vector store, got {name}")
     for store in opened.stores.values():
         store_checks.expect_own_reader(store, force=force)
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
+        _workers(processes, dask) as pool,
     ):
         checks = _checks(surfaces, opened, seed)
-        checked, seconds = make_all(checks, memory, track, resuming)
+        checked, seconds = make_all(checks, memory, track, resuming, pool)
     skips = checked.skips
     if len(opened.surfaces) + len(opened.models) > 1:
         # What one part of the target does not give, another does.
@@ -119,6 +131,16 @@ def audit(
         seed=seed,
         seconds=opening + seconds,
     )
+
+
+@contextmanager
+def _workers(processes: int, dask: str | None) -> Generator[Pool | None]:
+    """Who makes checks besides this process; None where nobody does."""
+    if not processes and dask is None:
+        yield None
+        return
+    with cluster(dask) as (executor, size), Pool(executor, size or processes) as pool:
+        yield pool
 
 
 def _no_endpoint(what: str) -> InputError:
@@ -140,7 +162,7 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
     ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
-        Check(f"{name}: {check.name}" if several else check.name, check.run)
+        replace(check, name=f"{name}: {check.name}" if several else check.name)
         for name, checks in parts
         for check in checks
     ]

@@ -16,7 +16,15 @@ from pathlib import Path
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked
-from keyhole.audit.vectors import EXPOSURE, Part, finding, read, status_of
+from keyhole.audit.vectors import (
+    EXPOSURE,
+    Part,
+    Source,
+    finding,
+    read,
+    read_elsewhere,
+    status_of,
+)
 from keyhole.errors import InputError
 from keyhole.files import exists
 from keyhole.models import demo
@@ -34,9 +42,9 @@ from keyhole.recover.pooling import (
     from_settings,
     from_statistics,
     from_texts,
+    longest_text,
 )
 from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
-from keyhole.recover.simulate import LONGEST
 from keyhole.results import Estimate, Finding, Status
 from keyhole.resume import AnotherRun
 from keyhole.stores import Store
@@ -52,9 +60,11 @@ _MANY = 256  # vectors whose statistics stand for the store's
 class StoreTarget:
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
 
-    `texts` are those that the store still has of the sample, None where it has none. `method` is
+    `texts` are those that the store still has of the sample, None where it has none; `longest` is
+    after how many tokens the encoder cuts a text off. `method` is
     the attack, by default the one that reads pooled embeddings (recover/registry.py). `reader` is
-    the file that keeps what a method learns: one that is there already is taken.
+    the file that keeps what a method learns: one that is there already is taken. `encoder` is the
+    name that other processes open the encoder by.
     """
 
     name: str
@@ -65,9 +75,11 @@ class StoreTarget:
     vectors: Tensor
     texts: tuple[str | None, ...]
     pooling: Pooling
+    longest: int
     note: str = ""
     method: Attack | None = None
     reader: Path | None = None
+    encoder: str | None = None
 
     @classmethod
     def of(
@@ -83,10 +95,11 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
+        longest = min(longest_text(loaded.name), anatomy(loaded.model).longest)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), _pooling(store, loaded, vectors, kept, known),
-            store.note,
+            tuple(rows), vectors, tuple(kept),
+            _pooling(store, loaded, vectors, kept, known, longest), longest, store.note,
         )  # fmt: skip
 
 
@@ -101,15 +114,16 @@ def _pooling(
     vectors: Tensor,
     texts: Sequence[str | None],
     known: Sequence[str],
+    longest: int,
 ) -> Pooling:
     """By texts whose vectors are known, by what the encoder says of itself, or by statistics."""
     encoder = (loaded.model, loaded.tokenizer)
     pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
     if pairs:
         rows = [row for row, _ in pairs]
-        return from_texts(*encoder, [text for _, text in pairs], vectors[rows])
+        return from_texts(*encoder, [text for _, text in pairs], vectors[rows], longest)
     if known:
-        return from_known(*encoder, known[:_WITNESSES], store.batches())
+        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest)
     many = store.read(sample(store.count, _MANY, 0))
     declared = from_settings(loaded.name, many)
     if declared is not None:
@@ -129,22 +143,38 @@ def checks(surface: str, target: StoreTarget) -> list[Check]:
     return [
         Check(
             f"{EXPOSURE} {start + 1}–{end} of {count}",
-            partial(_check, target, _part(surface, target, start, end), attack),
+            partial(_here, target, _part(surface, target, start, end), attack),
+            partial(_elsewhere, target, _part(surface, target, start, end), attack),
         )
         for start, end in _spans(count, _at_once(target))
     ]
 
 
-def _check(
-    target: StoreTarget, part: Part, attack: Callable[[Track], Attack | None], track: Track
-) -> Checked:
+_Learnt = Callable[[Track], Attack | None]
+
+
+def _here(target: StoreTarget, part: Part, attack: _Learnt, track: Track) -> Checked:
     return read(target.loaded, replace(part, method=attack(track)), track)
+
+
+def _elsewhere(
+    target: StoreTarget, part: Part, attack: _Learnt, track: Track
+) -> Callable[[], Checked]:
+    """What a worker is sent: the reader, which it needs, is learnt here and lies in its file."""
+    if target.encoder is None:
+        raise InputError(f"expected the name of the encoder of {target.name}, got none")
+    if isinstance(target.method, EmbeddingReader) and target.reader is None:
+        raise InputError("expected --reader, a file that workers take what is learnt from")
+    attack(track)
+    device = str(anatomy(target.loaded.model).device)
+    source = Source(target.encoder, target.loaded.identity, device, target.reader)
+    return partial(read_elsewhere, source, part)
 
 
 def _part(surface: str, target: StoreTarget, start: int, end: int) -> Part:
     return Part(
         surface, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
-        target.pooling, _longest(target.loaded),
+        target.pooling, target.longest, target.method,
     )  # fmt: skip
 
 
@@ -158,11 +188,7 @@ def _at_once(target: StoreTarget) -> int:
     return _AT_ONCE_LEARNT[anatomy(target.loaded.model).device.type]
 
 
-def _longest(loaded: Loaded) -> int:
-    return min(LONGEST, anatomy(loaded.model).longest)
-
-
-def _learnt_once(target: StoreTarget) -> Callable[[Track], Attack | None]:
+def _learnt_once(target: StoreTarget) -> _Learnt:
     """The attack, whose reader, if it learns one, is learnt where the first check asks for it."""
     made: list[EmbeddingReader] = []
 

@@ -15,7 +15,7 @@ from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists
+from keyhole.files import exists, expect_file
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
@@ -103,12 +103,13 @@ class Stored:
                     "expected --corpus with --reader, which keeps what is learnt, got none"
                 )
             return None
-        return learns_from(read_texts(self.corpus), self.seed)
+        return learns_from(Path(self.corpus).absolute(), self.seed)
 
 
-def learns_from(texts: Sequence[str], seed: int) -> EmbeddingReader:
+def learns_from(corpus: Path, seed: int) -> EmbeddingReader:
     """The attack that learns a reader from a corpus, once for an audit."""
-    return EmbeddingReader(texts, learning=Learning(seed=seed), search=Search(seed=seed))
+    expect_file(corpus, "a corpus")
+    return EmbeddingReader(corpus, learning=Learning(seed=seed), search=Search(seed=seed))
 
 
 def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
@@ -176,9 +177,9 @@ def _store(name: str, stored: Stored, device: str) -> Target:
     with open_store(name, known) as store:
         loaded = demo.open_model(stored.model, device=device)
         subject = StoreTarget.of(store, loaded, texts=stored.texts, known=known, seed=stored.seed)
-    if method is not None:
-        reader = None if stored.reader is None else Path(stored.reader)
-        subject = replace(subject, method=method, reader=reader)
+    encoder = str(Path(stored.model).absolute()) if exists(stored.model) else stored.model
+    reader = None if stored.reader is None else Path(stored.reader).absolute()
+    subject = replace(subject, encoder=encoder, method=method, reader=reader)
     return Target(f"{store.name}, read with {loaded.name}", stores={store.name: subject})
 
 

@@ -6,26 +6,32 @@ counts as read if running the encoder on it gives the vector again (recover/judg
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, cosine_similarity
+import torch
+from torch import Tensor
 
 from keyhole.audit.check import Checked
+from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import capture
+from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
-from keyhole.progress import Track
+from keyhole.progress import Track, untracked
 from keyhole.recover import Mark, Pooled, TextRecovery
-from keyhole.recover.attack import Attack
+from keyhole.recover.attack import Attack, Target
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.pooling import Pooling
 from keyhole.recover.recover_text import recovering
-from keyhole.recover.simulate import leak_of
 from keyhole.results import Estimate, Finding, Readings, Status
 from keyhole.results.readings import Piece, Reading
 
@@ -68,6 +74,43 @@ def read(loaded: Loaded, part: Part, track: Track) -> Checked:
         seconds=time.perf_counter() - started,
     )  # fmt: skip
     return Checked((made,))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a worker finds the encoder, and the reader where there is one: neither is sent."""
+
+    encoder: str
+    identity: str
+    device: str = "cpu"
+    reader: Path | None = None
+
+
+_OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
+_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
+
+
+def read_elsewhere(source: Source, part: Part) -> Checked:
+    """What a worker does: open the encoder, once a process, and read."""
+    with _ALONE:
+        if source not in _OPENED:
+            _OPENED.clear()
+            _OPENED[source] = _opened(source, part)
+        loaded, method = _OPENED[source]
+        return read(loaded, replace(part, method=method), untracked)
+
+
+def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
+    loaded, method = open_model(source.encoder, device=source.device), part.method
+    if loaded.identity != source.identity:
+        raise InputError(
+            f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
+            f"{loaded.identity}"
+        )
+    if isinstance(method, EmbeddingReader):
+        attacked = Target.of(loaded.model, loaded.tokenizer)
+        method = method.learnt(attacked, part.pooling.exposure, source.reader)
+    return loaded, method
 
 
 def finding(
@@ -157,9 +200,10 @@ def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) 
     """The cosine of a vector with that of the text that was read; None where none was."""
     if not recovery.ids:
         return None
-    made = leak_of(loaded.model, loaded.tokenizer, recovery.ids, part.pooling.exposure)
-    pair = made.tensors["values"].double(), part.vectors[place].double()
-    return float(cosine_similarity(*pair, dim=0))
+    ids = torch.tensor([recovery.ids], device=anatomy(loaded.model).device)
+    with torch.no_grad():
+        made = capture(loaded.model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+    return float(torch.cosine_similarity(made, part.vectors[place].cpu().double(), dim=0))
 
 
 def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:

@@ -143,6 +143,15 @@ CorpusFile = Annotated[
         "from which a reader is learnt in minutes on a GPU.",
     ),
 ]
+Processes = Annotated[
+    int, typer.Option(help="Work in this many processes; 0 is this one, as a GPU wants.")
+]
+DaskAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--dask", metavar="ADDRESS", help="Work on a Dask cluster, such as tcp://host:8786."
+    ),
+]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(

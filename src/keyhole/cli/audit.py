@@ -10,12 +10,15 @@ import typer
 from keyhole import report
 from keyhole.audit.check import Checked
 from keyhole.audit.run import audit as run
+from keyhole.bounds import MOST
 from keyhole.cli.app import (
     CorpusFile,
+    DaskAddress,
     Device,
     Force,
     Json,
     LedgerFile,
+    Processes,
     Seed,
     app,
     expect_folder,
@@ -29,6 +32,16 @@ from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import Audit, dump
 from keyhole.resume import records_in
+
+
+def _count(number: str | int) -> int:
+    """A number, or all that there are."""
+    if number == "all":
+        return MOST
+    try:
+        return int(number)
+    except ValueError:
+        raise InputError(f"expected --texts as a number or all, got {number}") from None
 
 
 @app.command(
@@ -79,8 +92,10 @@ def audit(
     texts: Annotated[
         int | None,
         typer.Option(
+            parser=_count,
+            metavar="[NUMBER|all]",
             help="How many of the texts to read back: of a model the first 3, of a store 20 chosen "
-            "at random, if not given."
+            "at random, if not given.",
         ),
     ] = None,
     flips: Annotated[
@@ -99,6 +114,8 @@ def audit(
         typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
     ] = None,
     device: Device = "cpu",
+    processes: Processes = 0,
+    dask: DaskAddress = None,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
     ] = Path("keyhole-report.html"),
@@ -126,8 +143,8 @@ def audit(
         result = run(
             target, model=model, known=known, corpus=corpus, reader=reader or unfinished,
             data=data, texts=texts, flips=flips, column=column, label=label,
-            layers=_numbers(layers), device=device, ledger=ledger, journal=journal, force=force,
-            seed=seed, track=track, resuming=_say_resuming,
+            layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
+            journal=journal, force=force, seed=seed, track=track, resuming=_say_resuming,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

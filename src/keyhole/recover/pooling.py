@@ -23,7 +23,7 @@ from keyhole.errors import InputError
 from keyhole.files import exists, read_text
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
-from keyhole.recover.simulate import leak_of
+from keyhole.recover.simulate import LONGEST, leak_of
 from keyhole.strict_json import parse
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
@@ -69,26 +69,45 @@ def ways(model: Any) -> list[Exposure]:
     ]
 
 
-def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure) -> Tensor:
-    """The vectors (texts, d) that this way gives, in float64."""
-    leaks = [leak_of(model, tokenizer, text, way) for text in texts]
+def longest_text(folder: str | Path) -> int:
+    """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
+
+    Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
+    """
+    path = Path(folder) / "sentence_bert_config.json"
+    if not exists(path):
+        return LONGEST
+    longest = _settings(path, "the settings of an encoder").get("max_seq_length")
+    if longest is None:
+        return LONGEST
+    if type(longest) is not int or longest < 1:
+        raise InputError(f"expected max_seq_length as a number in {path}, got {longest!r:.40}")
+    return min(longest, LONGEST)
+
+
+def embeddings(
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = LONGEST
+) -> Tensor:
+    """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
+    leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
-def from_texts(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
+def from_texts(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST
+) -> Pooling:
     """The pooling that turns each text into its vector, or comes nearest."""
-    errors = {
-        way: float(_errors(embeddings(model, tokenizer, texts, way), vectors.double()).median())
-        for way in ways(model)
-    }
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
+    errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
     return _nearest(errors, "the store's own texts")
 
 
 def from_known(
-    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]]
-) -> Pooling:
+    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
+    most: int = LONGEST,
+) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way) for way in ways(model)}
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, wanted in made.items():
@@ -103,11 +122,7 @@ def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
         return None
-    try:
-        settings: object = parse(read_text(path, "the settings of a pooling"))
-    except ValueError as error:
-        raise InputError(f"expected the settings of a pooling, got {path}: {error}") from error
-    chosen = cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
+    chosen = _settings(path, "the settings of a pooling")
     names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
     names = names or [
         name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
@@ -117,6 +132,14 @@ def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
     normalised = _normalised(vectors)
     reason = f"{_words(names[0], normalised)}: as {path.parent.name} of the encoder says; {_SURE}"
     return Pooling(names[0], normalised, None, reason)
+
+
+def _settings(path: Path, what: str) -> dict[str, Any]:
+    try:
+        settings: object = parse(read_text(path, what))
+    except ValueError as error:
+        raise InputError(f"expected {what}, got {path}: {error}") from error
+    return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
 
 
 def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
