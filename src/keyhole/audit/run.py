@@ -49,7 +49,7 @@ STORES = (store_checks.checks,)
 def audit(
     target: str | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
     *,
-    model: str | None = None,
+    model: str | Sequence[str] | None = None,
     known: str | Path | None = None,
     corpus: str | Path | None = None,
     reader: str | Path | None = None,
@@ -73,18 +73,17 @@ def audit(
 
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
-    `model`, the encoder that made its vectors: `texts` of them, 20 by default, chosen by `seed`;
-    `known` is a file of texts that are in it, `corpus` one of texts like them, from which a reader
-    is learnt once (`reader` is the file that keeps it, for another audit or for the same one when
-    it was stopped). `data` is a file of texts for a model: the first
-    `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped, whose right
-    classes are in the column `label`: by default the one of that name, if there is one, or else the
-    model's own answers count as right. `layers` overrides which layers are looked at.
+    `model`, the encoder that made its vectors, or several that may have made them: `texts` of them,
+    20 by default, chosen by `seed`; `known` is a file of texts that are in it, `corpus` one of
+    texts like them, from which a reader is learnt once (`reader` is the file that keeps it, for
+    another audit or for the same one when it was stopped). `data` is a file of texts for a model:
+    the first `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped,
+    whose right classes are in the column `label`: by default the one of that name, if there is one,
+    or else the model's own answers count as right. `layers` overrides which layers are looked at.
     `processes` reads a store's vectors in so many of them, 0 in this one, `dask` on the cluster at
-    that address. `ledger`
-    remembers what endpoints answered. `journal` is the file that remembers finished checks, from
-    which an audit that was stopped goes on (`resuming` is told so); remove it once the findings are
-    saved. Another audit's journal is refused, or replaced with `force`.
+    that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
+    finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
+    once the findings are saved. Another audit's journal is refused, or replaced with `force`.
     """
     started = time.perf_counter()
     expect_seed(seed)

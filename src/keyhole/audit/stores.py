@@ -37,6 +37,8 @@ from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.attacks.embedding_reader import FIX, EmbeddingReader
 from keyhole.recover.embedding.saved import expect_reader
 from keyhole.recover.pooling import (
+    AGREES,
+    AGREES_QUANTISED,
     Pooling,
     from_known,
     from_settings,
@@ -52,6 +54,7 @@ from keyhole.stores import Store
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
 _AT_ONCE = 8  # vectors that one check reads
 _AT_ONCE_LEARNT = {"cpu": 32, "cuda": 256}  # the same with a reader, which reads many side by side
+ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
 
@@ -118,18 +121,18 @@ def _pooling(
 ) -> Pooling:
     """By texts whose vectors are known, by what the encoder says of itself, or by statistics."""
     encoder = (loaded.model, loaded.tokenizer)
+    agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
     if pairs:
         rows = [row for row, _ in pairs]
-        return from_texts(*encoder, [text for _, text in pairs], vectors[rows], longest)
+        return from_texts(*encoder, [text for _, text in pairs], vectors[rows], longest, agrees)
     if known:
-        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest)
+        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest, agrees)
     many = store.read(sample(store.count, _MANY, 0))
     declared = from_settings(loaded.name, many)
     if declared is not None:
         return declared
-    ordinary = [*demo.TEXTS, *(example.text for example in demo.EXAMPLES)]
-    return from_statistics(*encoder, ordinary, many)
+    return from_statistics(*encoder, ORDINARY, many)
 
 
 def checks(surface: str, target: StoreTarget) -> list[Check]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keyhole.audit.encoders import likeliest
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
@@ -25,7 +26,7 @@ from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.embedding.learn import Learning
 from keyhole.recover.embedding.search import Search
 from keyhole.results import Skip
-from keyhole.stores import names_store, open_store
+from keyhole.stores import Store, names_store, open_store
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
@@ -77,10 +78,11 @@ class Data:
 class Stored:
     """How a vector store is read: with which encoder, how many of its vectors, what is known.
 
-    `corpus` is a file of texts that a reader is learnt from, `reader` the file that keeps it.
+    `model` may name several encoders, of which the one that made the vectors is found out. `corpus`
+    is a file of texts that a reader is learnt from, `reader` the file that keeps it.
     """
 
-    model: str | None = None
+    model: str | Sequence[str] | None = None
     texts: int = TEXTS_OF_A_STORE
     known: str | Path | None = None
     seed: int = 0
@@ -92,7 +94,7 @@ class Stored:
         options = {"--model": self.model, "--known": self.known, "--corpus": self.corpus,
                    "--reader": self.reader}  # fmt: skip
         for option, value in options.items():
-            if value is not None:
+            if value:
                 raise InputError(f"expected {option} with a vector store, got {name}")
 
     def method(self) -> EmbeddingReader | None:
@@ -167,20 +169,41 @@ def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: s
 
 
 def _store(name: str, stored: Stored, device: str) -> Target:
-    if stored.model is None:
+    if not stored.model:
         raise InputError(
             f"expected --model with the vector store {name}, got none: name the encoder that made "
             "its vectors (a folder, owner/name on the hub, or demo)"
         )
     method = stored.method()
     known = [] if stored.known is None else read_texts(stored.known)
+    encoders = [stored.model] if isinstance(stored.model, str) else list(stored.model)
     with open_store(name, known) as store:
-        loaded = demo.open_model(stored.model, device=device)
-        subject = StoreTarget.of(store, loaded, texts=stored.texts, known=known, seed=stored.seed)
-    encoder = str(Path(stored.model).absolute()) if exists(stored.model) else stored.model
+        subject = likeliest(_candidates(store, encoders, stored, known, device))
     reader = None if stored.reader is None else Path(stored.reader).absolute()
-    subject = replace(subject, encoder=encoder, method=method, reader=reader)
-    return Target(f"{store.name}, read with {loaded.name}", stores={store.name: subject})
+    subject = replace(subject, method=method, reader=reader)
+    return Target(f"{store.name}, read with {subject.loaded.name}", stores={store.name: subject})
+
+
+def _candidates(
+    store: Store, encoders: Sequence[str], stored: Stored, known: Sequence[str], device: str
+) -> list[StoreTarget]:
+    """The store as each encoder would have made it; one of another width is no candidate."""
+    made: list[StoreTarget] = []
+    refused: list[InputError] = []
+    for encoder in encoders:
+        loaded = demo.open_model(encoder, device=device)
+        try:
+            subject = StoreTarget.of(
+                store, loaded, texts=stored.texts, known=known, seed=stored.seed
+            )
+        except InputError as error:
+            refused.append(error)
+            continue
+        name = str(Path(encoder).absolute()) if exists(encoder) else encoder
+        made.append(replace(subject, encoder=name))
+    if not made:
+        raise refused[0]
+    return made
 
 
 def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:

@@ -60,9 +60,10 @@ def audit(
         ),
     ],
     model: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="The encoder that made a store's vectors: a folder, a hub name, or demo."
+            help="The encoder that made a store's vectors: a folder, a hub name, or demo; given "
+            "several times, the one that did is found out."
         ),
     ] = None,
     known: Annotated[

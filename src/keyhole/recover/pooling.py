@@ -27,6 +27,9 @@ from keyhole.recover.simulate import LONGEST, leak_of
 from keyhole.strict_json import parse
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
+# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to 0.04
+# off that of the same weights in float32, and another pooling 0.5 and more.
+AGREES_QUANTISED = 0.1
 _SURE = "--known with texts of the store makes sure"
 _SETTINGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -39,12 +42,18 @@ _UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rou
 
 @dataclass(frozen=True)
 class Pooling:
-    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess."""
+    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess.
+
+    `likeness` is, of a guess from statistics, the cosine of the means that it was made by, `agrees`
+    the largest error that is none.
+    """
 
     name: str
     normalised: bool
     error: float | None
     reason: str
+    likeness: float | None = None
+    agrees: float = AGREES
 
     @property
     def exposure(self) -> Exposure:
@@ -52,7 +61,7 @@ class Pooling:
 
     @property
     def sure(self) -> bool:
-        return self.error is not None and self.error <= AGREES
+        return self.error is not None and self.error <= self.agrees
 
     def __str__(self) -> str:
         return _words(self.name, self.normalised)
@@ -94,17 +103,18 @@ def embeddings(
 
 
 def from_texts(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST
-) -> Pooling:
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST,
+    agrees: float = AGREES,
+) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
     made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
     errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
-    return _nearest(errors, "the store's own texts")
+    return _nearest(errors, "the store's own texts", agrees)
 
 
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    most: int = LONGEST,
+    most: int = LONGEST, agrees: float = AGREES,
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
     made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
@@ -114,7 +124,7 @@ def from_known(
             apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
             least[way] = torch.minimum(least[way], apart.amin(1))
     errors = {way: float(each.median()) for way, each in least.items()}
-    return _nearest(errors, "the known texts")
+    return _nearest(errors, "the known texts", agrees)
 
 
 def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
@@ -160,7 +170,7 @@ def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: T
         f"guessed {_words(best.pooling, best.normalised)}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(best.pooling, best.normalised, None, reason)
+    return Pooling(best.pooling, best.normalised, None, reason, cosines[best])
 
 
 def _normalised(vectors: Tensor) -> bool:
@@ -171,16 +181,16 @@ def _errors(made: Tensor, given: Tensor) -> Tensor:
     return (made - given).norm(dim=1) / made.norm(dim=1)
 
 
-def _nearest(errors: Mapping[Exposure, float], witness: str) -> Pooling:
+def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
     best = min(errors, key=lambda way: errors[way])
     error, words = errors[best], _words(best.pooling, best.normalised)
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
-    if error > AGREES:
+    if error > agrees:
         reason = (
             f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
             f"{error:.1e} of their length off"
         )
-    return Pooling(best.pooling, best.normalised, error, reason)
+    return Pooling(best.pooling, best.normalised, error, reason, agrees=agrees)
 
 
 def _words(name: str, normalised: bool) -> str:
