@@ -27,8 +27,8 @@ from keyhole.recover.simulate import LONGEST, leak_of
 from keyhole.strict_json import parse
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
-# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to 0.04
-# off that of the same weights in float32, and another pooling 0.5 and more.
+# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
+# 0.04 off that of the same weights in float32, and another pooling 0.5 and more.
 AGREES_QUANTISED = 0.1
 _SURE = "--known with texts of the store makes sure"
 _SETTINGS = {
