@@ -36,23 +36,47 @@ def _least(hits: int, drawn: int, population: int, tail: Fraction) -> int:
 
     That chance grows with K, so it is found by bisection.
     """
-    every = math.comb(population, drawn)
+    limit = tail * math.comb(population, drawn)
     possible = range(hits, population - (drawn - hits) + 1)
     return possible[
-        bisect_left(
-            possible, True, key=lambda K: _at_least(hits, drawn, population, K) > tail * every
-        )
+        bisect_left(possible, True, key=lambda K: _are_more(limit, hits, drawn, population, K))
     ]
 
 
-def _at_least(hits: int, drawn: int, population: int, K: int) -> int:
-    """Σ_{x ≥ hits} C(K, x) C(N − K, n − x): how many of the C(N, n) samples have as many hits."""
+def _are_more(limit: Fraction, hits: int, drawn: int, population: int, K: int) -> bool:
+    """Is Σ_{x ≥ hits} C(K, x) C(N − K, n − x) > limit? So many samples have as many hits or more.
+
+    Terms rise to the mode and fall from there, each by a smaller factor than the one before it, so
+    what is left is at most a geometric series: most of a long sum need not be added up.
+    """
     others = population - K
-    first = max(hits, drawn - others)
-    term = math.comb(K, first) * math.comb(others, drawn - first)
-    total = 0
-    for x in range(first, min(drawn, K) + 1):
+    lowest, most = max(hits, drawn - others), min(drawn, K)
+    if lowest > most:
+        return False
+    mode = (drawn + 1) * (K + 1) // (population + 2)
+    start = min(max(lowest, mode), most)
+    first = math.comb(K, start) * math.comb(others, drawn - start)
+
+    def up(x: int) -> tuple[int, int]:
+        """The factor from the term of x to the next, as a fraction."""
+        return (K - x) * (drawn - x), (x + 1) * (others - drawn + x + 1)
+
+    total, term = 0, first
+    for x in range(start, most + 1):
         total += term
-        # The next term from this one; the division leaves nothing over.
-        term = term * (K - x) * (drawn - x) // ((x + 1) * (others - drawn + x + 1))
-    return total
+        if total > limit:
+            return True
+        gain, loss = up(x)
+        term = term * gain // loss  # nothing is left over
+        gain, loss = up(x + 1)
+        falls = start == lowest and gain < loss
+        if falls and total * (loss - gain) + term * loss <= limit * (loss - gain):
+            return False
+    term = first
+    for x in range(start - 1, lowest - 1, -1):
+        gain, loss = up(x)
+        term = term * loss // gain
+        total += term
+        if total > limit:
+            return True
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
+from keyhole.report import wording
 from keyhole.results import Status
 from keyhole.stores import open_store
 
@@ -100,6 +102,26 @@ def test_what_is_wrong_with_a_text_is_shown(tmp_path):
     assert finding.status is Status.INEXACT
     assert finding.reason.startswith("of 2 texts, 1 can be read exactly: all tried")
     assert "mean pooling, normalised: gives the vectors of the store's own texts" in finding.reason
+    assert (whole.tokens, whole.overlap, part.tokens) == (1, 1.0, 3)
+    assert whole.similarity == pytest.approx(1, abs=1e-6)
+    guess = "".join(piece.text for piece in part.pieces if piece.text != " ?").strip()
+    assert part.overlap == 2 * (guess in texts[1].split()) / (1 + 3)  # a word of one, three of two
+    near, far = vectors_of([guess, texts[1]])
+    assert part.similarity == pytest.approx(float(near @ far), abs=1e-6)
+
+
+@pytest.mark.parametrize("maker", [made_stores.jsonl, made_stores.npy], ids=["texts", "none"])
+def test_a_search_that_does_not_arrive_is_no_clean_store(maker, tmp_path):
+    """It looks for texts of another length than any of these has."""
+    texts = ["w1 w2 w3 w4", "w9 w8 w7 w6 w5"]
+    audited = audit(sampled(maker(tmp_path, vectors_of(texts), texts), known=texts))
+    (finding,) = audited.findings
+    assert (finding.status, audited.exit_code) == (Status.BUDGET, 3)
+    assert finding.estimate is None  # nothing is said of the other texts
+    assert finding.reason.startswith("none of the 2 texts tried was read: the search ended before")
+    assert "--corpus" in finding.reason
+    assert wording.verdict(audited).startswith("Could not check")
+    assert "could not check" in report.render(audited)
 
 
 def test_the_pooling_of_known_texts_is_used(tmp_path):
@@ -183,7 +205,10 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     [
         (("vectors.npy",), "expected --model with the vector store vectors.npy, got none"),
         (("vectors.npy", "--model", "demo", "--data", "x"), "expected --data and --layers with a"),
-        (("demo", "--model", "demo"), "expected --model and --known with a vector store, got demo"),
+        (("demo", "--model", "demo"), "expected --model with a vector store, got demo"),
+        (("demo", "--corpus", "x"), "expected --corpus with a vector store, got demo"),
+        (("vectors.npy", "--model", "demo", "--reader", "x"), "expected --corpus with --reader"),
+        (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
         (("vectors.npy", "--model", "demo", "--ledger", "l"), "expected --ledger with an endpoint"),
         (("none.npy", "--model", "demo"), "expected an array of vectors"),
         (("vectors.npy", "--model", "demo"), "expected vectors of"),
@@ -196,3 +221,17 @@ def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, ca
     done = inside("audit", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2, done.stderr
     assert message in " ".join(done.stderr.split())
+
+
+def test_what_an_encoder_cuts_off_did_not_come_back(tmp_path, encoder):
+    """The folder says after how many tokens; the store's texts may be longer."""
+    folder = shutil.copytree(encoder, tmp_path / "encoder")
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
+    name = made_stores.jsonl(tmp_path, vectors_of(["w5"]), ["w5 w6 w7"])
+    (store,) = open_target(name, stored=Stored(str(folder), texts=1)).stores.values()
+    assert (store.longest, store.pooling.sure) == (3, True)
+    (finding,) = audit(replace(store, method=SHORT)).findings
+    (reading,) = finding.texts[0].readings
+    assert reading.verified
+    assert not reading.exact
+    assert reading.note == "cut off after 3 of 5 tokens"

@@ -17,9 +17,10 @@ from keyhole.recover.pooling import (
     from_settings,
     from_statistics,
     from_texts,
+    longest_text,
     ways,
 )
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import LONGEST, degrade, leak_of
 
 TEXTS = ["w1 w20 w3 w4", "w9 w8", "w77 w66 w3 w12 w14"]
 OTHERS = ["w5 w6 w7", "w100 w101", "w150 w2 w3 w4 w5", "w11 w12 w13 w14"]
@@ -109,3 +110,24 @@ def test_padding_is_no_part_of_an_embedding(name, side):
         text = [states[row, place] for place in range(7) if mask[row, place]]
         expected = {"mean": sum(text) / len(text), "last": text[-1], "max": np.max(text, axis=0)}
         assert np.abs(pooled[row] - expected[name]).max() < 1e-6
+
+
+def test_a_text_is_cut_off_where_its_encoder_cuts_it(tmp_path):
+    """all-MiniLM-L6-v2 reads 256 tokens of 512: what comes after them is in no vector."""
+    settings = tmp_path / "sentence_bert_config.json"
+    assert longest_text(tmp_path) == LONGEST
+    settings.write_text('{"max_seq_length": 4, "do_lower_case": false}')
+    assert longest_text(tmp_path) == 4
+    texts = ["w1 w2 w3 w4", "w9 w8 w7 w6 w5"]  # four: two of their words and the frame
+    way = Exposure("pooled", 0, "mean", True)
+    vectors = embeddings(MODEL, WORDS, ["w1 w2", "w9 w8"], way)
+    assert torch.equal(embeddings(MODEL, WORDS, texts, way, 4), vectors)
+    assert from_texts(MODEL, WORDS, texts, vectors, 4).sure
+    assert not from_texts(MODEL, WORDS, texts, vectors).sure
+    assert from_known(MODEL, WORDS, texts, [(range(2), vectors)], 4).sure
+    for wrong in ('{"max_seq_length": "4"}', '{"max_seq_length": 0}', "{"):
+        settings.write_text(wrong)
+        with pytest.raises(InputError, match="sentence_bert_config"):
+            longest_text(tmp_path)
+    settings.write_text('{"max_seq_length": null}')
+    assert longest_text(tmp_path) == LONGEST

@@ -8,19 +8,24 @@ it is made again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
 from keyhole.audit.stores import StoreTarget
+from keyhole.audit.sweep import sweep
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
+from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.results import environment
 from keyhole.resume import Journal, Run, digest
 
@@ -58,10 +63,23 @@ def _store(target: StoreTarget) -> dict[str, Any]:
     return {
         "weights": identity(target.loaded.model),
         "pooling": str(target.pooling),
+        "longest text": target.longest,
+        "method": _method(target),
         "texts": len(target.rows),
-        "data": digest(list(target.rows), list(target.texts), target.vectors.double().tolist()),
+        "data": digest(list(target.rows), list(target.texts), _bytes(target.vectors)),
         "device": str(next(target.loaded.model.parameters()).device),
     }
+
+
+def _bytes(vectors: Tensor) -> bytes:
+    return vectors.double().contiguous().numpy().tobytes()
+
+
+def _method(target: StoreTarget) -> Any:
+    method = target.method
+    if isinstance(method, EmbeddingReader):
+        return method.settings
+    return None if method is None else repr(method)
 
 
 def _model(target: TextTarget) -> dict[str, Any]:
@@ -80,32 +98,44 @@ def _model(target: TextTarget) -> dict[str, Any]:
 
 
 def make_all(
-    checks: Sequence[Check], journal: Journal, track: Track, resuming: Resuming
+    checks: Sequence[Check],
+    journal: Journal,
+    track: Track,
+    resuming: Resuming,
+    pool: Pool | None = None,
 ) -> tuple[Checked, float]:
-    """What all checks give, and the seconds they took; those in the journal are not made again."""
-    keys = [f"{number}. {check.name}" for number, check in enumerate(checks, 1)]
-    done = sum(key in journal for key in keys)
+    """What all checks give, and the seconds they took; those in the journal are not made again.
+
+    With a pool, checks that other processes can make are made there, side by side.
+    """
+    keys = {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
+    made = {key: _recalled(journal, key) for key in keys if key in journal}
     progress = track("audit", total=len(checks))
-    if done:
-        resuming(done, len(checks))
-        progress(done)
-    parts: list[Checked] = []
-    seconds = 0.0
-    for key, check in zip(keys, checks, strict=True):
-        if key in journal:
-            checked, took = _recalled(journal, key)
-        else:
+    if made:
+        resuming(len(made), len(checks))
+        progress(len(made))
+    todo = {key: check for key, check in keys.items() if key not in made}
+    for key, checked, took in _making(todo, track, pool):
+        if checked.answered:
+            journal.add({key: {**checked.to_dict(), "seconds": took}})
+        made[key] = checked, took
+        progress(len(made), note=keys[key].name)
+    return joined(made[key][0] for key in keys), sum(took for _, took in made.values())
+
+
+def _making(
+    todo: Mapping[str, Check], track: Track, pool: Pool | None
+) -> Iterator[tuple[str, Checked, float]]:
+    """Each check with what it gave and the seconds that it took, as they are done."""
+    for key, check in todo.items():
+        if pool is None or check.elsewhere is None:
             started = time.perf_counter()
             with stopping_on_ctrl_c():
                 checked = check.run(track)
-            took = time.perf_counter() - started
-            if checked.answered:
-                journal.add({key: {**checked.to_dict(), "seconds": took}})
-            done += 1
-            progress(done, note=check.name)
-        parts.append(checked)
-        seconds += took
-    return joined(parts), seconds
+            yield key, checked, time.perf_counter() - started
+    if pool is not None:
+        works = {key: check.elsewhere(track) for key, check in todo.items() if check.elsewhere}
+        yield from sweep(works, pool)
 
 
 def _recalled(journal: Journal, key: str) -> tuple[Checked, float]:

@@ -8,7 +8,9 @@ attack, see the registry of its package.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from keyhole.audit import flips as flip_checks
@@ -30,6 +32,7 @@ from keyhole.audit.targets import (
 from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
+from keyhole.disrupt.workers import MOST_PROCESSES, Pool, cluster
 from keyhole.errors import InputError
 from keyhole.models.loading import names_model
 from keyhole.oracle import Oracle
@@ -46,8 +49,10 @@ STORES = (store_checks.checks,)
 def audit(
     target: str | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
     *,
-    model: str | None = None,
+    model: str | Sequence[str] | None = None,
     known: str | Path | None = None,
+    corpus: str | Path | None = None,
+    reader: str | Path | None = None,
     data: str | Path | None = None,
     texts: int | None = None,
     flips: int = 12,
@@ -55,6 +60,8 @@ def audit(
     label: str | None = None,
     layers: Sequence[int] | None = None,
     device: str = "cpu",
+    processes: int = 0,
+    dask: str | None = None,
     ledger: str | Path | None = None,
     journal: str | Path | None = None,
     force: bool = False,
@@ -66,20 +73,24 @@ def audit(
 
     `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
-    `model`, the encoder that made its vectors: `texts` of them, 20 by default, chosen by `seed`;
-    `known` is a file of texts that are in it. `data` is a file of texts for a model: the first
-    `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped, whose right
-    classes are in the column `label`: by default the one of that name, if there is one, or else the
-    model's own answers count as right. `layers` overrides which layers are looked at. `ledger`
-    remembers what endpoints answered. `journal` is the file that remembers finished checks, from
-    which an audit that was stopped goes on (`resuming` is told so); remove it once the findings are
-    saved. Another audit's journal is refused, or replaced with `force`.
+    `model`, the encoder that made its vectors, or several that may have made them: `texts` of them,
+    20 by default, chosen by `seed`; `known` is a file of texts that are in it, `corpus` one of
+    texts like them, from which a reader is learnt once (`reader` is the file that keeps it, for
+    another audit or for the same one when it was stopped). `data` is a file of texts for a model:
+    the first `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped,
+    whose right classes are in the column `label`: by default the one of that name, if there is one,
+    or else the model's own answers count as right. `layers` overrides which layers are looked at.
+    `processes` reads a store's vectors in so many of them, 0 in this one, `dask` on the cluster at
+    that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
+    finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
+    once the findings are saved. Another audit's journal is refused, or replaced with `force`.
     """
     started = time.perf_counter()
     expect_seed(seed)
     expect_count("--texts", texts)
     expect_count("--flips", flips)
     expect_device(device)
+    expect_count("--processes", processes, 0, MOST_PROCESSES)
     if isinstance(target, str):
         if ledger is not None and names_store(target):
             raise _no_endpoint(f"the vector store {target}")
@@ -88,19 +99,25 @@ def audit(
         given = None
         if data is not None:
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
-        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed)
+        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus, reader)
         opened = open_target(target, data=given, layers=layers, device=device, stored=stored)
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
         raise _no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
+    if (processes or dask is not None) and not opened.stores:
+        name = opened.name or "an endpoint"
+        raise InputError(f"expected --processes and --dask with a vector store, got {name}")
+    for store in opened.stores.values():
+        store_checks.expect_own_reader(store, force=force)
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
+        _workers(processes, dask) as pool,
     ):
         checks = _checks(surfaces, opened, seed)
-        checked, seconds = make_all(checks, memory, track, resuming)
+        checked, seconds = make_all(checks, memory, track, resuming, pool)
     skips = checked.skips
     if len(opened.surfaces) + len(opened.models) > 1:
         # What one part of the target does not give, another does.
@@ -113,6 +130,16 @@ def audit(
         seed=seed,
         seconds=opening + seconds,
     )
+
+
+@contextmanager
+def _workers(processes: int, dask: str | None) -> Generator[Pool | None]:
+    """Who makes checks besides this process; None where nobody does."""
+    if not processes and dask is None:
+        yield None
+        return
+    with cluster(dask) as (executor, size), Pool(executor, size or processes) as pool:
+        yield pool
 
 
 def _no_endpoint(what: str) -> InputError:
@@ -134,7 +161,7 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
     ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
-        Check(f"{name}: {check.name}" if several else check.name, check.run)
+        replace(check, name=f"{name}: {check.name}" if several else check.name)
         for name, checks in parts
         for check in checks
     ]

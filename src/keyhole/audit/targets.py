@@ -8,21 +8,25 @@ one place where a name becomes any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keyhole.audit.encoders import likeliest
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists
+from keyhole.files import exists, expect_file
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.embedding.learn import Learning
+from keyhole.recover.embedding.search import Search
 from keyhole.results import Skip
-from keyhole.stores import names_store, open_store
+from keyhole.stores import Store, names_store, open_store
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
@@ -72,12 +76,42 @@ class Data:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a vector store is read: with which encoder, how many of its vectors, what is known."""
+    """How a vector store is read: with which encoder, how many of its vectors, what is known.
 
-    model: str | None = None
+    `model` may name several encoders, of which the one that made the vectors is found out. `corpus`
+    is a file of texts that a reader is learnt from, `reader` the file that keeps it.
+    """
+
+    model: str | Sequence[str] | None = None
     texts: int = TEXTS_OF_A_STORE
     known: str | Path | None = None
     seed: int = 0
+    corpus: str | Path | None = None
+    reader: str | Path | None = None
+
+    def expect_none(self, name: str) -> None:
+        """Refuse what is for a store alone, where the target is none."""
+        options = {"--model": self.model, "--known": self.known, "--corpus": self.corpus,
+                   "--reader": self.reader}  # fmt: skip
+        for option, value in options.items():
+            if value:
+                raise InputError(f"expected {option} with a vector store, got {name}")
+
+    def method(self) -> EmbeddingReader | None:
+        """The attack that learns from the corpus; None leaves the choice to the leak."""
+        if self.corpus is None:
+            if self.reader is not None:
+                raise InputError(
+                    "expected --corpus with --reader, which keeps what is learnt, got none"
+                )
+            return None
+        return learns_from(Path(self.corpus).absolute(), self.seed)
+
+
+def learns_from(corpus: Path, seed: int) -> EmbeddingReader:
+    """The attack that learns a reader from a corpus, once for an audit."""
+    expect_file(corpus, "a corpus")
+    return EmbeddingReader(corpus, learning=Learning(seed=seed), search=Search(seed=seed))
 
 
 def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
@@ -107,8 +141,8 @@ def open_target(
                 f"expected --data and --layers with a model, got the vector store {name}"
             )
         return _store(name, stored or Stored(), device)
-    if stored is not None and (stored.model is not None or stored.known is not None):
-        raise InputError(f"expected --model and --known with a vector store, got {name}")
+    if stored is not None:
+        stored.expect_none(name)
     if names_model(name):
         return _model(name, data, layers, device)
     if name == DEMO:
@@ -135,16 +169,41 @@ def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: s
 
 
 def _store(name: str, stored: Stored, device: str) -> Target:
-    if stored.model is None:
+    if not stored.model:
         raise InputError(
             f"expected --model with the vector store {name}, got none: name the encoder that made "
             "its vectors (a folder, owner/name on the hub, or demo)"
         )
+    method = stored.method()
     known = [] if stored.known is None else read_texts(stored.known)
+    encoders = [stored.model] if isinstance(stored.model, str) else list(stored.model)
     with open_store(name, known) as store:
-        loaded = demo.open_model(stored.model, device=device)
-        subject = StoreTarget.of(store, loaded, texts=stored.texts, known=known, seed=stored.seed)
-    return Target(f"{store.name}, read with {loaded.name}", stores={store.name: subject})
+        subject = likeliest(_candidates(store, encoders, stored, known, device))
+    reader = None if stored.reader is None else Path(stored.reader).absolute()
+    subject = replace(subject, method=method, reader=reader)
+    return Target(f"{store.name}, read with {subject.loaded.name}", stores={store.name: subject})
+
+
+def _candidates(
+    store: Store, encoders: Sequence[str], stored: Stored, known: Sequence[str], device: str
+) -> list[StoreTarget]:
+    """The store as each encoder would have made it; one of another width is no candidate."""
+    made: list[StoreTarget] = []
+    refused: list[InputError] = []
+    for encoder in encoders:
+        loaded = demo.open_model(encoder, device=device)
+        try:
+            subject = StoreTarget.of(
+                store, loaded, texts=stored.texts, known=known, seed=stored.seed
+            )
+        except InputError as error:
+            refused.append(error)
+            continue
+        name = str(Path(encoder).absolute()) if exists(encoder) else encoder
+        made.append(replace(subject, encoder=name))
+    if not made:
+        raise refused[0]
+    return made
 
 
 def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:

@@ -28,6 +28,7 @@ from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
+from keyhole.recover.recover_text import NOT_ARRIVED
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
@@ -218,4 +219,6 @@ def _verdict(cells: list[Readings]) -> tuple[Status, str]:
         return Status.RECOVERED, reason
     if exact or known >= _PARTLY:
         return Status.INEXACT, reason
+    if cells[0].kind == "pooled":
+        return Status.BUDGET, f"{reason}; {NOT_ARRIVED}: keyhole invert text --corpus may read it"
     return Status.UNSOLVED, reason

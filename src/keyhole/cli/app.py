@@ -135,6 +135,24 @@ Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
+CorpusFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="For embeddings and logits: texts like those that are looked for (.txt, .tsv, .csv, "
+        ".jsonl). On a GPU a reader is learnt from them in minutes, on a CPU tokens and their "
+        "order are counted, which reads short texts.",
+    ),
+]
+Processes = Annotated[
+    int, typer.Option(help="Work in this many processes; 0 is this one, as a GPU wants.")
+]
+DaskAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--dask", metavar="ADDRESS", help="Work on a Dask cluster, such as tcp://host:8786."
+    ),
+]
 LedgerFile = Annotated[
     Path | None,
     typer.Option(

@@ -10,11 +10,15 @@ import typer
 from keyhole import report
 from keyhole.audit.check import Checked
 from keyhole.audit.run import audit as run
+from keyhole.bounds import MOST
 from keyhole.cli.app import (
+    CorpusFile,
+    DaskAddress,
     Device,
     Force,
     Json,
     LedgerFile,
+    Processes,
     Seed,
     app,
     expect_folder,
@@ -28,6 +32,16 @@ from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import Audit, dump
 from keyhole.resume import records_in
+
+
+def _count(number: str | int) -> int:
+    """A number, or all that there are."""
+    if number == "all":
+        return MOST
+    try:
+        return int(number)
+    except ValueError:
+        raise InputError(f"expected --texts as a number or all, got {number}") from None
 
 
 @app.command(
@@ -46,9 +60,10 @@ def audit(
         ),
     ],
     model: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="The encoder that made a store's vectors: a folder, a hub name, or demo."
+            help="The encoder that made a store's vectors: a folder, a hub name, or demo; given "
+            "several times, the one that did is found out."
         ),
     ] = None,
     known: Annotated[
@@ -56,6 +71,15 @@ def audit(
         typer.Option(
             metavar="FILE",
             help="Texts that are in the store, by which it is found out how its vectors are made.",
+        ),
+    ] = None,
+    corpus: CorpusFile = None,
+    reader: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep what is learnt from --corpus in this file, and take it from there if it is "
+            "there already; by default it is kept until the findings are written.",
         ),
     ] = None,
     data: Annotated[
@@ -69,8 +93,10 @@ def audit(
     texts: Annotated[
         int | None,
         typer.Option(
+            parser=_count,
+            metavar="[NUMBER|all]",
             help="How many of the texts to read back: of a model the first 3, of a store 20 chosen "
-            "at random, if not given."
+            "at random, if not given.",
         ),
     ] = None,
     flips: Annotated[
@@ -89,6 +115,8 @@ def audit(
         typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
     ] = None,
     device: Device = "cpu",
+    processes: Processes = 0,
+    dask: DaskAddress = None,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
     ] = Path("keyhole-report.html"),
@@ -106,17 +134,24 @@ def audit(
     command goes on from there.
     """
     journal = json_file.with_name(f"{json_file.name}.journal")
-    expect_folder(json_file, page)
+    unfinished = json_file.with_name(f"{json_file.name}.reader") if corpus and not reader else None
+    expect_folder(json_file, page, reader)
     expect_new(json_file, page, force=force)
-    with interruptible(lambda: _kept(journal, ledger)), bars("audit", "checks") as track:
+    with (
+        interruptible(lambda: _kept(journal, ledger, reader or unfinished)),
+        bars("audit", "checks") as track,
+    ):
         result = run(
-            target, model=model, known=known, data=data, texts=texts, flips=flips, column=column,
-            label=label, layers=_numbers(layers), device=device, ledger=ledger, journal=journal,
-            force=force, seed=seed, track=track, resuming=_say_resuming,
+            target, model=model, known=known, corpus=corpus, reader=reader or unfinished,
+            data=data, texts=texts, flips=flips, column=column, label=label,
+            layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
+            journal=journal, force=force, seed=seed, track=track, resuming=_say_resuming,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))
     again = _unanswered(result, journal)
+    if unfinished is not None and not again:
+        unfinished.unlink(missing_ok=True)
     if as_json:
         typer.echo(dump(result.to_dict()))
     else:
@@ -131,10 +166,12 @@ def _say_resuming(done: int, total: int) -> None:
     say(f"resuming: {done} of {total} checks are done")
 
 
-def _kept(journal: Path, ledger: Path | None) -> str:
+def _kept(journal: Path, ledger: Path | None, reader: Path | None) -> str:
     """What a stopped audit has behind it."""
     checks = records_in(journal)
     kept = [f"{checks} finished checks are in {journal}"] if checks else []
+    if reader is not None and reader.exists():
+        kept.append(f"what was learnt is in {reader}")
     if ledger is not None:
         kept.append(f"{answers_in(ledger):,} answers are in {ledger}")
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""

@@ -12,11 +12,13 @@ from keyhole.audit.flips import audit_of
 from keyhole.cli.app import (
     AllowPickle,
     Classes,
+    DaskAddress,
     Device,
     Force,
     Json,
     Longest,
     ModelName,
+    Processes,
     Seed,
     TextColumn,
     app,
@@ -112,13 +114,8 @@ def disrupt(
     ] = None,
     longest: Longest = 128,
     device: Device = "cpu",
-    processes: Annotated[
-        int, typer.Option(help="Work in this many processes; 0 is this one, as a GPU wants.")
-    ] = 0,
-    dask: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Work on a Dask cluster, such as tcp://host:8786."),
-    ] = None,
+    processes: Processes = 0,
+    dask: DaskAddress = None,
     resume: Annotated[
         Path | None,
         typer.Option(

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from keyhole.cli.app import (
     AllowPickle,
+    CorpusFile,
     Device,
     Json,
     ModelName,
@@ -47,15 +48,7 @@ def invert_text(
     method: Annotated[
         str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
     ] = None,
-    corpus: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="For a pooled embedding or logits: texts like those that are looked for (.txt, "
-            ".tsv, .csv, .jsonl). On a GPU a reader is learnt from them in minutes, on a CPU "
-            "tokens and their order are counted, which reads short texts.",
-        ),
-    ] = None,
+    corpus: CorpusFile = None,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
     out: Annotated[

@@ -16,7 +16,7 @@ from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
-from keyhole.disrupt.workers import cluster
+from keyhole.disrupt.workers import MOST_PROCESSES, cluster
 from keyhole.errors import InputError
 from keyhole.files import is_file, read_text
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
@@ -25,7 +25,6 @@ from keyhole.models.tasks import GENERATES, Task
 from keyhole.progress import Track, untracked
 from keyhole.resume import digest
 
-MOST_PROCESSES = 1024
 SHIPPED = "the reviews that ship with Keyhole"
 
 

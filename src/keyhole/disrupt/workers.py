@@ -21,6 +21,7 @@ import torch
 
 from keyhole.errors import InputError, KeyholeError, MissingExtra
 
+MOST_PROCESSES = 1024
 _THREADS = "OMP_NUM_THREADS"
 _LOOK = 0.5  # seconds between looks at whether the parent is alive
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import capture
-from keyhole.progress import Progress, silent
+from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import decoded
 
@@ -46,12 +46,16 @@ class TokenCount:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """The attacker's knowledge: an open checkpoint and its tokenizer."""
+    """The attacker's knowledge: an open checkpoint and its tokenizer.
+
+    `count` and `track` take where an attack stands: its tokens, and parts that it goes through.
+    """
 
     model: Any
     tokenizer: Any
     parts: Anatomy
     count: TokenCount = field(default_factory=TokenCount)
+    track: Track = untracked
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> Target:

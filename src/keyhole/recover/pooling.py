@@ -23,10 +23,13 @@ from keyhole.errors import InputError
 from keyhole.files import exists, read_text
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
-from keyhole.recover.simulate import leak_of
+from keyhole.recover.simulate import LONGEST, leak_of
 from keyhole.strict_json import parse
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
+# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
+# 0.04 off that of the same weights in float32, and another pooling 0.5 and more.
+AGREES_QUANTISED = 0.1
 _SURE = "--known with texts of the store makes sure"
 _SETTINGS = {
     "pooling_mode_mean_tokens": "mean",
@@ -39,16 +42,26 @@ _UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rou
 
 @dataclass(frozen=True)
 class Pooling:
-    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess."""
+    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess.
+
+    `likeness` is, of a guess from statistics, the cosine of the means that it was made by, `agrees`
+    the largest error that is none.
+    """
 
     name: str
     normalised: bool
     error: float | None
     reason: str
+    likeness: float | None = None
+    agrees: float = AGREES
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure("pooled", 0, self.name, self.normalised)
 
     @property
     def sure(self) -> bool:
-        return self.error is not None and self.error <= AGREES
+        return self.error is not None and self.error <= self.agrees
 
     def __str__(self) -> str:
         return _words(self.name, self.normalised)
@@ -65,33 +78,53 @@ def ways(model: Any) -> list[Exposure]:
     ]
 
 
-def embeddings(model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure) -> Tensor:
-    """The vectors (texts, d) that this way gives, in float64."""
-    leaks = [leak_of(model, tokenizer, text, way) for text in texts]
+def longest_text(folder: str | Path) -> int:
+    """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
+
+    Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
+    """
+    path = Path(folder) / "sentence_bert_config.json"
+    if not exists(path):
+        return LONGEST
+    longest = _settings(path, "the settings of an encoder").get("max_seq_length")
+    if longest is None:
+        return LONGEST
+    if type(longest) is not int or longest < 1:
+        raise InputError(f"expected max_seq_length as a number in {path}, got {longest!r:.40}")
+    return min(longest, LONGEST)
+
+
+def embeddings(
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = LONGEST
+) -> Tensor:
+    """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
+    leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
-def from_texts(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
+def from_texts(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST,
+    agrees: float = AGREES,
+) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
-    errors = {
-        way: float(_errors(embeddings(model, tokenizer, texts, way), vectors.double()).median())
-        for way in ways(model)
-    }
-    return _nearest(errors, "the store's own texts")
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
+    errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
+    return _nearest(errors, "the store's own texts", agrees)
 
 
 def from_known(
-    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]]
-) -> Pooling:
+    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
+    most: int = LONGEST, agrees: float = AGREES,
+) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way) for way in ways(model)}
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, wanted in made.items():
             apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
             least[way] = torch.minimum(least[way], apart.amin(1))
     errors = {way: float(each.median()) for way, each in least.items()}
-    return _nearest(errors, "the known texts")
+    return _nearest(errors, "the known texts", agrees)
 
 
 def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
@@ -99,11 +132,7 @@ def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
         return None
-    try:
-        settings: object = parse(read_text(path, "the settings of a pooling"))
-    except ValueError as error:
-        raise InputError(f"expected the settings of a pooling, got {path}: {error}") from error
-    chosen = cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
+    chosen = _settings(path, "the settings of a pooling")
     names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
     names = names or [
         name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
@@ -113,6 +142,14 @@ def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
     normalised = _normalised(vectors)
     reason = f"{_words(names[0], normalised)}: as {path.parent.name} of the encoder says; {_SURE}"
     return Pooling(names[0], normalised, None, reason)
+
+
+def _settings(path: Path, what: str) -> dict[str, Any]:
+    try:
+        settings: object = parse(read_text(path, what))
+    except ValueError as error:
+        raise InputError(f"expected {what}, got {path}: {error}") from error
+    return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
 
 
 def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
@@ -133,7 +170,7 @@ def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: T
         f"guessed {_words(best.pooling, best.normalised)}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(best.pooling, best.normalised, None, reason)
+    return Pooling(best.pooling, best.normalised, None, reason, cosines[best])
 
 
 def _normalised(vectors: Tensor) -> bool:
@@ -144,16 +181,16 @@ def _errors(made: Tensor, given: Tensor) -> Tensor:
     return (made - given).norm(dim=1) / made.norm(dim=1)
 
 
-def _nearest(errors: Mapping[Exposure, float], witness: str) -> Pooling:
+def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
     best = min(errors, key=lambda way: errors[way])
     error, words = errors[best], _words(best.pooling, best.normalised)
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
-    if error > AGREES:
+    if error > agrees:
         reason = (
             f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
             f"{error:.1e} of their length off"
         )
-    return Pooling(best.pooling, best.normalised, error, reason)
+    return Pooling(best.pooling, best.normalised, error, reason, agrees=agrees)
 
 
 def _words(name: str, normalised: bool) -> str:

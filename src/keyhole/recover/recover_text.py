@@ -13,7 +13,7 @@ from typing import Any
 
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
-from keyhole.progress import Progress, silent
+from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
 from keyhole.recover.judge import judge
 from keyhole.recover.leaks import TYPES, Leak
@@ -21,6 +21,9 @@ from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.results import Status, Unsuccessful
+
+NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
+LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read it"
 
 
 def recover_text(
@@ -55,10 +58,12 @@ def recovering(
     *,
     method: Attack | None = None,
     progress: Progress = silent,
+    track: Track = untracked,
 ) -> Iterator[tuple[int, TextRecovery]]:
     """The same, one by one as they come: (number of the leak, what became of it).
 
-    `progress` is told how many tokens fit so far, and of how many.
+    `progress` is told how many tokens fit so far, and of how many; `track` follows the parts of an
+    attack that has any.
     """
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
@@ -67,7 +72,7 @@ def recovering(
         return
     count = TokenCount(leaks, progress)
     clock = _Clock(count, started)
-    target = replace(target, count=count)
+    target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
     try:
@@ -185,7 +190,11 @@ def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> Text
     lost, status = _lost(target, leak, proposal.ids), verdict.status
     if lost and status is Status.RECOVERED:
         status = Status.INEXACT  # every token came back, but not every character
-    notes = (verdict.reason, *lost, proposal.note)
+    short = ""
+    if leak.kind == "pooled" and status in (Status.UNSOLVED, Status.MISMATCH):
+        # One vector for a whole text, of all texts that there are: nothing was ruled out.
+        status, short = Status.BUDGET, f"{NOT_ARRIVED}: {LEARN_MORE}"
+    notes = (verdict.reason, *lost, short, proposal.note)
     return TextRecovery(
         status=status,
         reason="; ".join(note for note in notes if note),

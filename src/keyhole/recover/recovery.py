@@ -17,6 +17,7 @@ _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
     Status.INEXACT: "Part of the text is known, as marks and reason say. Treat it as given away.",
     Status.UNSOLVED: "Not recovered this time: more passes may do it. It is no proof of safety.",
+    Status.BUDGET: "Not recovered this time: a longer search, or texts to learn from, may do it.",
     Status.MISMATCH: "The leak is not this model's at this layer: check both.",
     Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
     Status.NOT_APPLICABLE: "This exposure of this kind of model has no attack here.",

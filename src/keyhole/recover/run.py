@@ -107,7 +107,7 @@ def recovering_files(
         tokens = sum(leak.length or 0 for leak in texts)
         progress = track(f"tokens from {opened[0].exposure}", tokens or None)
         for place, recovery in recovering(
-            loaded.model, loaded.tokenizer, texts, method=attack, progress=progress
+            loaded.model, loaded.tokenizer, texts, method=attack, progress=progress, track=track
         ):
             number = fresh[place]
             read = LeakRead(number, names[number], digests[number], recovery)

@@ -10,7 +10,7 @@ import plotly.io
 from markupsafe import Markup, escape
 
 from keyhole.percent import percent
-from keyhole.report import pictures, wording
+from keyhole.report import lengths, pictures, wording
 from keyhole.results import Audit, Finding
 
 _COLOURS = (
@@ -32,6 +32,7 @@ def render(audit: Audit) -> str:
         wording=wording,
         percent=percent,
         pictures=pictures,
+        lengths=lengths,
         matrices=wording.matrices(audit),
         plot=plot(audit.findings),
     )

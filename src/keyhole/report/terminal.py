@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.report import wording
+from keyhole.report import lengths, wording
 from keyhole.results import Audit
 
 
@@ -36,4 +36,15 @@ def table(audit: Audit) -> Group:
         )
     for skip in audit.skips:
         view.add_row(Text(skip.exposure), "skipped", *"––––", style="dim")
-    return Group(Text(wording.verdict(audit), style="bold"), view)
+    return Group(Text(wording.verdict(audit), style="bold"), view, *_by_length(audit))
+
+
+def _by_length(audit: Audit) -> list[Text]:
+    """For each store, how many texts of which length were read exactly."""
+    lines: list[Text] = []
+    for finding in audit.findings:
+        spans = lengths.spans(finding)
+        if spans:
+            heading = f"{finding.exposure}, read exactly, by length ({lengths.whose(finding)})"
+            lines += [Text(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
+    return lines

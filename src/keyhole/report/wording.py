@@ -29,10 +29,10 @@ def verdict(audit: Audit) -> str:
     ]
     if exposed:
         sentence = ", ".join(exposed)
-        tail = f"; {unchecked}" if unchecked else ""
-        return f"{sentence[0].upper()}{sentence[1:]} exposures checked{tail}."
+        tail = f"; {unchecked}" if unchecked else " checked"
+        return f"{sentence[0].upper()}{sentence[1:]} exposures{tail}."
     if audit.unchecked >= total:
-        return "Could not check: no attack could be run to its end against this target."
+        return "Could not check: no attack came to a result that says anything of this target."
     if unchecked:
         kept = "none of the others gave anything away, which does not make the target clean"
         return f"Of {total} exposures {unchecked}; {kept}."

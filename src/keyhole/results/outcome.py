@@ -5,7 +5,9 @@ One table for all commands, for the page's headline and for exit codes: 0 nothin
 where everything else is. (2 is for wrong input, which never gets as far as a status.)
 
 `kept` is said where an attack ran to its end and the secret is not known: the attack did not find
-it (unsolved), or nothing could have (not identifiable). It is no proof of safety.
+it (unsolved), or nothing could have (not identifiable). It is no proof of safety. A search for the
+text behind one vector is never run to its end: one that did not arrive has used up its budget, and
+could not check.
 """
 
 from __future__ import annotations

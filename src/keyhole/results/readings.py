@@ -27,6 +27,11 @@ class Reading:
 
     `exact`: every character came back, up to what the tokenizer's own normaliser changes. `note`
     says what could not: characters that the tokenizer has no token for, an end that was cut off.
+
+    Of a stored embedding also: `tokens`, the length of the original or, where nobody knows it, of
+    what was read, without special tokens; `overlap`, the F1 of the tokens wherever they stand,
+    where the original is known; `similarity`, the cosine of the stored vector with that of what was
+    read. They say how near a text came that is not exact.
     """
 
     original: str
@@ -34,6 +39,9 @@ class Reading:
     exact: bool
     verified: bool
     note: str = ""
+    tokens: int | None = None
+    overlap: float | None = None
+    similarity: float | None = None
 
     @property
     def known(self) -> float:

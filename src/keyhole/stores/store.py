@@ -23,6 +23,7 @@ from keyhole.errors import InputError, MissingExtra
 
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
 _BATCH = 2**16  # rows that are read at once where all are wanted
+_PIECE = 2**12  # rows that a kind of store is asked for at once: some hold them as lists of numbers
 _PRINTED = 64  # vectors, evenly spread, that a store is known again by
 
 
@@ -49,6 +50,10 @@ class Store:
 
     def read(self, rows: Sequence[int]) -> Tensor:
         """The vectors of these rows: floating-point numbers, all of them finite."""
+        starts = range(0, len(rows), _PIECE)
+        return torch.cat([self._piece(rows[start : start + _PIECE]) for start in starts])
+
+    def _piece(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
         if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
             shape = " × ".join(map(str, vectors.shape))

@@ -11,22 +11,32 @@ has to be among them. On a CPU it takes small encoders and short texts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from keyhole.bounds import expect_count
 from keyhole.data import read_texts
 from keyhole.errors import InputError
+from keyhole.files import exists
+from keyhole.models.capture import Exposure
+from keyhole.models.loading import identity
+from keyhole.progress import Track, untracked
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import Corpus
 from keyhole.recover.embedding.learn import Learning
+from keyhole.recover.embedding.reader import Reader
+from keyhole.recover.embedding.saved import load_reader, save_reader
 from keyhole.recover.embedding.scoring import Encoder
 from keyhole.recover.embedding.search import Search
 from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak
+from keyhole.results import environment
+from keyhole.resume import Run, digest
 
+FIX = "give --force to learn anew, or remove this file"
 _SAMPLES = 4  # texts for each number of a vector, to see how vectors vary
 
 
@@ -35,36 +45,92 @@ class EmbeddingReader:
     """Learn a reader from a `corpus` (a file of texts, or texts) and search with it.
 
     `longest` is the number of tokens, special ones left out, up to which texts are looked for.
+    `reader` is one that was learnt before (`learnt` gives it): then nothing is learnt.
     """
 
     corpus: str | Path | Sequence[str]
     longest: int = 34
     learning: Learning = field(default_factory=Learning)
     search: Search = field(default_factory=Search)
+    reader: Reader | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         expect_count("longest", self.longest)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         vectors, exposure = vectors_of(target.model, leaks)
-        encoder = Encoder(target, exposure)
-        longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
-        corpus = Corpus.of(target.tokenizer, self._texts(), longest, encoder.table)
-        if target.parts.causal:
-            generator = torch.Generator(encoder.device).manual_seed(self.learning.seed)
-            encoder.whiten(corpus.draw(_SAMPLES * vectors.shape[1], generator))
-        size = replace(self.learning.size, longest=longest)
-        reader = replace(self.learning, size=size)(encoder, corpus)
-        learning = encoder.passes
+        reader = self.reader or self._learn(Encoder(target, exposure), target.track)
+        encoder = reader.encoder
+        learning = 0 if self.reader else encoder.passes
+        before = encoder.passes
         goals = encoder.directions(vectors.to(encoder.device))
-        pools = self.search(encoder, goals, reader, longest)
-        each = (encoder.passes - learning) // len(leaks)
+        progress = target.track("search for texts", self.search.rounds)
+        pools = self.search(
+            encoder, goals, reader, reader.size.longest,
+            lambda rounds, read, _: progress(rounds, note=f"rounds, {read} of {len(leaks)} read"),
+        )  # fmt: skip
+        each = (encoder.passes - before) // len(leaks)
         for number in range(len(leaks)):
             length = int(pools.best_lengths[number])
             inside = pools.best_ids[number, :length].tolist()
             ids = [*encoder.before, *inside, *encoder.after]
             loss = 1 - float(pools.best[number])
             yield number, Proposal(ids, each, each, learning // len(leaks), loss=loss)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it learns from, and how it learns and searches, as JSON can write it."""
+        return {"search": asdict(self.search), **self._learns_from()}
+
+    def made_from(self, target: Target, exposure: Exposure) -> Run:
+        """All that the reader follows from."""
+        return {
+            "run": "embedding reader", "keyhole": environment()["keyhole"],
+            "encoder": identity(target.model), "pooling": exposure.pooling, **self._learns_from(),
+        }  # fmt: skip
+
+    def learnt(
+        self, target: Target, exposure: Exposure, file: Path | None = None
+    ) -> EmbeddingReader:
+        """The same with its reader, for many calls; `file` keeps it, and one there is taken."""
+        encoder = Encoder(target, exposure)
+        run = self.made_from(target, exposure)
+        if file is not None and exists(file):
+            # Learning that is over at once gives a reader that has learnt nothing.
+            blank = replace(self, learning=replace(self.learning, steps=None, seconds=1e-9))
+            reader = load_reader(file, blank._learn(encoder, untracked), run, FIX)
+            return replace(self, reader=reader)
+        reader = self._learn(encoder, target.track)
+        if file is not None:
+            save_reader(file, reader, run)
+        return replace(self, reader=reader)
+
+    def _learn(self, encoder: Encoder, track: Track) -> Reader:
+        longest = self._longest(encoder)
+        corpus = Corpus.of(encoder.target.tokenizer, self._texts(), longest, encoder.table)
+        if encoder.target.parts.causal:
+            generator = torch.Generator(encoder.device).manual_seed(self.learning.seed)
+            width = encoder.vectors(corpus.draw(1, generator)).shape[1]
+            encoder.whiten(corpus.draw(_SAMPLES * width, generator))
+        learning = replace(self.learning, size=replace(self.learning.size, longest=longest))
+        total, unit = learning.steps or max(1, round(learning.seconds)), "seconds"
+        progress = track("learning to read", total)
+        if learning.steps is not None:
+            unit = "steps"
+        return learning(
+            encoder, corpus,
+            lambda share, _, loss: progress(int(share * total), note=f"{unit}, loss {loss:.2f}"),
+        )  # fmt: skip
+
+    def _longest(self, encoder: Encoder) -> int:
+        frame = len(encoder.before + encoder.after)
+        return min(self.longest, encoder.target.parts.longest - frame)
+
+    def _learns_from(self) -> dict[str, Any]:
+        return {
+            "corpus": digest(list(self._texts())), "longest": self.longest,
+            "learning": asdict(self.learning),
+        }  # fmt: skip
 
     def _texts(self) -> Sequence[str]:
         texts = self.corpus

@@ -1,0 +1,231 @@
+"""A few of a store's vectors read back: one check of an audit, in this process or in another.
+
+Where the store still has the texts, what was read is compared with them; where it does not, a text
+counts as read if running the encoder on it gives the vector again (recover/judge.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.audit.check import Checked
+from keyhole.errors import InputError
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import capture
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded
+from keyhole.progress import Track, untracked
+from keyhole.recover import Mark, Pooled, TextRecovery
+from keyhole.recover.attack import Attack, Target
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.originals import Original
+from keyhole.recover.pieces import unknown_token, written
+from keyhole.recover.pooling import Pooling
+from keyhole.recover.recover_text import recovering
+from keyhole.results import Estimate, Finding, Readings, Status
+from keyhole.results.readings import Piece, Reading
+
+EXPOSURE = "stored embedding"
+_REMEDY = (
+    "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
+    "deleting a text means deleting its vector."
+)
+_SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
+_PARTLY = 0.5  # of the tokens: what is called nearly recovered
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A few vectors of a store and how they were made: all that is needed but the encoder.
+
+    `longest` is after how many tokens the encoder cuts a text off.
+    """
+
+    surface: str
+    rows: tuple[int, ...]
+    vectors: Tensor
+    texts: tuple[str | None, ...]
+    pooling: Pooling
+    longest: int
+    method: Attack | None = None
+
+
+def read(loaded: Loaded, part: Part, track: Track) -> Checked:
+    """Read all vectors of a part, and say what became of each."""
+    started = time.perf_counter()
+    recoveries = _recover(loaded, part, track)
+    readings = tuple(
+        _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
+    )
+    cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    made = finding(
+        part.surface, status_of(cell, [recovery.status for recovery in recoveries]),
+        recoveries[0].reason, attack=recoveries[0].method, cell=cell,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Checked((made,))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a worker finds the encoder, and the reader where there is one: neither is sent."""
+
+    encoder: str
+    identity: str
+    device: str = "cpu"
+    reader: Path | None = None
+
+
+_OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
+_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
+
+
+def read_elsewhere(source: Source, part: Part) -> Checked:
+    """What a worker does: open the encoder, once a process, and read."""
+    with _ALONE:
+        if source not in _OPENED:
+            _OPENED.clear()
+            _OPENED[source] = _opened(source, part)
+        loaded, method = _OPENED[source]
+        return read(loaded, replace(part, method=method), untracked)
+
+
+def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
+    loaded, method = open_model(source.encoder, device=source.device), part.method
+    if loaded.identity != source.identity:
+        raise InputError(
+            f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
+            f"{loaded.identity}"
+        )
+    if isinstance(method, EmbeddingReader):
+        attacked = Target.of(loaded.model, loaded.tokenizer)
+        method = method.learnt(attacked, part.pooling.exposure, source.reader)
+    return loaded, method
+
+
+def finding(
+    surface: str,
+    status: Status,
+    reason: str,
+    *,
+    attack: str = "",
+    cell: Readings | None = None,
+    estimate: Estimate | None = None,
+    seconds: float = 0.0,
+) -> Finding:
+    return Finding(
+        surface=surface,
+        exposure=EXPOSURE,
+        attack=attack,
+        status=status,
+        reason=reason,
+        remedy=_REMEDY,
+        error=None,
+        queries=0 if cell is None else len(cell.readings),
+        seconds=seconds,
+        known=0.0 if cell is None else cell.known,
+        sought="text",
+        texts=() if cell is None else (cell,),
+        estimate=estimate,
+    )
+
+
+def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
+    """What became of all texts; `statuses` are those of each, or of some of them together."""
+    if len(set(statuses)) == 1 and statuses[0] in _SAME:
+        return statuses[0]
+    if cell.exact == len(cell.readings):
+        return Status.RECOVERED
+    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    return Status.INEXACT if partly else Status.BUDGET
+
+
+def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
+    pooling = part.pooling
+    leaks = [
+        Pooled(vector, pooling=pooling.name, normalised=pooling.normalised)
+        for vector in part.vectors
+    ]
+    progress = track(EXPOSURE, total=len(leaks))
+    recoveries: dict[int, TextRecovery] = {}
+    for number, recovery in recovering(
+        loaded.model, loaded.tokenizer, leaks, method=part.method, track=track
+    ):
+        recoveries[number] = recovery
+        progress(len(recoveries))
+    return [recoveries[number] for number in range(len(leaks))]
+
+
+def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> Reading:
+    """What was read of one vector, beside the store's own text where it has one."""
+    tokenizer, text = loaded.tokenizer, part.texts[place]
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
+    near = _similarity(loaded, part, place, recovery)
+    if text is None or not text.strip():
+        return Reading(
+            original="",
+            pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
+            exact=recovery.status is Status.RECOVERED,
+            verified=recovery.verified,
+            note=f"vector {part.rows[place]}: the store has no text of it",
+            tokens=len(tokens),
+            similarity=near,
+        )
+    original = Original.of(tokenizer, text, part.longest)
+    truth = [id_ for id_ in original.ids if id_ not in special]
+    return Reading(
+        original=original.text,
+        pieces=tuple(_aligned(tokens, truth)),
+        exact=original.is_exactly(tokenizer, recovery.ids),
+        verified=recovery.verified,
+        note="; ".join(original.notes),
+        tokens=len(truth),
+        overlap=_overlap([id_ for _, _, id_ in tokens], truth),
+        similarity=near,
+    )
+
+
+def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> float | None:
+    """The cosine of a vector with that of the text that was read; None where none was."""
+    if not recovery.ids:
+        return None
+    ids = torch.tensor([recovery.ids], device=anatomy(loaded.model).device)
+    with torch.no_grad():
+        made = capture(loaded.model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+    return float(torch.cosine_similarity(made, part.vectors[place].cpu().double(), dim=0))
+
+
+def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
+    """F1 of the tokens as bags: twice those in common, over all of both."""
+    common = (Counter(ids) & Counter(truth)).total()
+    return 2 * common / max(1, len(ids) + len(truth))
+
+
+def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
+    pieces = written(tokenizer, recovery.ids)
+    return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+
+
+def _aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:
+    """Tokens marked right or wrong, with a question mark for every one that is missing.
+
+    A text's length does not leak with its embedding, so positions alone say little.
+    """
+    ids = [id_ for _, _, id_ in tokens]
+    matcher = SequenceMatcher(None, truth, ids, autojunk=False)
+    for kind, from_, to, start, end in matcher.get_opcodes():
+        for piece, mark, _ in tokens[start:end]:
+            yield Piece(piece, mark.value, kind == "equal")
+        for _ in range(max(0, (to - from_) - (end - start))):
+            yield Piece(" ?", Mark.UNKNOWN.value, False)

@@ -1,0 +1,196 @@
+"""Many vectors of a store: checks side by side, a journal that goes on, a page that stays small."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+import made_stores
+import tiny_models as tiny
+from command_line import inside
+from keyhole import oracle, report
+from keyhole.audit import Audit, Stored, audit, open_target, stores
+from keyhole.audit.check import Checked
+from keyhole.audit.sweep import sweep
+from keyhole.disrupt.workers import Pool
+from keyhole.errors import InputError, KeyholeError
+from keyhole.models.capture import Exposure
+from keyhole.progress import untracked
+from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.attacks.pooled import PooledEmbedding
+from keyhole.recover.embedding.learn import Learning
+from keyhole.recover.embedding.reader import Size
+from keyhole.recover.embedding.search import Search
+from keyhole.recover.pooling import embeddings
+from keyhole.recover.search.token_search import TokenSearch
+from keyhole.results import Skip, Status
+
+FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+BRIEF = PooledEmbedding(TokenSearch(rounds=1, passes=5, candidates=4, sweeps=1), lengths=(3,))
+LEARNS = {
+    "longest": 1,
+    "learning": Learning(steps=10, batch=32, rate=3e-3, size=Size(32, 1, 2), pool=32, every=50),
+    "search": Search(rounds=3, islands=1, kept=4, first=4, tokens=190, pieces=2),
+}
+
+
+def texts(count):
+    """One word each, so that a tiny search arrives."""
+    return [f"w{(7 * number) % 190}" for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder")
+    MODEL.save_pretrained(folder)
+    WORDS.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def opened(tmp_path, encoder):
+    """A store that was opened by name, read with a corpus."""
+
+    def target(count, method=None, **options):
+        vectors = embeddings(MODEL, WORDS, texts(190), Exposure("pooled")).float().numpy()
+        kept = texts(count)
+        rows = [kept.index(text) for text in kept]
+        name = made_stores.jsonl(tmp_path, vectors[rows], kept)
+        made = open_target(name, stored=Stored(encoder, texts=count, **options))
+        return replace(
+            made,
+            stores={name: replace(store, method=method) for name, store in made.stores.items()},
+        )
+
+    return target
+
+
+def learning(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(texts(190)))
+    return EmbeddingReader(corpus, **LEARNS)
+
+
+def read(audited):
+    readings = audited.findings[0].texts[0].readings
+    return ["".join(piece.text for piece in reading.pieces).strip() for reading in readings]
+
+
+def with_reader(target, path):
+    return replace(
+        target, stores={name: replace(store, reader=path) for name, store in target.stores.items()}
+    )
+
+
+@pytest.mark.parametrize("count", [110, pytest.param(4000, marks=FULL)])
+def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_path):
+    """More of them than one check, or one page, takes."""
+    journal = tmp_path / "journal"
+    audited = audit(opened(count, learning(tmp_path)), journal=journal)
+    (finding,) = audited.findings
+    assert read(audited) == texts(count)
+    assert (finding.estimate.exact, finding.estimate.population) == (count, count)
+    assert len(journal.read_text().splitlines()) == 1 + -(-count // 32)
+    page = report.render(audited)
+    assert f"The first 100 of {count:,} texts" in page
+    assert len(page) < 200_000
+
+
+def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
+    """Sent as a process sends it, with the reader in its file."""
+    path = tmp_path / "learnt.reader"
+    target = with_reader(opened(4, learning(tmp_path)), path)
+    ((name, store),) = target.stores.items()
+    (check,) = stores.checks(name, store)
+    sent = pickle.dumps(check.elsewhere(untracked))
+    assert path.exists()
+    assert len(sent) < 20_000  # neither the encoder nor the reader nor the corpus
+    (there,) = pickle.loads(sent)().findings
+    (here,) = check.run(untracked).findings
+    assert there.texts == here.texts
+    assert there.status is here.status is Status.RECOVERED
+
+
+@FULL
+def test_processes_give_what_this_one_gives(opened, tmp_path):
+    target = opened(9, BRIEF)
+    here = audit(target)
+    there = audit(target, processes=2, journal=tmp_path / "journal")
+    assert read(there) == read(here)
+    assert there.findings[0].status == here.findings[0].status
+    assert there.findings[0].estimate == here.findings[0].estimate
+    assert len((tmp_path / "journal").read_text().splitlines()) == 1 + 2
+
+
+@FULL
+def test_processes_take_the_reader_from_its_file(opened, tmp_path):
+    target = with_reader(opened(70, learning(tmp_path)), tmp_path / "learnt.reader")
+    there = audit(target, processes=2)
+    assert read(there) == texts(70)
+    assert read(audit(target)) == texts(70)
+
+
+def test_workers_need_names_and_files(opened, tmp_path):
+    with pytest.raises(InputError, match="expected --reader, a file that workers take"):
+        audit(opened(2, learning(tmp_path)), processes=1)
+    target = opened(2, BRIEF)
+    nameless = {name: replace(store, encoder=None) for name, store in target.stores.items()}
+    with pytest.raises(InputError, match="expected the name of the encoder"):
+        audit(replace(target, stores=nameless), processes=1)
+    with pytest.raises(InputError, match="expected --processes and --dask with a vector store"):
+        audit(oracle.plant(dim=3), processes=1)
+
+
+def work(number):
+    return Checked(skips=(Skip(f"{number}", "", ""),))
+
+
+def dying(path, number):
+    """Ends its process the first time, as a kernel short of memory does."""
+    if not path.exists():
+        path.touch()
+        os._exit(9)
+    return work(number)
+
+
+def test_all_checks_come_back_in_any_order():
+    works = {f"{number}": partial(work, number) for number in range(20)}
+    with ThreadPoolExecutor(3) as threads, Pool(threads, 3) as pool:
+        made = {key: checked for key, checked, _ in sweep(works, pool)}
+    assert made == {key: work(key) for key in works}
+
+
+@FULL
+def test_a_killed_worker_loses_nothing_and_a_deadly_check_ends(tmp_path):
+    works = {f"{number}": partial(work, number) for number in range(6)}
+    works["3"] = partial(dying, tmp_path / "died", 3)
+    with Pool(None, 2) as pool:
+        made = {key: checked for key, checked, _ in sweep(works, pool)}
+    assert made == {key: work(key) for key in works}
+    with Pool(None, 1) as pool, pytest.raises(KeyholeError, match="expected workers that stay"):
+        list(sweep({"always": partial(os._exit, 9)}, pool))
+
+
+def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):
+    opened(4)
+    monkeypatch.setattr(stores, "_AT_ONCE", 2)
+    monkeypatch.setattr("keyhole.audit.stores.read", partial(briefly, stores.read))
+    here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "all")
+    assert done.returncode in (1, 3), done.stderr
+    assert "audit: 1 of 2 checks" in done.stderr
+    (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
+    assert len(finding.texts[0].readings) == 4
+    done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "some")
+    assert done.returncode == 2
+    assert "expected --texts as a number or all, got some" in done.stderr
+
+
+def briefly(read, loaded, part, track):
+    return read(loaded, replace(part, method=BRIEF), track)

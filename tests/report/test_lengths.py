@@ -1,0 +1,99 @@
+"""Texts of a store by their length: counted by hand, and the same on the page and the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from keyhole import report
+from keyhole.report import lengths
+from keyhole.results import Audit, Finding, Piece, Reading, Readings, Status
+
+# Tokens, exact, F1, cosine.
+READ = [
+    (3, True, 1.0, 1.0),
+    (9, False, 0.5, 0.97),
+    (10, True, 1.0, 1.0),
+    (16, True, 1.0, 1.0),
+    (25, False, 0.2, 0.81),
+    (40, False, 0.4, 0.99999),
+]
+
+
+def reading(tokens, exact, overlap, similarity, original="a text"):
+    pieces = (Piece(" a", "verified" if exact else "unknown", exact),)
+    return Reading(original, pieces, exact, exact, "", tokens, overlap, similarity)
+
+
+def audit(readings):
+    cell = Readings("pooled", 1, "as stored", tuple(readings))
+    finding = Finding(
+        "stored embedding", "EmbeddingReader", Status.INEXACT, "", "", None, 1, 0.0,
+        sought="text", texts=(cell,),
+    )  # fmt: skip
+    return Audit("a store", "identity", (finding,))
+
+
+def printed(audited):
+    console = Console(width=200, file=io.StringIO())
+    console.print(report.table(audited))
+    return console.file.getvalue()
+
+
+def test_spans_are_counted_by_length():
+    (finding,) = audit(reading(*row) for row in READ).findings
+    assert [(span.name, span.tried, span.exact) for span in lengths.spans(finding)] == [
+        ("1–9", 2, 1),
+        ("10–16", 2, 2),
+        ("25 or more", 2, 0),
+    ]
+    first, second, last = lengths.spans(finding)
+    assert (first.overlap, first.similarity) == (0.5, 0.97)
+    assert (second.overlap, second.similarity) == (None, None)  # no others
+    assert last.overlap == pytest.approx(0.3)
+    assert last.similarity == pytest.approx((0.81 + 0.99999) / 2)
+
+
+def test_what_is_verified_but_not_the_text_is_not_exact():
+    piece = Piece(" a", "verified", True)
+    cut_off = Reading("a text", (piece,), False, True, "cut off", 3, 1.0, 1.0)
+    (finding,) = audit([cut_off]).findings
+    assert lengths.spans(finding)[0].exact == 0
+
+
+def test_page_and_terminal_say_the_same():
+    audited = audit(reading(*row) for row in READ)
+    page, words = report.render(audited), printed(audited)
+    assert "1–9 tokens: 1 of 2 (50%); the others: F1 of tokens 0.50, cosine 0.9700" in words
+    assert "10–16 tokens: 2 of 2 (100%)\n" in words.replace(" \n", "\n")
+    for cell in ("<th>10–16</th>", "50% read exactly", "tokens of the store&#39;s own texts"):
+        assert cell in page
+    assert "cosine 0.9999, F1 of tokens 0.40" in page  # not 1.0000: it is not the text
+    assert "1–9 tokens" not in printed(Audit("t", "i", ()))
+
+
+def test_whose_lengths_they_are_is_said():
+    known, unknown = reading(3, True, 1.0, 1.0), reading(3, True, None, 1.0, original="")
+    cases = ([known], [unknown], [known, unknown])
+    said = [lengths.whose(audit(readings).findings[0]) for readings in cases]
+    assert said[0] == "tokens of the store's own texts"
+    assert "what was read" in said[1]
+    assert "(1)" in said[2]
+
+
+def test_a_page_shows_some_of_very_many():
+    page = report.render(audit(reading(*READ[0], original=f"text {n}!") for n in range(150)))
+    assert "The first 100 of 150 texts; the JSON file has all of them." in page
+    assert "text 99!" in page
+    assert "text 100!" not in page
+
+
+def test_a_finding_without_lengths_has_no_table():
+    bare = Reading("a text", (Piece(" a", "verified", True),), True, True)
+    audited = audit([bare])
+    assert lengths.spans(audited.findings[0]) == []
+    assert "by length" not in report.render(audited)
+    assert Audit.from_dict(json.loads(json.dumps(audited.to_dict()))) == audited
