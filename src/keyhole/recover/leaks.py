@@ -21,10 +21,11 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors
 from keyhole.models.capture import Exposure
+from keyhole.recover.cells import expect_cells
 from keyhole.strict_json import parse
 
 _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
-PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
+PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 _FORMAT = "1"
 
 
@@ -32,10 +33,10 @@ _FORMAT = "1"
 class About:
     """What is known about a leak besides its numbers; every field may be left out.
 
-    `precision` is how the numbers were rounded ("float32", "bfloat16", "float16", "int8", "int4";
-    None: found out from the numbers). `noise` is the standard deviation of noise that was added,
-    None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the identity
-    of the model that leaked.
+    `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
+    alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
+    added, None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the
+    identity of the model that leaked.
     """
 
     model: str | None = None
@@ -48,7 +49,7 @@ class About:
 _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None,
+    "tokens": int | None, "steps": None, "codebook": None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="_Leak")
 
@@ -58,6 +59,8 @@ class _Leak(About):
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
+    beside: ClassVar[tuple[str, ...]] = ("mask",)
+    usual: ClassVar[dict[str, Any]] = {}  # what files said nothing of before it could be otherwise
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -134,19 +137,24 @@ class _Leak(About):
 
     @property
     def known(self) -> dict[str, Any]:
-        """What is known about the leak besides its tensors."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in (*self.names, "mask")
-        }
+        """What is known about the leak besides its tensors; what is usual is not remarked on."""
+        names = [field.name for field in fields(self)]
+        tensors = {*self.names, *self.beside}
+        known = {name: getattr(self, name) for name in names if name not in tensors}
+        usual = self.usual.items()
+        return {name: value for name, value in known.items() if (name, value) not in usual}
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """All tensors of the leak's file: what leaked, and what is known beside it."""
+        beside = {name: getattr(self, name) for name in self.beside}
+        return {**self.tensors, **{name: each for name, each in beside.items() if each is not None}}
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
-        whole = self.tensors if self.mask is None else {**self.tensors, "mask": self.mask}
         sum_ = hashlib.sha256(json.dumps([self.kind, self.known], sort_keys=True).encode())
-        for name, tensor in whole.items():
+        for name, tensor in self.stored.items():
             sum_.update(f"{name} {tuple(tensor.shape)}".encode())
             sum_.update(tensor.cpu().contiguous().numpy().tobytes())
         return sum_.hexdigest()[:16]
@@ -172,6 +180,7 @@ class HiddenStates(_Leak):
     permuted: bool = False
     width: int | None = None
     kind: ClassVar[str] = "hidden"
+    usual: ClassVar[dict[str, Any]] = {"normalised": False, "permuted": False, "width": None}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,16 +201,6 @@ class HiddenStates(_Leak):
     @property
     def exposure(self) -> Exposure:
         return Exposure(self.kind, self.layer, width=self.width, unit=bool(self.normalised))
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """A whole row in its place is not remarked on, as it was in older files."""
-        remarks = {"normalised": False, "permuted": False, "width": None}
-        return {
-            name: value
-            for name, value in super().known.items()
-            if name not in remarks or value != remarks[name]
-        }
 
     def ordered(self, order: Tensor) -> HiddenStates:
         """The leak with row `order[p]` at position p, as rows whose order is known."""
@@ -251,23 +250,36 @@ class AttentionOutput(_Leak):
 
 @dataclass(frozen=True, eq=False)
 class Pooled(_Leak):
-    """A sentence embedding (d,); `length` is the number of tokens where it is known."""
+    """A sentence embedding (d,); `length` is the number of tokens where it is known.
+
+    `width` says that only its first so many numbers were kept, and were divided by their length
+    again if that is one. `steps` (d,) are those that each number was rounded to, where each has its
+    own (8 bits with a range for each dimension); `codebook` (blocks, codes, numbers) are the
+    centroids of product quantisation, of which `values` are one in each block.
+    """
 
     values: Tensor
     pooling: str = "mean"
     normalised: bool = True
     tokens: int | None = None
+    width: int | None = None
+    steps: Tensor | None = None
+    codebook: Tensor | None = None
     kind: ClassVar[str] = "pooled"
+    beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "codebook")
+    usual: ClassVar[dict[str, Any]] = {"width": None}
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("expected normalised to be true or false, got another kind")
+        expect_cells(self.values, self.width, self.steps, self.codebook)
 
     @property
     def exposure(self) -> Exposure:
-        return Exposure(self.kind, 0, self.pooling, self.normalised)
+        again = self.width is not None and abs(float(self.values.norm()) - 1) <= _UNIT
+        return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=again)
 
     @property
     def length(self) -> int | None:
@@ -285,9 +297,8 @@ TYPES: dict[str, type[Leak]] = {
 
 def save_leak(leak: _Leak, path: str | Path) -> None:
     """Write a leak, to be handed from one machine to another."""
-    tensors = leak.tensors if leak.mask is None else {**leak.tensors, "mask": leak.mask}
     about = {"keyhole": _FORMAT, "leak": leak.kind, "about": json.dumps(leak.known)}
-    write_tensors(path, tensors, about)
+    write_tensors(path, leak.stored, about)
 
 
 def load_leak(path: str | Path) -> Leak:

@@ -169,7 +169,7 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "attention": (length, parts.width),
         "kv": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),
-        "pooled": (parts.width,),
+        "pooled": (width,),
     }[leak.kind]
     for name, tensor in leak.tensors.items():
         if tuple(tensor.shape) != expected:
@@ -201,6 +201,7 @@ def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> Text
         fitting=proposal.fitting,
         tested=proposal.tested,
         judging=verdict.forwards,
+        similarity=verdict.similarity,
     )
 
 
