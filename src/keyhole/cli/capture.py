@@ -58,7 +58,7 @@ def capture(
         str,
         typer.Option(
             help="How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
-            "scale for each row)."
+            "scale for each row); a pooled embedding also to binary, its signs."
         ),
     ] = "float32",
     noise: Annotated[
@@ -70,7 +70,7 @@ def capture(
             metavar="FORM",
             help="What else becomes of the rows of hidden states: normalised (length one), "
             "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
-            "may be repeated.",
+            "may be repeated. Of a pooled embedding: normalised and truncated:K.",
         ),
     ] = None,
     out: Annotated[

@@ -25,6 +25,7 @@ from keyhole.recover.cells import expect_cells
 from keyhole.strict_json import parse
 
 _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
+_CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 _FORMAT = "1"
 
@@ -70,10 +71,9 @@ class _Leak(About):
                 raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
         if self.noise is not None and not 0 <= self.noise < math.inf:
             raise InputError(f"expected noise of 0 or more, got {self.noise}")
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise InputError(
-                f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision}"
-            )
+        known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]  # signs of one vector
+        if self.precision is not None and self.precision not in known:
+            raise InputError(f"expected a precision among {', '.join(known)}, got {self.precision}")
         for name in self.names:
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -278,7 +278,7 @@ class Pooled(_Leak):
 
     @property
     def exposure(self) -> Exposure:
-        again = self.width is not None and abs(float(self.values.norm()) - 1) <= _UNIT
+        again = self.width is not None and abs(float(self.values.norm()) - 1) <= _CUT
         return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=again)
 
     @property

@@ -20,7 +20,7 @@ from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
-from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Pooled
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
@@ -75,7 +75,8 @@ def degrade(
 
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
-    (rows in any order), of hidden states. They and the precision are written into the leak, as a
+    (rows in any order), of hidden states; a pooled embedding can be the first two. They and the
+    precision are written into the leak, as a
     server's documentation and a file's dtype would tell; the noise is not.
     """
     changes = parse_forms(forms)
@@ -112,14 +113,16 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
 def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator) -> Leak:
     if not forms:
         return leak
-    if not isinstance(leak, HiddenStates):
-        raise InputError(f"expected hidden states to be {', '.join(forms)}, got {leak.exposure}")
+    of_rows = [form for form in forms if form in ("subset", "permuted")]
+    if not isinstance(leak, HiddenStates | Pooled) or (isinstance(leak, Pooled) and of_rows):
+        wrong = of_rows if isinstance(leak, Pooled) else forms
+        raise InputError(f"expected hidden states to be {', '.join(wrong)}, got {leak.exposure}")
     values, about = leak.values, {}
     width = forms.get("truncated")
     if width is not None:
-        if width > values.shape[1]:
-            raise InputError(f"expected at most {values.shape[1]} numbers of a row, got {width}")
-        values, about = values[:, :width], {"width": width}
+        if width > values.shape[-1]:
+            raise InputError(f"expected at most {values.shape[-1]} numbers of a row, got {width}")
+        values, about = values[..., :width], {"width": width}
     if "normalised" in forms:
         values = torch.nn.functional.normalize(values, dim=-1)
         about["normalised"] = True
@@ -154,4 +157,5 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "float16": _as(torch.float16),
     "int8": _steps(127),
     "int4": _steps(7),
+    "binary": lambda tensor: torch.where(tensor > 0, 1.0, -1.0),
 }

@@ -41,11 +41,14 @@ Tokens = tuple[int, ...]
 class Vectors:
     """The vectors of texts, each run once: `passes` counts them.
 
-    A text here is its tokens without the special ones around it.
+    A text here is its tokens without the special ones around it. `seen` (d, k) are the directions
+    of a vector that are known, where not all are (rotation.py).
     """
 
-    def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
-        self.target, self.exposure = target, exposure
+    def __init__(
+        self, target: Target, exposure: Exposure, ids: Sequence[int], seen: Tensor | None = None
+    ) -> None:
+        self.target, self.exposure, self.seen = target, exposure, seen
         self.before, self.after = _frame(target, ids)
         self.passes = 0
         self._kept: dict[Tokens, Tensor] = {}
@@ -65,10 +68,14 @@ class Vectors:
             part = fresh[start : start + size]
             ids, mask = self.framed(part)
             with torch.no_grad():
-                rows = capture(self.target.model, self.exposure, ids=ids, mask=mask)["values"]
+                rows = self._seen(ids=ids, mask=mask)
             self._kept.update(zip(part, rows, strict=True))
         self.passes += len(fresh)
         return torch.stack([self._kept[text] for text in texts])
+
+    def _seen(self, **given: Tensor) -> Tensor:
+        rows = capture(self.target.model, self.exposure, **given)["values"]
+        return rows if self.seen is None else rows.double() @ self.seen.to(rows.device)
 
     def framed(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """The ids and the mask that the model is run on."""
@@ -86,7 +93,7 @@ class Vectors:
         self.passes += len(texts)
         with torch.enable_grad():
             words = self.target.parts.tokens(ids).detach().requires_grad_()
-            rows = capture(self.target.model, self.exposure, embeddings=words, mask=mask)["values"]
+            rows = self._seen(embeddings=words, mask=mask)
             (slopes,) = torch.autograd.grad((rows * along.to(rows)).sum(), words)
         first = len(self.before)
         return rows.detach(), slopes[:, first : first + max(map(len, texts))]

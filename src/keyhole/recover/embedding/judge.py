@@ -57,8 +57,9 @@ def judge_vector(
     needed = len(text) * math.log2(target.vocabulary) + ODDS / math.log(2)
     verified = fits and stored.bits >= needed and bool((margin > odds).all())
     residual = float(stored.distances(own[None]).sqrt())
-    marks = _marks(vectors, len(text), margin, rivals, verified, fits or residual <= _NOISE)
-    status = _status(marks, verified, fits, residual)
+    around, inside = _marks(len(text), margin, rivals, verified, fits or residual <= _NOISE)
+    marks = (*around * len(vectors.before), *inside, *around * len(vectors.after))
+    status = _status(inside, verified, fits, residual)
     reason = (
         f"{stored.agreement(own)}, {'' if fits else 'not '}within its precision ({stored.name})"
     )
@@ -83,18 +84,17 @@ def _margins(stored: Stored, own: Tensor, rivals: Rivals, fits: bool) -> Tensor:
 
 
 def _marks(
-    vectors: Vectors, count: int, margin: Tensor, rivals: Rivals, verified: bool, plausible: bool
-) -> tuple[Mark, ...]:
-    """One for each token, special ones included: those are as good as the text is."""
-    framed = [Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN]
-    inside = framed * count
-    if not verified and plausible and count:
-        each = margin[:, None].where(rivals.touched, torch.inf).amin(0)
-        inside = [Mark.LIKELY if m > 2 * ODDS else Mark.UNKNOWN for m in each.tolist()]
-    return (*framed * len(vectors.before), *inside, *framed * len(vectors.after))
+    count: int, margin: Tensor, rivals: Rivals, verified: bool, plausible: bool
+) -> tuple[list[Mark], list[Mark]]:
+    """The mark of special tokens, which are as good as the text is, and of each of the others."""
+    around = [Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN]
+    if verified or not plausible or not count:
+        return around, around * count
+    each = margin[:, None].where(rivals.touched, torch.inf).amin(0)
+    return around, [Mark.LIKELY if m > 2 * ODDS else Mark.UNKNOWN for m in each.tolist()]
 
 
-def _status(marks: tuple[Mark, ...], verified: bool, fits: bool, residual: float) -> Status:
+def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> Status:
     if verified:
         return Status.RECOVERED
     if Mark.LIKELY in marks:

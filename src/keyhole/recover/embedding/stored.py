@@ -42,6 +42,7 @@ from keyhole.recover.precision import FLOOR, rounding_of
 _SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 _SURPRISE = 20.0  # and what one border may add against odds of e¹⁰ : 1
+_LEVELS = {"int8": 127, "int4": 7}  # steps from zero to the largest number
 _CENTROID = 1e-4  # of a vector's length: how far a block may be from its centroid
 _AT_ONCE = 1 << 24  # distances to centroids that are held at a time
 
@@ -78,6 +79,9 @@ class Stored:
             signs = torch.where(values > middle, 1.0, -1.0).to(values)
             return cls("binary", signs, torch.full_like(values, torch.inf), error, leak.noise)
         name, steps = rounding_of(values[None].float(), leak.precision)
+        if name == "float32" and leak.precision in _LEVELS:  # too few numbers to show a grid
+            name, steps = leak.precision, values.abs().max().expand(1, len(values))
+            steps = steps / _LEVELS[leak.precision]
         return cls(name, values, steps[0].double(), error, leak.noise)
 
     @cached_property

@@ -1,0 +1,400 @@
+"""Is a text read from one stored vector that text? How often the judge says so, and is right.
+
+Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length not known), stored in
+each precision that stores use. The true text is judged: how many are verified. So are the texts
+nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
+(Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
+that a bounded climb by single edits finds for each, in every precision: none may be. Last, vectors
+behind a secret rotation or linear map of which some pairs are known: what comes back, and whether
+the true text is verified. `--texts` for each row, `--nobody` vectors of all kinds together,
+`--parts stored,nobody,secret`. `--quick` takes a random-weight model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import show
+import texts
+from keyhole import invert
+from keyhole.models import Exposure, Loaded
+from keyhole.recover import Mark, Pooled
+from keyhole.recover.attack import Target
+from keyhole.recover.embedding import moves
+from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
+from keyhole.recover.embedding.judge import judge_vector
+from keyhole.recover.embedding.scoring import Encoder, Texts
+from keyhole.recover.embedding.stored import Stored
+from keyhole.recover.rotation import undo_linear, undo_rotation
+from keyhole.results import Status
+from show import Row
+
+OPTIONS = texts.options(texts=100)
+OPTIONS.add_argument("--nobody", type=int, default=1000)
+OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
+OPTIONS.add_argument("--parts", default="stored,nobody,secret")
+CHOSEN = texts.chosen(OPTIONS)
+WAY = Exposure("pooled")
+Change = Callable[[Pooled], Pooled]
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A model, the texts that are judged, the vectors of others, and how much is tried."""
+
+    loaded: Loaded
+    secrets: list[list[int]]
+    others: list[list[int]]
+    nobody: int
+    blocks: tuple[int, ...] = (96, 48, 16)
+    widths: tuple[int, ...] = (256, 128, 64, 32)
+    pairs: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 1024, 2048)
+    codes: int = 256
+
+    @property
+    def target(self) -> Target:
+        return Target.of(self.loaded.model, self.loaded.tokenizer)
+
+
+def run(quick: bool) -> list[Row]:
+    return texts.collect(small() if quick else full(), strict=quick)
+
+
+def full() -> Iterator[texts.Part]:
+    loaded = texts.minilm(CHOSEN)
+    secrets = fitting(loaded, texts.sst2(CHOSEN.data)[: 8 * CHOSEN.texts], CHOSEN.texts)
+    others = fitting(loaded, texts.sst2(CHOSEN.data, 20_000)[1000:], 6000)
+    yield from parts(Setting(loaded, secrets, others, CHOSEN.nobody))
+
+
+def fitting(loaded: Loaded, sentences: Sequence[str], count: int) -> list[list[int]]:
+    encoded = loaded.tokenizer(list(dict.fromkeys(sentences)))["input_ids"]
+    chosen = [ids for ids in encoded if 4 <= len(ids) - 2 <= 32]
+    random.Random(0).shuffle(chosen)
+    return chosen[:count]
+
+
+def small() -> Iterator[texts.Part]:
+    ids = [text.tolist() for text in texts.tiny_texts(160, 7, framed=True)]
+    yield from parts(
+        Setting(texts.tiny("bert"), ids[:2], ids[2:], 4, (8,), (24,), (16, 48), codes=32)
+    )
+
+
+def parts(setting: Setting) -> Iterator[texts.Part]:
+    wanted = CHOSEN.parts.split(",")
+    known = vectors_of(setting, setting.others)
+    forms = changes(setting, known)
+    if "stored" in wanted:
+        near = [NearMisses.of(setting, ids) for ids in setting.secrets]
+        for name, change in forms.items():
+            yield name, lambda n=name, c=change: [stored_row(setting, n, c, near)]
+    if "nobody" in wanted:
+        yield "nobody's vectors", lambda: nobody_rows(setting, known, forms)
+    if "secret" in wanted:
+        for count in setting.pairs:
+            yield f"{count} pairs", lambda c=count: secret_rows(setting, known, c)
+
+
+def vectors_of(setting: Setting, lists: list[list[int]], way: Exposure = WAY) -> Tensor:
+    vectors = Vectors(setting.target, way, lists[0])
+    return vectors([vectors.inside(ids) for ids in lists])
+
+
+# How vectors are stored.
+
+
+def changes(setting: Setting, known: Tensor) -> dict[str, Change]:
+    """Each form that a store may keep a vector in; told is what cannot be seen in it."""
+    floating = {name: partial(rounded, name) for name in ("float32", "float16", "bfloat16")}
+    low, high = known.amin(0).cpu(), known.amax(0).cpu()
+    books = {count: codebook(known, count, setting.codes) for count in setting.blocks}
+    return {
+        **floating,
+        "8 bits, a scale for each vector": partial(rounded, "int8"),
+        "8 bits, a range for each dimension (stated)": partial(in_ranges, low, high),
+        "4 bits, a scale for each vector": partial(rounded, "int4"),
+        "1 bit (signs)": partial(rounded, "binary"),
+        **{
+            f"product quantisation, {count} codes of {setting.codes} (codebook known)": partial(
+                in_codes, book
+            )
+            for count, book in books.items()
+        },
+        **{f"the first {k} numbers, normalised": partial(cut, k) for k in setting.widths},
+        f"the first {setting.widths[-1]} numbers, 8 bits": lambda leak: rounded(
+            "int8", cut(setting.widths[-1], leak)
+        ),
+        **{f"noise of {share:.0%}, stated": noisy(share, True) for share in (0.01, 0.05, 0.1)},
+        **{f"noise of {share:.0%}, not stated": noisy(share, False) for share in (0.01, 0.05, 0.1)},
+    }
+
+
+def rounded(name: str, leak: Pooled) -> Pooled:
+    """As the library does it; what was done is not said, the numbers have to tell."""
+    return replace(invert.degrade(leak, name), precision=None)
+
+
+def in_ranges(low: Tensor, high: Tensor, leak: Pooled) -> Pooled:
+    """256 levels between the least and the largest of each dimension."""
+    steps = (high - low) / 255
+    levels = ((leak.values - low) / steps).round().clamp(0, 255)
+    return replace(leak, values=low + levels * steps, steps=steps)
+
+
+def in_codes(book: Tensor, leak: Pooled) -> Pooled:
+    blocks = leak.values.unflatten(0, (len(book), -1))
+    codes = torch.cdist(blocks[:, None], book)[:, 0].argmin(-1)
+    return replace(leak, values=book[torch.arange(len(book)), codes].flatten(), codebook=book)
+
+
+def codebook(vectors: Tensor, blocks: int, codes: int, rounds: int = 25) -> Tensor:
+    """Centroids (blocks, codes, numbers) by Lloyd's algorithm, as product quantisation has them."""
+    points = vectors.double().unflatten(1, (blocks, -1)).transpose(0, 1)
+    book = points[:, :codes].clone()
+    for _ in range(rounds):
+        nearest = torch.cdist(points, book).argmin(-1)
+        sums = torch.zeros_like(book).scatter_add_(1, nearest[..., None].expand_as(points), points)
+        counts = torch.zeros_like(book[..., 0]).scatter_add_(
+            1, nearest, torch.ones_like(nearest, dtype=book.dtype)
+        )
+        book = torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], book)
+    return book.float().cpu()
+
+
+def cut(width: int, leak: Pooled) -> Pooled:
+    return replace(invert.degrade(leak, forms=[f"truncated:{width}", "normalised"]), precision=None)
+
+
+def noisy(share: float, stated: bool) -> Change:
+    stream = torch.Generator().manual_seed(0)
+
+    def change(leak: Pooled) -> Pooled:
+        loud = replace(invert.degrade(leak, noise=share, seed=stream), precision=None)
+        return replace(loud, noise=share * float(leak.values.std())) if stated else loud
+
+    return change
+
+
+# True texts and near misses.
+
+
+@dataclass(frozen=True, eq=False)
+class NearMisses:
+    """A text, and the texts one and two edits away whose vectors come nearest to its own.
+
+    `runs` are the vectors that were run before, by exposure.
+    """
+
+    ids: list[int]
+    misses: list[list[int]]
+    cosine: float
+    runs: dict[Exposure, Vectors]
+
+    @classmethod
+    def of(cls, setting: Setting, ids: list[int]) -> NearMisses:
+        vectors = Vectors(setting.target, WAY, ids)
+        text = vectors.inside(ids)
+        own = vectors([text])[0]
+        once = rivals_of(vectors, text, own, False)
+        near = nearest(once, own)
+        twice = rivals_of(vectors, near[0], own, False)
+        chosen = dict.fromkeys([*near, *nearest(twice, own)])
+        misses = [[*vectors.before, *edit, *vectors.after] for edit in chosen if edit != text]
+        return cls(ids, misses, float((once.vectors @ own).max()), {WAY: vectors})
+
+    def vectors(self, setting: Setting, leak: Pooled) -> Vectors:
+        way = leak.exposure
+        return self.runs.setdefault(way, Vectors(setting.target, way, self.ids))
+
+
+def nearest(rivals: Rivals, own: Tensor) -> list[Tokens]:
+    order = (rivals.vectors @ own).argsort(descending=True)
+    return [rivals.texts[place] for place in order[: CHOSEN.misses].tolist()]
+
+
+def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisses]) -> Row:
+    started = time.perf_counter()
+    verified = likely = wrong = fit = tried = unknown = 0
+    for case in near:
+        leak = changed(setting, change, case.ids)
+        verdict = judge_vector(setting.target, leak, case.ids, case.vectors(setting, leak))
+        verified += verdict.verified
+        likely += not verdict.verified and Mark.UNKNOWN not in verdict.marks
+        unknown += not verdict.verified and Mark.UNKNOWN in verdict.marks
+        for miss in case.misses:
+            tried += 1
+            vectors = case.vectors(setting, leak)
+            if fits(leak, vectors, miss):
+                fit += 1
+                wrong += judge_vector(setting.target, leak, miss, vectors).verified
+    closest = statistics.median(case.cosine for case in near)
+    seconds = (time.perf_counter() - started) / len(near)
+    return Row(
+        f"{setting.loaded.name}, {name}: true texts",
+        f"{verified} of {len(near)} verified; {wrong} of {tried:,} near misses verified",
+        "0 near misses",
+        wrong == 0,
+        f"{likely} likely, {unknown} with unknown tokens; {fit} near misses fit; nearest cosine "
+        f"{closest:.4f}; {seconds:.1f} s a text",
+    )
+
+
+def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WAY) -> Pooled:
+    leak = texts.leak_of(setting.loaded, ids, way)
+    assert isinstance(leak, Pooled)
+    return change(replace(leak, tokens=None))
+
+
+def fits(leak: Pooled, vectors: Vectors, ids: list[int]) -> bool:
+    """The first of the judge's tests: without it nothing is verified."""
+    own = vectors([vectors.inside(ids)])[0]
+    stored = Stored.of(leak, own)
+    return float(stored.misfit(own[None])) <= stored.limit(own)
+
+
+# Vectors that are no text's.
+
+
+def nobody_rows(setting: Setting, known: Tensor, forms: dict[str, Change]) -> Iterator[Row]:
+    each = max(1, setting.nobody // 4)
+    stream = torch.Generator().manual_seed(0)
+    kinds = {
+        "Gaussian noise": torch.randn(each, known.shape[1], generator=stream).to(known),
+        "the mean of two texts": known[:each] + known[each : 2 * each],
+        "the same encoder's [CLS]": vectors_of(
+            setting, setting.others[-each:], Exposure("pooled", 0, "cls")
+        ),
+        "the same encoder's maxima": vectors_of(
+            setting, setting.others[-each:], Exposure("pooled", 0, "max")
+        ),
+    }
+    for name, vectors in kinds.items():
+        yield nobody_row(setting, known, forms, name, normalize(vectors, dim=-1))
+
+
+def nobody_row(
+    setting: Setting, known: Tensor, forms: dict[str, Change], name: str, goals: Tensor
+) -> Row:
+    started = time.perf_counter()
+    answers, cosines, passes = climbed(setting, known, goals)
+    verified = fit = likely = 0
+    for goal, ids in zip(goals.cpu(), answers, strict=True):
+        kept: dict[Exposure, Vectors] = {}
+        for change in forms.values():
+            leak = change(Pooled(goal))
+            vectors = kept.setdefault(leak.exposure, Vectors(setting.target, leak.exposure, ids))
+            if fits(leak, vectors, ids):
+                fit += 1
+                verdict = judge_vector(setting.target, leak, ids, vectors)
+                verified += verdict.verified
+                likely += verdict.status is Status.INEXACT
+    seconds = (time.perf_counter() - started) / len(goals)
+    return Row(
+        f"{setting.loaded.name}, {name}: {len(goals)} vectors in {len(forms)} precisions",
+        f"{verified} verified",
+        "0",
+        verified == 0,
+        f"{fit} fit, {likely} likely; cosine of the nearest text, median "
+        f"{statistics.median(cosines):.3f}, largest {max(cosines):.3f}; {passes // len(goals)} "
+        f"passes and {seconds:.1f} s a vector",
+    )
+
+
+def climbed(
+    setting: Setting, known: Tensor, goals: Tensor, rounds: int = 4
+) -> tuple[list[list[int]], list[float], int]:
+    """From the nearest known text uphill by the best single edit of each round."""
+    encoder = Encoder(setting.target)
+    first, last = len(encoder.before), len(encoder.after)
+    inside = [ids[first : len(ids) - last] for ids in setting.others]
+    longest = max(map(len, inside)) + rounds
+    start = (goals @ known.T).argmax(1).tolist()
+    best = Texts.of([inside[row] for row in start], longest, encoder.device)
+    generator = torch.Generator(encoder.device).manual_seed(0)
+    cosines = (encoder.vectors(best) * goals).sum(-1)
+    for _ in range(rounds):
+        for some in torch.arange(len(goals), device=goals.device).split(64):
+            parents = best[some]
+            _, slopes = encoder.slopes(parents, goals[some])
+            uphill = (slopes @ encoder.table.T).topk(3, dim=-1).indices
+            children, born = moves.together(
+                moves.replaced(parents, uphill), moves.inserted(parents, uphill[..., :1]),
+                moves.left_out(parents), moves.swapped(parents, 8, generator),
+            )  # fmt: skip
+            scores = (encoder.vectors(children) * goals[some][born]).sum(-1)
+            for row in range(len(some)):
+                mine = (born == row).nonzero().flatten()
+                top = mine[scores[mine].argmax()]
+                if scores[top] > cosines[some[row]]:
+                    best.ids[some[row]] = children.ids[top]
+                    best.lengths[some[row]] = children.lengths[top]
+                    cosines[some[row]] = scores[top]
+    answers = [[*encoder.before, *best.tokens(row), *encoder.after] for row in range(len(goals))]
+    return answers, cosines.tolist(), encoder.passes
+
+
+# Secret rotations and linear maps.
+
+
+def secret_rows(setting: Setting, known: Tensor, count: int) -> Iterator[Row]:
+    """`count` known pairs, of which a tenth is held back to measure how exact the rest makes it."""
+    stream = torch.Generator().manual_seed(1)
+    d = known.shape[1]
+    gaussian = torch.randn(d, d, generator=stream, dtype=torch.float64)
+    rotation = torch.linalg.qr(gaussian).Q
+    count = min(count, len(known) - 1)
+    known = known.double().cpu()
+    secret = vectors_of(setting, setting.secrets).double().cpu()
+    for name, matrix, change in (
+        ("a secret rotation", rotation, partial(rounded, "float32")),
+        ("a secret rotation, 8 bits", rotation, partial(rounded, "int8")),
+        ("a secret linear map", gaussian, partial(rounded, "float32")),
+    ):
+        stored = [change(Pooled(v, normalised=False)).values for v in (known @ matrix).float()]
+        hidden = [change(Pooled(v, normalised=False)).values for v in (secret @ matrix).float()]
+        yield secret_row(setting, name, known, torch.stack(stored), torch.stack(hidden), secret,
+                         count)  # fmt: skip
+
+
+def secret_row(
+    setting: Setting, name: str, known: Tensor, stored: Tensor, hidden: Tensor, secret: Tensor,
+    count: int,
+) -> Row:  # fmt: skip
+    held = slice(count, min(len(known), count + max(8, count // 10)))
+    seen: Tensor | None = None
+    if name == "a secret linear map":
+        back = undo_linear(known[:count], stored[:count])
+        undone, numbers, check = hidden.double() @ back, None, stored[held].double() @ back
+        off = check - known[held]
+    else:
+        pairs = undo_rotation(known[:count], stored[:count])
+        undone, numbers, seen = pairs.undo(hidden), pairs.numbers(hidden), pairs.own
+        off = pairs.numbers(stored[held]) - known[held] @ pairs.own
+    values = undone if numbers is None else numbers
+    noise = float(off.square().mean().sqrt())
+    verified = 0
+    for row, ids in enumerate(setting.secrets):
+        leak = Pooled(values[row].float(), noise=noise)
+        vectors = Vectors(setting.target, WAY, ids, seen)
+        verified += judge_vector(setting.target, leak, ids, vectors).verified
+    cosines = torch.cosine_similarity(undone, secret).tolist()
+    return Row(
+        f"{setting.loaded.name}, {name}, {count} pairs known",
+        f"cosine {statistics.median(cosines):.6f}; {verified} of {len(hidden)} texts verified",
+        details=f"{values.shape[1]} numbers, each off by {noise / float(known.std()):.1e} of its "
+        "spread, measured on pairs held back",
+    )
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)
