@@ -6,8 +6,10 @@ nearest to it by cosine, one and two edits away: none may be. Then vectors that 
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
 that a bounded climb by single edits finds for each, in every precision: none may be. Last, vectors
 behind a secret rotation or linear map of which some pairs are known: what comes back, and whether
-the true text is verified. `--texts` for each row, `--nobody` vectors of all kinds together,
-`--parts stored,nobody,secret`. `--quick` takes a random-weight model.
+the true text is verified. `--texts` for each row, `--nobody` vectors of all kinds together.
+`--parts stored,nobody,secret` are those; `nearest`, for a GPU, runs every text one edit away from
+`--all` short ones and looks whether the judge would have met the nearest. `--quick` takes a
+random-weight model.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -41,6 +46,8 @@ from show import Row
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
+OPTIONS.add_argument("--all", type=int, default=4)
+OPTIONS.add_argument("--behind", type=int, default=20, help="texts behind a rotation or map")
 OPTIONS.add_argument("--parts", default="stored,nobody,secret")
 CHOSEN = texts.chosen(OPTIONS)
 WAY = Exposure("pooled")
@@ -57,8 +64,9 @@ class Setting:
     nobody: int
     blocks: tuple[int, ...] = (96, 48, 16)
     widths: tuple[int, ...] = (256, 128, 64, 32)
-    pairs: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 1024, 2048)
+    pairs: tuple[int, ...] = (16, 32, 64, 128, 256, 383, 384, 512, 1024, 4096)
     codes: int = 256
+    misses: int = CHOSEN.misses
 
     @property
     def target(self) -> Target:
@@ -70,9 +78,9 @@ def run(quick: bool) -> list[Row]:
 
 
 def full() -> Iterator[texts.Part]:
-    loaded = texts.minilm(CHOSEN)
+    loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
     secrets = fitting(loaded, texts.sst2(CHOSEN.data)[: 8 * CHOSEN.texts], CHOSEN.texts)
-    others = fitting(loaded, texts.sst2(CHOSEN.data, 20_000)[1000:], 6000)
+    others = fitting(loaded, texts.sst2(CHOSEN.data, 20_000)[1000:], 4608)
     yield from parts(Setting(loaded, secrets, others, CHOSEN.nobody))
 
 
@@ -84,9 +92,9 @@ def fitting(loaded: Loaded, sentences: Sequence[str], count: int) -> list[list[i
 
 
 def small() -> Iterator[texts.Part]:
-    ids = [text.tolist() for text in texts.tiny_texts(160, 7, framed=True)]
+    ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
     yield from parts(
-        Setting(texts.tiny("bert"), ids[:2], ids[2:], 4, (8,), (24,), (16, 48), codes=32)
+        Setting(texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), (48,), codes=32, misses=4)
     )
 
 
@@ -98,11 +106,15 @@ def parts(setting: Setting) -> Iterator[texts.Part]:
         near = [NearMisses.of(setting, ids) for ids in setting.secrets]
         for name, change in forms.items():
             yield name, lambda n=name, c=change: [stored_row(setting, n, c, near)]
+    if "nearest" in wanted:
+        yield "the nearest of all edits", lambda: [nearest_row(setting)]
     if "nobody" in wanted:
         yield "nobody's vectors", lambda: nobody_rows(setting, known, forms)
     if "secret" in wanted:
+        few = replace(setting, secrets=setting.secrets[: CHOSEN.behind])
+        runs = [Vectors(few.target, WAY, ids) for ids in few.secrets]
         for count in setting.pairs:
-            yield f"{count} pairs", lambda c=count: secret_rows(setting, known, c)
+            yield f"{count} pairs", lambda c=count: secret_rows(few, known, c, runs)
 
 
 def vectors_of(setting: Setting, lists: list[list[int]], way: Exposure = WAY) -> Tensor:
@@ -148,7 +160,7 @@ def in_ranges(low: Tensor, high: Tensor, leak: Pooled) -> Pooled:
     """256 levels between the least and the largest of each dimension."""
     steps = (high - low) / 255
     levels = ((leak.values - low) / steps).round().clamp(0, 255)
-    return replace(leak, values=low + levels * steps, steps=steps)
+    return replace(leak, values=low + levels * steps, steps=steps, ends=torch.stack([low, high]))
 
 
 def in_codes(book: Tensor, leak: Pooled) -> Pooled:
@@ -206,52 +218,100 @@ class NearMisses:
         text = vectors.inside(ids)
         own = vectors([text])[0]
         once = rivals_of(vectors, text, own, False)
-        near = nearest(once, own)
+        near = nearest(once, own, setting.misses)
         twice = rivals_of(vectors, near[0], own, False)
-        chosen = dict.fromkeys([*near, *nearest(twice, own)])
+        chosen = dict.fromkeys([*near, *nearest(twice, own, setting.misses)])
         misses = [[*vectors.before, *edit, *vectors.after] for edit in chosen if edit != text]
         return cls(ids, misses, float((once.vectors @ own).max()), {WAY: vectors})
 
-    def vectors(self, setting: Setting, leak: Pooled) -> Vectors:
+    def vectors(self, leak: Pooled) -> Vectors:
         way = leak.exposure
-        return self.runs.setdefault(way, Vectors(setting.target, way, self.ids))
+        if way not in self.runs:
+            self.runs[way] = self.runs[WAY].of_part(way)
+        return self.runs[way]
 
 
-def nearest(rivals: Rivals, own: Tensor) -> list[Tokens]:
+def nearest(rivals: Rivals, own: Tensor, count: int) -> list[Tokens]:
     order = (rivals.vectors @ own).argsort(descending=True)
-    return [rivals.texts[place] for place in order[: CHOSEN.misses].tolist()]
+    return [rivals.texts[place] for place in order[:count].tolist()]
+
+
+def nearest_row(setting: Setting) -> Row:
+    """Every substitution, insertion, deletion and exchange, against the rivals that are tried."""
+    short = sorted(setting.secrets, key=len)[: CHOSEN.all]
+    met, tried, ratios = 0, 0, list[float]()
+    for ids in short:
+        encoder = Encoder(setting.target)
+        vectors = Vectors(setting.target, WAY, ids)
+        text = vectors.inside(ids)
+        own = vectors([text])[0]
+        parent = Texts.of([list(text)], len(text) + 1, encoder.device)
+        least, closest = float("inf"), text
+        tokens = [t for t in range(setting.target.vocabulary) if t not in setting.target.pads()]
+        for some in torch.tensor(tokens, device=encoder.device).split(2048):
+            every = some.expand(1, len(text) + 1, -1)
+            children, _ = moves.together(
+                moves.replaced(parent, every), moves.inserted(parent, every)
+            )
+            tried += len(children)
+            apart = (encoder.vectors(children).double() - own.double()).norm(dim=-1)
+            apart[[tuple(children.tokens(row)) == text for row in range(len(children))]] = torch.inf
+            if float(apart.min()) < least:
+                least = float(apart.min())
+                closest = tuple(children.tokens(int(apart.argmin())))
+        rivals = rivals_of(vectors, text, own, False)
+        best = float((rivals.vectors.double() - own.double()).norm(dim=-1).min())
+        met += closest in rivals.texts or best <= least
+        ratios.append(best / least)
+    return Row(
+        f"{setting.loaded.name}: the nearest of all texts one edit away is among the rivals",
+        f"{met} of {len(short)} texts",
+        details=f"{tried:,} texts run; distance of the nearest rival over the nearest of all, "
+        f"largest {max(ratios):.2f}",
+    )
 
 
 def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisses]) -> Row:
     started = time.perf_counter()
-    verified = likely = wrong = fit = tried = unknown = 0
+    statuses, wrong, fit, tried, likely = Counter[str](), 0, 0, 0, [0, 0]
     for case in near:
         leak = changed(setting, change, case.ids)
-        verdict = judge_vector(setting.target, leak, case.ids, case.vectors(setting, leak))
-        verified += verdict.verified
-        likely += not verdict.verified and Mark.UNKNOWN not in verdict.marks
-        unknown += not verdict.verified and Mark.UNKNOWN in verdict.marks
-        for miss in case.misses:
-            tried += 1
-            vectors = case.vectors(setting, leak)
-            if fits(leak, vectors, miss):
-                fit += 1
-                wrong += judge_vector(setting.target, leak, miss, vectors).verified
+        vectors = case.vectors(leak)
+        verdict = judge_vector(setting.target, leak, case.ids, vectors)
+        whole = Mark.UNKNOWN not in verdict.marks
+        statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
+        for number, miss in enumerate(case.misses):
+            fitting = fits(leak, vectors, miss)
+            tried, fit = tried + 1, fit + fitting
+            if fitting or (number < 2 and not verdict.verified):
+                other = judge_vector(setting.target, leak, miss, vectors)
+                wrong += other.verified
+                good = right(case.ids, miss, other.marks)
+                likely = [sum(pair) for pair in zip(likely, good, strict=True)]
     closest = statistics.median(case.cosine for case in near)
     seconds = (time.perf_counter() - started) / len(near)
     return Row(
-        f"{setting.loaded.name}, {name}: true texts",
-        f"{verified} of {len(near)} verified; {wrong} of {tried:,} near misses verified",
+        f"{setting.loaded.name}, {name}",
+        f"{statuses['verified']} of {len(near)} verified; {wrong} of {tried:,} near misses",
         "0 near misses",
         wrong == 0,
-        f"{likely} likely, {unknown} with unknown tokens; {fit} near misses fit; nearest cosine "
-        f"{closest:.4f}; {seconds:.1f} s a text",
+        f"{statuses['likely']} likely, {statuses['partly']} in part; {fit} near misses fit, of "
+        f"their likely tokens {likely[0]} of {likely[1]} right; nearest cosine {closest:.4f}; "
+        f"{seconds:.1f} s a text",
     )
 
 
+def right(truth: list[int], ids: list[int], marks: Sequence[Mark]) -> tuple[int, int]:
+    """How many tokens that are marked likely are the truth's, and how many there are."""
+    blocks = SequenceMatcher(None, truth, ids, autojunk=False).get_matching_blocks()
+    same = {block.b + step for block in blocks for step in range(block.size)}
+    likely = [place for place, mark in enumerate(marks) if mark is Mark.LIKELY]
+    inside = [place for place in likely if 0 < place < len(ids) - 1]
+    return len(same & set(inside)), len(inside)
+
+
 def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WAY) -> Pooled:
-    leak = texts.leak_of(setting.loaded, ids, way)
-    assert isinstance(leak, Pooled)
+    leak = cast("Pooled", texts.leak_of(setting.loaded, ids, way))
     return change(replace(leak, tokens=None))
 
 
@@ -289,10 +349,10 @@ def nobody_row(
     answers, cosines, passes = climbed(setting, known, goals)
     verified = fit = likely = 0
     for goal, ids in zip(goals.cpu(), answers, strict=True):
-        kept: dict[Exposure, Vectors] = {}
+        whole = Vectors(setting.target, WAY, ids)
         for change in forms.values():
             leak = change(Pooled(goal))
-            vectors = kept.setdefault(leak.exposure, Vectors(setting.target, leak.exposure, ids))
+            vectors = whole if leak.exposure == WAY else whole.of_part(leak.exposure)
             if fits(leak, vectors, ids):
                 fit += 1
                 verdict = judge_vector(setting.target, leak, ids, vectors)
@@ -346,14 +406,14 @@ def climbed(
 # Secret rotations and linear maps.
 
 
-def secret_rows(setting: Setting, known: Tensor, count: int) -> Iterator[Row]:
+def secret_rows(setting: Setting, known: Tensor, count: int, runs: list[Vectors]) -> Iterator[Row]:
     """`count` known pairs, of which a tenth is held back to measure how exact the rest makes it."""
     stream = torch.Generator().manual_seed(1)
     d = known.shape[1]
     gaussian = torch.randn(d, d, generator=stream, dtype=torch.float64)
     rotation = torch.linalg.qr(gaussian).Q
-    count = min(count, len(known) - 1)
-    known = known.double().cpu()
+    count = min(count, 10 * len(known) // 11)
+    known = known[: count + max(8, count // 10)].double().cpu()
     secret = vectors_of(setting, setting.secrets).double().cpu()
     for name, matrix, change in (
         ("a secret rotation", rotation, partial(rounded, "float32")),
@@ -362,15 +422,16 @@ def secret_rows(setting: Setting, known: Tensor, count: int) -> Iterator[Row]:
     ):
         stored = [change(Pooled(v, normalised=False)).values for v in (known @ matrix).float()]
         hidden = [change(Pooled(v, normalised=False)).values for v in (secret @ matrix).float()]
-        yield secret_row(setting, name, known, torch.stack(stored), torch.stack(hidden), secret,
-                         count)  # fmt: skip
+        yield secret_row(
+            setting, name, known, torch.stack(stored), torch.stack(hidden), secret, count, runs
+        )
 
 
 def secret_row(
     setting: Setting, name: str, known: Tensor, stored: Tensor, hidden: Tensor, secret: Tensor,
-    count: int,
+    count: int, runs: list[Vectors],
 ) -> Row:  # fmt: skip
-    held = slice(count, min(len(known), count + max(8, count // 10)))
+    held = slice(count, None)
     seen: Tensor | None = None
     if name == "a secret linear map":
         back = undo_linear(known[:count], stored[:count])
@@ -385,7 +446,7 @@ def secret_row(
     verified = 0
     for row, ids in enumerate(setting.secrets):
         leak = Pooled(values[row].float(), noise=noise)
-        vectors = Vectors(setting.target, WAY, ids, seen)
+        vectors = runs[row].of_part(WAY, seen)
         verified += judge_vector(setting.target, leak, ids, vectors).verified
     cosines = torch.cosine_similarity(undone, secret).tolist()
     return Row(

@@ -63,7 +63,8 @@ def test_a_text_is_judged_by_its_code(tmp_path, kind):
     if kind == "8 bits":
         index = faiss.IndexScalarQuantizer(192, faiss.ScalarQuantizer.QT_8bit)
     with indexed(tmp_path, index, vectors) as store:
-        leak = Pooled(store.read([0])[0], steps=store.steps, codebook=store.codebook)
+        leak = Pooled(store.read([0])[0], steps=store.steps, ends=store.ends,
+                      codebook=store.codebook)  # fmt: skip
     target = Target.of(model, words)
     ids = words(TEXT)["input_ids"]
     verdict = judge(target, leak, ids)

@@ -8,7 +8,11 @@ from keyhole.errors import InputError
 
 
 def expect_cells(
-    values: Tensor, width: int | None, steps: Tensor | None, codebook: Tensor | None
+    values: Tensor,
+    width: int | None,
+    steps: Tensor | None,
+    ends: Tensor | None,
+    codebook: Tensor | None,
 ) -> None:
     """Refuse what does not go with a vector (d,)."""
     if width not in (None, len(values)):
@@ -17,7 +21,9 @@ def expect_cells(
         raise InputError("expected steps or a codebook, got both")
     if steps is not None and steps.shape != values.shape:
         raise InputError(f"expected {len(values)} steps, got {tuple(steps.shape)}")
-    for name, tensor in (("steps", steps), ("codebook", codebook)):
+    if ends is not None and (steps is None or ends.shape != (2, len(values))):
+        raise InputError(f"expected steps and 2 × {len(values)} ends, got {tuple(ends.shape)}")
+    for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
         if tensor is not None and not bool(tensor.isfinite().all()):
             raise InputError(f"expected finite numbers in {name}, got others")
     if steps is not None and bool((steps < 0).any()):

@@ -50,7 +50,7 @@ class About:
 _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None, "steps": None, "codebook": None,
+    "tokens": int | None, "steps": None, "ends": None, "codebook": None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="_Leak")
 
@@ -252,10 +252,10 @@ class AttentionOutput(_Leak):
 class Pooled(_Leak):
     """A sentence embedding (d,); `length` is the number of tokens where it is known.
 
-    `width` says that only its first so many numbers were kept, and were divided by their length
-    again if that is one. `steps` (d,) are those that each number was rounded to, where each has its
-    own (8 bits with a range for each dimension); `codebook` (blocks, codes, numbers) are the
-    centroids of product quantisation, of which `values` are one in each block.
+    `width`: only its first so many numbers were kept, and divided by their length again if that is
+    one. `steps` (d,) are those that each number was rounded to, where each has its own, between the
+    `ends` (2, d) of a range; `codebook` (blocks, codes, numbers) are the centroids of product
+    quantisation, of which `values` are one in each block.
     """
 
     values: Tensor
@@ -264,9 +264,10 @@ class Pooled(_Leak):
     tokens: int | None = None
     width: int | None = None
     steps: Tensor | None = None
+    ends: Tensor | None = None
     codebook: Tensor | None = None
     kind: ClassVar[str] = "pooled"
-    beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "codebook")
+    beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
     usual: ClassVar[dict[str, Any]] = {"width": None}
     rank: ClassVar[int] = 1
 
@@ -274,7 +275,7 @@ class Pooled(_Leak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("expected normalised to be true or false, got another kind")
-        expect_cells(self.values, self.width, self.steps, self.codebook)
+        expect_cells(self.values, self.width, self.steps, self.ends, self.codebook)
 
     @property
     def exposure(self) -> Exposure:

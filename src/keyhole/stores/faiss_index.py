@@ -44,9 +44,10 @@ def open_faiss(place: Place) -> Generator[Store]:
 
     kind = type(index).__name__
     note = "" if "Flat" in kind else f"{kind} keeps codes, from which vectors are made again"
+    steps, ends = _steps(faiss, index)
     yield Store(
-        place.path, int(index.ntotal), int(index.d), vectors, note=note,
-        steps=_steps(faiss, index), codebook=_codebook(faiss, index),
+        place.path, int(index.ntotal), int(index.d), vectors, note=note, steps=steps, ends=ends,
+        codebook=_codebook(faiss, index),
     )  # fmt: skip
     del whole  # which owns the memory that the others only point to
 
@@ -59,18 +60,18 @@ def _within(faiss: Any, index: Any) -> Any:
     return index
 
 
-def _steps(faiss: Any, index: Any) -> Tensor | None:
-    """The steps (d,) of an index with a range for each number, or one for all."""
+def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The steps (d,) and the ends (2, d) of an index with a range for each number, or for all."""
     kinds = faiss.ScalarQuantizer
     levels = {
         kinds.QT_8bit: 255, kinds.QT_8bit_uniform: 255, kinds.QT_6bit: 63, kinds.QT_4bit: 15,
         kinds.QT_4bit_uniform: 15,
     }  # fmt: skip
     if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype not in levels:
-        return None
+        return None, None
     ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
-    _, widths = ranges.view(2, -1)  # where each begins, and how long it is
-    return (widths / levels[index.sq.qtype]).expand(index.d).clone()
+    begins, lengths = ranges.view(2, -1).expand(2, index.d)
+    return lengths / levels[index.sq.qtype], torch.stack([begins, begins + lengths])
 
 
 def _codebook(faiss: Any, index: Any) -> Tensor | None:

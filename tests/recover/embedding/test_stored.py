@@ -85,6 +85,20 @@ def test_a_step_short_beside_the_error_only_adds_to_it():
     assert float(stored.misfit(f[None])) == pytest.approx(truth, rel=1e-3)
 
 
+def test_what_was_beyond_the_ends_was_put_there():
+    f = unit()[0]
+    ends = torch.stack([torch.full((WIDTH,), -0.1), torch.full((WIDTH,), 0.1)])
+    steps = torch.full((WIDTH,), 0.2 / 255)
+    values = (ends[0] + ((f.clamp(-0.1, 0.1) + 0.1) / steps).round() * steps).float()
+    assert float(f.abs().max()) > 0.15
+    shut, open_ = (Stored.of(Pooled(values, steps=steps, ends=e), f) for e in (None, ends))
+    assert float(shut.misfit(f[None])) > shut.limit(f)
+    assert float(open_.misfit(f[None])) <= open_.limit(f)
+    inside = f.abs() < 0.09
+    off = torch.where(inside, f + 2 * steps, f)
+    assert float(open_.misfit(off[None])) > open_.limit(off)
+
+
 def test_codes_are_those_of_the_nearest_centroids():
     f, other = unit(2)
     stored = Stored.of(FORMS["codes"](f), f)
@@ -138,6 +152,7 @@ def test_bits_are_at_most_what_shannon_allows():
         ({"steps": torch.ones(5)}, "expected 64 steps, got"),
         ({"steps": -torch.ones(64)}, "expected steps of 0 or more"),
         ({"steps": torch.full((64,), torch.nan)}, "expected finite numbers in steps"),
+        ({"ends": torch.ones(2, 64)}, "expected steps and 2 × 64 ends, got"),
         ({"codebook": torch.ones(3, 4, 5)}, "expected a codebook of .* for 64 numbers"),
         ({"codebook": BOOK, "steps": torch.ones(64)}, "expected steps or a codebook, got both"),
     ],

@@ -17,10 +17,11 @@ the gradient of ‖f − y‖² at that copy asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
@@ -51,15 +52,23 @@ class Vectors:
         self.target, self.exposure, self.seen = target, exposure, seen
         self.before, self.after = _frame(target, ids)
         self.passes = 0
-        self._kept: dict[Tokens, Tensor] = {}
+        self.rivals: dict[tuple[Tokens, bool], Rivals] = {}
+        self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
         self._probed: dict[Tokens, tuple[Tensor, Tensor]] = {}
+
+    def of_part(self, exposure: Exposure, seen: Tensor | None = None) -> Vectors:
+        """The same texts, of whose vectors another part is kept; what was run is not run again."""
+        ids = [*self.before, -1, *self.after]
+        other = Vectors(self.target, exposure, ids, seen)
+        other._whole = self._whole
+        return other
 
     def inside(self, ids: Sequence[int]) -> Tokens:
         return tuple(ids[len(self.before) : len(ids) - len(self.after)])
 
     def __call__(self, texts: Sequence[Tokens]) -> Tensor:
         """(b, k), without gradients."""
-        fresh = sorted({text for text in texts if text not in self._kept}, key=len)
+        fresh = sorted({text for text in texts if text not in self._whole}, key=len)
         device = self.target.parts.device
         longest = max((len(text) for text in fresh), default=0)
         framed = len(self.before) + len(self.after)
@@ -68,13 +77,19 @@ class Vectors:
             part = fresh[start : start + size]
             ids, mask = self.framed(part)
             with torch.no_grad():
-                rows = self._seen(ids=ids, mask=mask)
-            self._kept.update(zip(part, rows, strict=True))
+                rows = self._run(ids=ids, mask=mask)
+            self._whole.update(zip(part, rows, strict=True))
         self.passes += len(fresh)
-        return torch.stack([self._kept[text] for text in texts])
+        return self._part(torch.stack([self._whole[text] for text in texts]))
 
-    def _seen(self, **given: Tensor) -> Tensor:
-        rows = capture(self.target.model, self.exposure, **given)["values"]
+    def _run(self, **given: Tensor) -> Tensor:
+        whole = replace(self.exposure, width=None, unit=False)
+        return capture(self.target.model, whole, **given)["values"]
+
+    def _part(self, rows: Tensor) -> Tensor:
+        """What is kept (b, k) of whole vectors (b, d)."""
+        rows = rows[..., : self.exposure.width]
+        rows = normalize(rows, dim=-1) if self.exposure.unit else rows
         return rows if self.seen is None else rows.double() @ self.seen.to(rows.device)
 
     def framed(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
@@ -93,7 +108,7 @@ class Vectors:
         self.passes += len(texts)
         with torch.enable_grad():
             words = self.target.parts.tokens(ids).detach().requires_grad_()
-            rows = self._seen(embeddings=words, mask=mask)
+            rows = self._part(self._run(embeddings=words, mask=mask))
             (slopes,) = torch.autograd.grad((rows * along.to(rows)).sum(), words)
         first = len(self.before)
         return rows.detach(), slopes[:, first : first + max(map(len, texts))]
@@ -121,6 +136,11 @@ class Rivals:
 
 def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool) -> Rivals:
     """The rivals of a text for a vector `wanted` (k,); of its own length if that is known."""
+    key = text, same_length
+    own = vectors([text])[0]
+    plain = torch.equal(wanted.to(own), own)  # as for every text that fits but for noise
+    if plain and key in vectors.rivals:
+        return vectors.rivals[key]
     tokens, near = _nearest(vectors, text, wanted)
     quiet = near.argsort()[:_PLACES].sort().values.tolist()
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
@@ -131,7 +151,10 @@ def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool)
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]
     touched = torch.tensor([_touched(text, edit) for edit in texts])
-    return Rivals(texts, vectors(texts), touched.view(len(texts), len(text)))
+    rivals = Rivals(texts, vectors(texts), touched.view(len(texts), len(text)))
+    if plain:
+        vectors.rivals[key] = rivals
+    return rivals
 
 
 def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,9 @@ class Stored:
     """What a leak keeps of a vector: `values` (k,), and how wide the cell of each number is.
 
     `widths` (k,) are 0 for a number that is kept whole and infinite for a sign; with a `codebook`
-    (blocks, codes, numbers) the cells are the centroids'. `error` is the standard deviation of
-    what was there before anything was rounded, `noise` whether it was stated.
+    (blocks, codes, numbers) the cells are the centroids', and at the `ends` (2, k) of a range they
+    are open. `error` is the standard deviation of
+    what was there before anything was rounded, `noise` what was stated of it, beyond arithmetic.
     """
 
     name: str
@@ -62,27 +63,30 @@ class Stored:
     error: float
     noise: float | None = None
     codebook: Tensor | None = None
+    ends: Tensor | None = None
 
     @classmethod
     def of(cls, leak: Pooled, own: Tensor) -> Stored:
         """Read off the leak; `own` (k,) is a text's vector, whose size tells what float32 gives."""
         values = leak.values.to(own.device, torch.float64)
         floor = FLOOR * float(own.double().square().mean().sqrt())
-        error = math.hypot(floor, leak.noise or 0.0)
+        noise = leak.noise if leak.noise and leak.noise > floor else None
+        error = math.hypot(floor, noise or 0.0)
         if leak.codebook is not None:
             book = leak.codebook.to(values)
-            return cls("codes", values, torch.zeros_like(values), error, leak.noise, book)
+            return cls("codes", values, torch.zeros_like(values), error, noise, book)
         if leak.steps is not None:
-            return cls("steps", values, leak.steps.to(values), error, leak.noise)
+            ends = None if leak.ends is None else leak.ends.to(values)
+            return cls("steps", values, leak.steps.to(values), error, noise, ends=ends)
         if leak.precision == "binary" or two_valued(values):
             middle = 0.0 if bool((values < 0).any()) else float(values.max()) / 2
             signs = torch.where(values > middle, 1.0, -1.0).to(values)
-            return cls("binary", signs, torch.full_like(values, torch.inf), error, leak.noise)
+            return cls("binary", signs, torch.full_like(values, torch.inf), error, noise)
         name, steps = rounding_of(values[None].float(), leak.precision)
         if name == "float32" and leak.precision in _LEVELS:  # too few numbers to show a grid
             name, steps = leak.precision, values.abs().max().expand(1, len(values))
             steps = steps / _LEVELS[leak.precision]
-        return cls(name, values, steps[0].double(), error, leak.noise)
+        return cls(name, values, steps[0].double(), error, noise)
 
     @cached_property
     def codes(self) -> Tensor:
@@ -138,7 +142,10 @@ class Stored:
         return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
 
     def nearest(self, vector: Tensor) -> Tensor:
-        """The vector (k,) that fits and is nearest to this one: itself, if it fits."""
+        """The vector (k,) that fits and is nearest to this one: itself, if only arithmetic differs.
+
+        Where noise was stated, it is what was stored: what another text would explain of it counts.
+        """
         vector = vector.double()
         margins = self._margins(vector[None])[0]
         if self.codebook is not None:  # a centroid is not the nearest of its cell, but in it
@@ -147,8 +154,11 @@ class Stored:
             return torch.where(inside, vector.unflatten(0, (len(margins), -1)), blocks).flatten()
         if self.name == "binary":
             return vector.where(margins[:, 0] >= 0, 0.0)
-        half = self.widths.where(~self._short, 0.0) / 2
-        return vector.clamp(self.values - half, self.values + half)
+        low, high = self._borders
+        if self.noise:
+            return torch.where(self._short, self.values, vector.clamp(low, high))
+        slack = torch.where(self._short, _DEVIATIONS * self.error, 0.0)
+        return vector.clamp(low - slack, high + slack)
 
     def distances(self, vectors: Tensor) -> Tensor:
         """Squared distances (b,) in units of the values' spread: what noise nobody stated is."""
@@ -173,6 +183,17 @@ class Stored:
         """The numbers (k,) whose steps are short beside the error."""
         return self.widths <= _SHORT * self.error
 
+    @cached_property
+    def _borders(self) -> tuple[Tensor, Tensor]:
+        """Where the cell of each number begins and ends."""
+        low, high = self.values - self.widths / 2, self.values + self.widths / 2
+        if self.ends is None:
+            return low, high
+        # A store may give a cell's middle or its edge: what is within a step of an end is there.
+        begin, end = self.ends
+        low = low.where(self.values - begin > 0.75 * self.widths, -torch.inf)
+        return low, high.where(end - self.values > 0.75 * self.widths, torch.inf)
+
     def _margins(self, vectors: Tensor) -> Tensor:
         """The distances of vectors (b, k) to all borders, (b, cells, borders), in units of s."""
         if self.codebook is not None:
@@ -188,8 +209,8 @@ class Stored:
             return (inside / lengths / self.error).where(lengths > 0, torch.inf)
         if self.name == "binary":
             return (self.values * vectors)[..., None] / self.error
-        off = vectors - self.values
-        return torch.stack([self.widths / 2 + off, self.widths / 2 - off], -1) / self.error
+        low, high = self._borders
+        return torch.stack([vectors - low, high - vectors], -1) / self.error
 
 
 def two_valued(values: Tensor) -> bool:
