@@ -9,7 +9,7 @@ import tiny_models as tiny
 from keyhole.errors import InputError
 from keyhole.models import capture, identity
 from keyhole.recover.leaks import HiddenStates
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import degrade, leak_of, with_noise
 
 TEXT = "w1 w20 w3 w4 w100"
 
@@ -134,3 +134,14 @@ def test_a_pooled_embedding_is_cut_normalised_and_reduced_to_signs(bert):
         degrade(leak, forms=["truncated:33"])
     with pytest.raises(InputError, match="expected a precision among"):
         degrade(leak_of(*bert, TEXT, "hidden:1"), "binary")
+
+
+def test_noise_that_is_stated_is_what_was_added():
+    stream = torch.Generator().manual_seed(0)
+    leak = HiddenStates(torch.randn(50, 400, generator=stream), 1)
+    for share in (0.05, 0.5):
+        stated = with_noise(degrade(leak, noise=share, seed=7), share)
+        assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
+    for wrong in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="expected noise of 0 or more"):
+            with_noise(leak, wrong)

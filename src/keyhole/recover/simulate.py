@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.bounds import expect_number
 from keyhole.data import opening
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
@@ -93,6 +94,14 @@ def degrade(
             tensor = tensor + noise * spread * torch.randn(tensor.shape, generator=stream)
         changed[name] = _ROUNDINGS[precision](tensor)
     return replace(leak, **changed, precision=precision)
+
+
+def with_noise(leak: Leak, noise: float) -> Leak:
+    """The leak, with noise of `noise` times its standard deviation stated to be in it."""
+    expect_number("noise", noise, least=0)
+    numbers = torch.cat([tensor.flatten() for tensor in leak.tensors.values()])
+    spread = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5  # without the noise
+    return replace(leak, noise=noise * spread)
 
 
 def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
