@@ -36,7 +36,7 @@ from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding import moves
 from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
-from keyhole.recover.embedding.judge import judge_vector
+from keyhole.recover.embedding.judge import bits_needed, judge_vector
 from keyhole.recover.embedding.scoring import Encoder, Texts
 from keyhole.recover.embedding.stored import Stored
 from keyhole.recover.rotation import undo_linear, undo_rotation
@@ -48,7 +48,9 @@ OPTIONS.add_argument("--nobody", type=int, default=1000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
 OPTIONS.add_argument("--all", type=int, default=4)
 OPTIONS.add_argument("--behind", type=int, default=20, help="texts behind a rotation or map")
+OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
 OPTIONS.add_argument("--parts", default="stored,nobody,secret")
+OPTIONS.add_argument("--forms", default="", help="only those whose names hold one of these; …; …")
 CHOSEN = texts.chosen(OPTIONS)
 WAY = Exposure("pooled")
 Change = Callable[[Pooled], Pooled]
@@ -101,7 +103,12 @@ def small() -> Iterator[texts.Part]:
 def parts(setting: Setting) -> Iterator[texts.Part]:
     wanted = CHOSEN.parts.split(",")
     known = vectors_of(setting, setting.others)
-    forms = changes(setting, known)
+    chosen = CHOSEN.forms.split(";")
+    forms = {
+        name: change
+        for name, change in changes(setting, known).items()
+        if any(part in name for part in chosen)
+    }
     if "stored" in wanted:
         near = [NearMisses.of(setting, ids) for ids in setting.secrets]
         for name, change in forms.items():
@@ -280,10 +287,12 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         verdict = judge_vector(setting.target, leak, case.ids, vectors)
         whole = Mark.UNKNOWN not in verdict.marks
         statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
+        here = 0
         for number, miss in enumerate(case.misses):
-            fitting = fits(leak, vectors, miss)
-            tried, fit = tried + 1, fit + fitting
-            if fitting or (number < 2 and not verdict.verified):
+            fitting = could_be(leak, vectors, miss)
+            tried, fit, here = tried + 1, fit + fitting, here + fitting
+            judged = fitting and here <= CHOSEN.judged
+            if judged or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
                 wrong += other.verified
                 good = right(case.ids, miss, other.marks)
@@ -295,9 +304,9 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         f"{statuses['verified']} of {len(near)} verified; {wrong} of {tried:,} near misses",
         "0 near misses",
         wrong == 0,
-        f"{statuses['likely']} likely, {statuses['partly']} in part; {fit} near misses fit, of "
-        f"their likely tokens {likely[0]} of {likely[1]} right; nearest cosine {closest:.4f}; "
-        f"{seconds:.1f} s a text",
+        f"{statuses['likely']} likely, {statuses['partly']} in part; {fit} near misses had to "
+        f"be told by rivals; of likely tokens in wrong texts {likely[0]} of {likely[1]} "
+        f"right; nearest cosine {closest:.4f}; {seconds:.1f} s a text",
     )
 
 
@@ -315,11 +324,12 @@ def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WA
     return change(replace(leak, tokens=None))
 
 
-def fits(leak: Pooled, vectors: Vectors, ids: list[int]) -> bool:
-    """The first of the judge's tests: without it nothing is verified."""
+def could_be(leak: Pooled, vectors: Vectors, ids: list[int]) -> bool:
+    """The judge's tests but that against rivals: without them nothing is verified."""
     own = vectors([vectors.inside(ids)])[0]
     stored = Stored.of(leak, own)
-    return float(stored.misfit(own[None])) <= stored.limit(own)
+    fits = float(stored.misfit(own[None])) <= stored.limit(own)
+    return fits and stored.bits >= bits_needed(vectors.target, len(vectors.inside(ids)))
 
 
 # Vectors that are no text's.
@@ -353,7 +363,7 @@ def nobody_row(
         for change in forms.values():
             leak = change(Pooled(goal))
             vectors = whole if leak.exposure == WAY else whole.of_part(leak.exposure)
-            if fits(leak, vectors, ids):
+            if could_be(leak, vectors, ids):
                 fit += 1
                 verdict = judge_vector(setting.target, leak, ids, vectors)
                 verified += verdict.verified

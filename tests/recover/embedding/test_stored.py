@@ -130,8 +130,10 @@ def test_the_right_vector_fits_and_another_does_not(form, share):
         assert float(stored.misfit(f[None])) <= stored.limit(f)
         off = unit()[0]
         assert float(stored.misfit(off[None])) > stored.limit(off)
-        near = stored.nearest(off)
-        assert float(stored.misfit(near[None])) <= stored.limit(near)
+        near = stored.nearest(off)[None]  # at its borders, or 4.5 deviations off
+        assert float(stored.misfit(near)) < 0.05 * float(stored.misfit(off[None])) + 4.5**2 * WIDTH
+        if not noise:
+            assert torch.equal(stored.nearest(f), f)
 
 
 def test_bits_are_at_most_what_shannon_allows():

@@ -54,7 +54,7 @@ def judge_vector(
     fits = float(stored.misfit(own[None])) <= stored.limit(own)
     margin = _margins(stored, own, rivals, fits)
     odds = 2 * (math.log(target.vocabulary) + ODDS)
-    needed = len(text) * math.log2(target.vocabulary) + ODDS / math.log(2)
+    needed = bits_needed(target, len(text))
     verified = fits and stored.bits >= needed and bool((margin > odds).all())
     residual = float(stored.distances(own[None]).sqrt())
     around, inside = _marks(len(text), margin, rivals, verified, fits or residual <= _NOISE)
@@ -71,6 +71,11 @@ def judge_vector(
         status, reason, verified, residual, precision, marks, vectors.passes - spent,
         stored.similarity(own),
     )  # fmt: skip
+
+
+def bits_needed(target: Target, tokens: int) -> float:
+    """To tell a text of so many tokens from all others, by odds of e¹⁰ : 1."""
+    return tokens * math.log2(target.vocabulary) + ODDS / math.log(2)
 
 
 def _margins(stored: Stored, own: Tensor, rivals: Rivals, fits: bool) -> Tensor:
