@@ -291,7 +291,7 @@ def nearest_row(setting: Setting) -> Row:
 
 def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisses]) -> Row:
     started = time.perf_counter()
-    statuses, wrong, fit, tried, likely = Counter[str](), 0, 0, 0, [0, 0]
+    statuses, wrong, fit, judged, tried, likely = Counter[str](), 0, 0, 0, 0, [0, 0]
     for case in near:
         leak = changed(setting, change, case.ids)
         vectors = case.vectors(leak)
@@ -302,8 +302,9 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         for number, miss in enumerate(case.misses):
             fitting = could_be(leak, vectors, miss)
             tried, fit, here = tried + 1, fit + fitting, here + fitting
-            judged = fitting and here <= CHOSEN.judged
-            if judged or (number < 2 and not verdict.verified):
+            told = fitting and here <= CHOSEN.judged
+            judged += told
+            if told or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
                 wrong += other.verified
                 good = right(case.ids, miss, other.marks)
@@ -314,8 +315,8 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         f"{statuses['verified']} of {len(near)} verified; {wrong} of {tried:,} near misses",
         "0 near misses",
         wrong == 0,
-        f"{statuses['likely']} likely, {statuses['partly']} in part; {fit} near misses had to "
-        f"be told by rivals; of likely tokens in wrong texts {likely[0]} of {likely[1]} "
+        f"{statuses['likely']} likely, {statuses['partly']} in part; {fit} near misses fit, the "
+        f"nearest {judged} were judged; of likely tokens in wrong texts {likely[0]} of {likely[1]} "
         f"right; {seconds:.1f} s a text",
     )
 
