@@ -132,3 +132,36 @@ def row_length(u: np.ndarray, gain: np.ndarray, bias: np.ndarray | None) -> floa
             low, high = (middle, high) if off(low) * off(middle) > 0 else (low, middle)
         roots.append((low + high) / 2)
     return min(roots, key=lambda s: abs(np.mean((s * u - shift) / gain)))
+
+
+def cell_misfit(f: np.ndarray, low: np.ndarray, high: np.ndarray, s: float) -> float:
+    """−2 log of the chance that numbers f, each with an error of s, lie between low and high."""
+
+    def below(x: float) -> float:
+        return math.erfc(-x / math.sqrt(2)) / 2
+
+    total = 0.0
+    for number, a, b in zip(f, low, high, strict=True):
+        total -= 2 * math.log(below((b - number) / s) - below((a - number) / s))
+    return total
+
+
+def nearest_codes(f: np.ndarray, codebook: np.ndarray) -> list[int]:
+    """The centroid of each block that is nearest to the block's numbers, one by one."""
+    size, codes = codebook.shape[2], []
+    for block, centroids in enumerate(codebook):
+        part = f[block * size : (block + 1) * size]
+        apart = [sum((part - centroid) ** 2) for centroid in centroids]
+        codes.append(apart.index(min(apart)))
+    return codes
+
+
+def one_edit_away(text: tuple[int, ...], vocabulary: range) -> set[tuple[int, ...]]:
+    """Every text with one token replaced, put in or left out, or with two exchanged."""
+    edits = {text[:p] + text[p + 1 :] for p in range(len(text)) if len(text) > 1}
+    for token in vocabulary:
+        edits |= {(*text[:p], token, *text[p + 1 :]) for p in range(len(text))}
+        edits |= {(*text[:p], token, *text[p:]) for p in range(len(text) + 1)}
+    for p, q in itertools.combinations(range(len(text)), 2):
+        edits.add((*text[:p], text[q], *text[p + 1 : q], text[p], *text[q + 1 :]))
+    return edits - {text}

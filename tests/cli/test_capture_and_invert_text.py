@@ -62,6 +62,24 @@ def test_rows_without_length_and_order(keyhole):
     )
 
 
+def test_the_truth_and_the_noise_may_be_stated(keyhole, tmp_path):
+    (tmp_path / "truth.txt").write_text(f"{TEXT}\n")
+    keyhole("capture", "demo", "--text", TEXT, "--expose", "hidden:1", "--noise", "0.02")
+    stated = ("leak.safetensors", "--truth", "truth.txt", "--noise", "0.02")
+    done = keyhole("invert", "text", "demo", *stated)
+    assert done.returncode == 1, done.stderr
+    assert "exactly the true text: token F1 1.00" in done.stdout
+    result = json.loads(keyhole("invert", "text", "demo", *stated, "--json").stdout)
+    assert (result["verified"], result["exact"], result["token_f1"]) == (True, True, 1.0)
+    (tmp_path / "truth.txt").write_text(f"{TEXT}\nanother\n")
+    wrong = keyhole("invert", "text", "demo", *stated)
+    assert wrong.returncode == 2
+    assert "expected 1 texts in truth.txt, one for each leak, got 2" in wrong.stderr
+    wrong = keyhole("invert", "text", "demo", "leak.safetensors", "--noise", "-1")
+    assert wrong.returncode == 2
+    assert "expected noise of 0 or more, got -1" in wrong.stderr
+
+
 def test_several_leaks_resume(keyhole, tmp_path):
     (tmp_path / "texts.txt").write_text("a good film .\nthe plot is a mess .\nnot bad at all .\n")
     options = ("--expose", "kv:1", "--precision", "int8", "--out", "leaks")

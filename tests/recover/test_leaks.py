@@ -144,6 +144,36 @@ def test_a_leak_of_whole_rows_is_written_as_it_always_was(tmp_path):
     assert read.digest == changed.digest != leak.digest
 
 
+def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):
+    values, book = normal(6), normal(2, 4, 3)
+    for stored in (
+        Pooled(values, width=6, noise=0.1),
+        Pooled(values, steps=values.abs()),
+        Pooled(book[:, 1].flatten(), codebook=book),
+        Pooled(values.sign(), precision="binary"),
+    ):
+        stored.save(tmp_path / "leak.safetensors")
+        read = load_leak(tmp_path / "leak.safetensors")
+        assert isinstance(read, Pooled)
+        assert (read.known, read.digest) == (stored.known, stored.digest)
+        for name in ("steps", "codebook"):
+            given, back = getattr(stored, name), getattr(read, name)
+            assert (given is None) == (back is None)
+            assert given is None or torch.equal(given, back)
+    assert Pooled(values, steps=values.abs()).digest != Pooled(values).digest
+    with pytest.raises(
+        InputError, match=r"expected a precision among float32, .* int4, got binary"
+    ):
+        HiddenStates(values[None], 1, precision="binary")
+
+
+def test_a_cut_vector_was_normalised_again_if_its_length_is_one():
+    values = torch.nn.functional.normalize(normal(6), dim=0)
+    assert Pooled(values, width=6).exposure.unit
+    assert not Pooled(values / 2, width=6).exposure.unit
+    assert Pooled(values).exposure == Pooled(values / 2).exposure
+
+
 def test_what_is_said_of_rows_has_to_agree_with_them():
     values = torch.randn(3, 4)
     with pytest.raises(InputError, match="expected rows of 5 numbers"):

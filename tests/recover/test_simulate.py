@@ -7,9 +7,9 @@ import torch
 
 import tiny_models as tiny
 from keyhole.errors import InputError
-from keyhole.models import identity
+from keyhole.models import capture, identity
 from keyhole.recover.leaks import HiddenStates
-from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.simulate import degrade, leak_of, with_noise
 
 TEXT = "w1 w20 w3 w4 w100"
 
@@ -114,3 +114,34 @@ def test_other_forms_are_refused(bert, forms):
 def test_only_hidden_states_take_other_forms(bert):
     with pytest.raises(InputError, match="expected hidden states to be permuted, got maps:1"):
         degrade(leak_of(*bert, TEXT, "maps:1"), forms=["permuted"])
+
+
+def test_a_pooled_embedding_is_cut_normalised_and_reduced_to_signs(bert):
+    leak = leak_of(*bert, TEXT, "pooled")
+    cut = degrade(leak, forms=["truncated:20"])
+    assert torch.equal(cut.values, leak.values[:20])
+    assert (cut.width, cut.exposure.unit) == (20, False)
+    both = degrade(leak, "binary", forms=["normalised", "truncated:20"])
+    assert torch.equal(both.values, leak.values[:20].sign())
+    again = degrade(leak, forms=["normalised", "truncated:20"])
+    assert float(again.values.norm()) == pytest.approx(1, abs=1e-6)
+    given = capture(bert[0], again.exposure, ids=torch.tensor([bert[1](TEXT)["input_ids"]]))
+    assert torch.allclose(given["values"][0], again.values, atol=1e-6)
+    for form in ("permuted", "subset:2"):
+        with pytest.raises(InputError, match=f"expected hidden states to be {form.split(':')[0]}"):
+            degrade(leak, forms=["normalised", form])
+    with pytest.raises(InputError, match="at most 32 numbers"):
+        degrade(leak, forms=["truncated:33"])
+    with pytest.raises(InputError, match="expected a precision among"):
+        degrade(leak_of(*bert, TEXT, "hidden:1"), "binary")
+
+
+def test_noise_that_is_stated_is_what_was_added():
+    stream = torch.Generator().manual_seed(0)
+    leak = HiddenStates(torch.randn(50, 400, generator=stream), 1)
+    for share in (0.05, 0.5):
+        stated = with_noise(degrade(leak, noise=share, seed=7), share)
+        assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
+    for wrong in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="expected noise of 0 or more"):
+            with_noise(leak, wrong)

@@ -60,7 +60,7 @@ def capture(
         str,
         typer.Option(
             help="How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
-            "scale for each row)."
+            "scale for each row); a pooled embedding also to binary, its signs."
         ),
     ] = "float32",
     noise: Annotated[
@@ -71,8 +71,9 @@ def capture(
         typer.Option(
             metavar="FORM",
             help="What else becomes of the rows of hidden states: normalised (length one), "
-            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); or of "
-            "logits: log-probabilities; may be repeated.",
+            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
+            "of a pooled embedding: normalised and truncated:K; of logits: log-probabilities. May "
+            "be repeated.",
         ),
     ] = None,
     out: Annotated[

@@ -22,12 +22,17 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show, visible
+from keyhole.data import read_texts
+from keyhole.errors import InputError
+from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
+from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
 from keyhole.recover.recovery import Mark
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.run import LeakRead, recovering_files, task_for
+from keyhole.recover.run import LeakRead, leak_files, recovering_files, task_for
+from keyhole.recover.simulate import LONGEST
 from keyhole.results import exit_code
 
 EXAMPLE = (
@@ -49,6 +54,20 @@ def invert_text(
         str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
     ] = None,
     corpus: CorpusFile = None,
+    noise: Annotated[
+        float | None,
+        typer.Option(
+            help="How strong the noise in the leaks is known to be, in standard deviations of the "
+            "leak. Noise that is not stated is verified less often, in one vector never.",
+        ),
+    ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The true texts, one for each leak in order: say how much of each came back.",
+        ),
+    ] = None,
     device: Device = "cpu",
     allow_pickle: AllowPickle = False,
     out: Annotated[
@@ -74,23 +93,48 @@ def invert_text(
         bars("invert text", "texts") as track,
     ):
         loaded = open_model(model, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
+        originals = None if truth is None else _originals(loaded, truth, leaks)
         for text in recovering_files(
-            loaded, leaks, method=method, corpus=corpus, out=out, track=track
+            loaded, leaks, method=method, corpus=corpus, noise=noise, out=out, track=track
         ):
             texts.append(text)
             if not (text.before or as_json):
                 with track.paused():
-                    show(_shown(loaded, text))
+                    show(_shown(loaded, text, originals))
     before = sum(text.before for text in texts)
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
     if as_json:
-        data = [text.to_dict() for text in sorted(texts, key=lambda text: text.number)]
+        ordered = sorted(texts, key=lambda text: text.number)
+        data = [{**text.to_dict(), **_shared(loaded, text, originals)} for text in ordered]
         typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
-def _shown(loaded: Loaded, text: LeakRead) -> Text:
+def _originals(loaded: Loaded, truth: Path, leaks: list[Path]) -> list[Original]:
+    """The true texts as the model takes them, one for each leak."""
+    texts, count = read_texts(truth), len(leak_files(leaks))
+    if len(texts) != count:
+        raise InputError(f"expected {count} texts in {truth}, one for each leak, got {len(texts)}")
+    longest = min(LONGEST, anatomy(loaded.model).longest)
+    return [Original.of(loaded.tokenizer, text, longest) for text in texts]
+
+
+def _shared(
+    loaded: Loaded, text: LeakRead, originals: list[Original] | None
+) -> dict[str, float | int | bool]:
+    """How much of the true text came back."""
+    if originals is None:
+        return {}
+    original = originals[text.number]
+    shared = original.shared(loaded.tokenizer, text.recovery.ids)
+    exact = original.is_exactly(loaded.tokenizer, text.recovery.ids)
+    return {
+        "exact": exact, "token_f1": shared.f1, "names_read": shared.read, "names": shared.named,
+    }  # fmt: skip
+
+
+def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> Text:
     recovery = text.recovery
     line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
     if recovery.ids:
@@ -108,5 +152,10 @@ def _shown(loaded: Loaded, text: LeakRead) -> Text:
             line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])
     signs = ", ".join(words for mark, words in _NAMES.items() if mark in recovery.marks)
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
+    if originals is not None:
+        original = originals[text.number]
+        exact = original.is_exactly(loaded.tokenizer, recovery.ids)
+        words = "exactly the true text" if exact else "not the true text"
+        line.append(f"\n  {words}: {original.shared(loaded.tokenizer, recovery.ids)}")
     line.append(f"\n  {recovery.cost}")
     return line

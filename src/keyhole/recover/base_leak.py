@@ -17,7 +17,7 @@ from keyhole.errors import InputError
 from keyhole.files import write_tensors
 from keyhole.models.capture import Exposure
 
-PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4")
+PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
 
 
@@ -25,10 +25,10 @@ FORMAT = "1"
 class About:
     """What is known about a leak besides its numbers; every field may be left out.
 
-    `precision` is how the numbers were rounded ("float32", "bfloat16", "float16", "int8", "int4";
-    None: found out from the numbers). `noise` is the standard deviation of noise that was added,
-    None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the identity
-    of the model that leaked.
+    `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
+    alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
+    added, None where that is unknown. `mask` (n,) is 1 on text and 0 on padding. `model` is the
+    identity of the model that leaked.
     """
 
     model: str | None = None
@@ -41,7 +41,8 @@ class About:
 _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None, "log_probabilities": bool,
+    "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
+    "codebook": None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 
@@ -51,6 +52,8 @@ class BaseLeak(About):
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
+    beside: ClassVar[tuple[str, ...]] = ("mask",)
+    usual: ClassVar[dict[str, Any]] = {}  # what files said nothing of before it could be otherwise
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -60,10 +63,9 @@ class BaseLeak(About):
                 raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
         if self.noise is not None and not 0 <= self.noise < math.inf:
             raise InputError(f"expected noise of 0 or more, got {self.noise}")
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise InputError(
-                f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision}"
-            )
+        known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]  # signs of one vector
+        if self.precision is not None and self.precision not in known:
+            raise InputError(f"expected a precision among {', '.join(known)}, got {self.precision}")
         for name in self.names:
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -127,25 +129,29 @@ class BaseLeak(About):
 
     @property
     def known(self) -> dict[str, Any]:
-        """What is known about the leak besides its tensors."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in (*self.names, "mask")
-        }
+        """What is known about the leak besides its tensors; what is usual is not remarked on."""
+        names = [field.name for field in fields(self)]
+        tensors = {*self.names, *self.beside}
+        known = {name: getattr(self, name) for name in names if name not in tensors}
+        usual = self.usual.items()
+        return {name: value for name, value in known.items() if (name, value) not in usual}
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """All tensors of the leak's file: what leaked, and what is known beside it."""
+        beside = {name: getattr(self, name) for name in self.beside}
+        return {**self.tensors, **{name: each for name, each in beside.items() if each is not None}}
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of what is in the leak, whatever its file is called."""
-        whole = self.tensors if self.mask is None else {**self.tensors, "mask": self.mask}
         sum_ = hashlib.sha256(json.dumps([self.kind, self.known], sort_keys=True).encode())
-        for name, tensor in whole.items():
+        for name, tensor in self.stored.items():
             sum_.update(f"{name} {tuple(tensor.shape)}".encode())
             sum_.update(tensor.cpu().contiguous().numpy().tobytes())
         return sum_.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
         """Write the leak as .safetensors: a whole file or none."""
-        tensors = self.tensors if self.mask is None else {**self.tensors, "mask": self.mask}
         about = {"keyhole": FORMAT, "leak": self.kind, "about": json.dumps(self.known)}
-        write_tensors(path, tensors, about)
+        write_tensors(path, self.stored, about)

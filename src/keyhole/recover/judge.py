@@ -22,7 +22,7 @@ A token is likely if its position leaked and the odds against each rival are e¹
 the rest of the text is right: what the text leaves unexplained counts as noise then, and has to be
 less than half of the leak's spread. Rows that leaked in no order are compared as a set, and the
 order of the text has rivals of its own (orders.py). benchmarks/text_marks.py measures how often
-all that is right.
+all that is right. Of one vector for a whole text embedding/judge.py decides.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.recover.attack import Target
-from keyhole.recover.leaks import HiddenStates, Leak
+from keyhole.recover.embedding.judge import judge_vector
+from keyhole.recover.leaks import HiddenStates, Leak, Pooled
 from keyhole.recover.orders import in_best_order, open_places
 from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
 from keyhole.recover.rivals import exposed_rows, margins
+from keyhole.recover.verdict import ODDS, Verdict
 from keyhole.results import Status
 
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
@@ -50,23 +52,9 @@ _NOISY = 0.05  # of the leak's spread: an error above it needs more rivals
 _FEW = 4  # positions, …
 _NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
 _FINE = 5e-3  # of the leak's spread: below it any other token shows
-_ODDS = 10.0  # their logarithm against a rival: e¹⁰ : 1 for a likely token
 _OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
 _TWIN = 1e-2  # embeddings nearer than this (relative) may pass for each other
 _TWINS: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a proposed text is worth; `forwards` is what the judge itself ran."""
-
-    status: Status
-    reason: str
-    verified: bool
-    residual: float | None
-    precision: float | None
-    marks: tuple[Mark, ...]
-    forwards: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +134,8 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if len(ids) != (leak.length or len(ids)) or not ids:
         reason = f"{len(ids)} tokens proposed for {leak.length} positions"
         return Verdict(Status.UNSOLVED, reason, False, None, None, ())
+    if isinstance(leak, Pooled):
+        return judge_vector(target, leak, ids)
     device = target.parts.device
     text = torch.tensor(ids, device=device)
     leaked = leak.rows(leak.tensors).to(device)
@@ -162,7 +152,7 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
-    odds = 2 * (math.log(target.vocabulary) + _ODDS)
+    odds = 2 * (math.log(target.vocabulary) + ODDS)
     if coarse or bool(_twins(target)[text].any()):
         misfits, noisy = _misfits(fit, leaked, given), fit.level > _NOISY
         margin, more = margins(target, leak, text, misfits, hidden, odds, noisy)
@@ -188,7 +178,7 @@ def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark,
     certain = apart & shown & fit.whole
     if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
         certain = torch.zeros_like(certain)
-    likely = shown & (margin > 2 * _ODDS) & (fit.residual <= _NOISE)
+    likely = shown & (margin > 2 * ODDS) & (fit.residual <= _NOISE)
     return tuple(
         Mark.VERIFIED if sure else Mark.LIKELY if nearly else Mark.UNKNOWN
         for sure, nearly in zip(certain.tolist(), likely.tolist(), strict=True)

@@ -19,9 +19,11 @@ from keyhole.errors import InputError
 from keyhole.files import read_tensors
 from keyhole.models.capture import Exposure
 from keyhole.recover.base_leak import FORMAT, BaseLeak
+from keyhole.recover.cells import expect_cells
 from keyhole.strict_json import parse
 
 _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
+_CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class HiddenStates(BaseLeak):
     permuted: bool = False
     width: int | None = None
     kind: ClassVar[str] = "hidden"
+    usual: ClassVar[dict[str, Any]] = {"normalised": False, "permuted": False, "width": None}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,16 +63,6 @@ class HiddenStates(BaseLeak):
     @property
     def exposure(self) -> Exposure:
         return Exposure(self.kind, self.layer, width=self.width, unit=bool(self.normalised))
-
-    @property
-    def known(self) -> dict[str, Any]:
-        """A whole row in its place is not remarked on, as it was in older files."""
-        remarks = {"normalised": False, "permuted": False, "width": None}
-        return {
-            name: value
-            for name, value in super().known.items()
-            if name not in remarks or value != remarks[name]
-        }
 
     def ordered(self, order: Tensor) -> HiddenStates:
         """The leak with row `order[p]` at position p, as rows whose order is known."""
@@ -119,23 +112,37 @@ class AttentionOutput(BaseLeak):
 
 @dataclass(frozen=True, eq=False)
 class Pooled(BaseLeak):
-    """A sentence embedding (d,); `length` is the number of tokens where it is known."""
+    """A sentence embedding (d,); `length` is the number of tokens where it is known.
+
+    `width`: only its first so many numbers were kept, and divided by their length again if that is
+    one. `steps` (d,) are those that each number was rounded to, where each has its own, between the
+    `ends` (2, d) of a range; `codebook` (blocks, codes, numbers) are the centroids of product
+    quantisation, of which `values` are one in each block.
+    """
 
     values: Tensor
     pooling: str = "mean"
     normalised: bool = True
     tokens: int | None = None
+    width: int | None = None
+    steps: Tensor | None = None
+    ends: Tensor | None = None
+    codebook: Tensor | None = None
     kind: ClassVar[str] = "pooled"
+    beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
+    usual: ClassVar[dict[str, Any]] = {"width": None}
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("expected normalised to be true or false, got another kind")
+        expect_cells(self.values, self.width, self.steps, self.ends, self.codebook)
 
     @property
     def exposure(self) -> Exposure:
-        return Exposure(self.kind, 0, self.pooling, self.normalised)
+        again = self.width is not None and abs(float(self.values.norm()) - 1) <= _CUT
+        return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=again)
 
     @property
     def length(self) -> int | None:

@@ -44,9 +44,9 @@ def precision_of(leak: Leak) -> Precision:
     seen = rows[rows.isfinite()]
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
     floor = FLOOR * float(seen.square().mean().sqrt())
-    name, step = _rounding(rows, leak.precision)
+    name, step = rounding_of(rows, leak.precision)
     if name == "float32" and leak.rank > 2:  # heads may have a scale each
-        each = {name: _rounding(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
+        each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
         steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
         name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
@@ -54,7 +54,7 @@ def precision_of(leak: Leak) -> Precision:
     return Precision(name, sigma, scale, leak.noise)
 
 
-def _rounding(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
+def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
     """The name of the grid that the numbers lie on, and the step at each of them."""
     numbers = rows.nan_to_num()
     for name, dtype, bits in (("bfloat16", torch.bfloat16, 8), ("float16", torch.float16, 11)):

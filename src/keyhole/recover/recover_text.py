@@ -174,7 +174,7 @@ def _check_shapes(target: Target, leak: Leak) -> None:
         "attention": (length, parts.width),
         "kv": (parts.key_heads, length, parts.head_dim),
         "maps": (parts.heads, length, length),
-        "pooled": (parts.width,),
+        "pooled": (width,),
         "logits": (leak.exposure.steps, target.vocabulary),
     }[leak.kind]
     for name, tensor in leak.tensors.items():
@@ -211,6 +211,7 @@ def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> Text
         fitting=proposal.fitting,
         tested=proposal.tested,
         judging=verdict.forwards,
+        similarity=verdict.similarity,
     )
 
 

@@ -46,7 +46,8 @@ class TextRecovery(Result):
     its characters came back as well: one with unknown tokens, or as long as the model takes, may
     have had more to it, and is inexact. `residual` is the root mean square of the difference
     relative to the leak's standard deviation, `precision` the size of the leak's own error in the
-    same unit, as stated or estimated. `passes` counts forward–backward passes plus `forwards`,
+    same unit, as stated or estimated, and `similarity` the cosine of a text's own vector with the
+    leaked one, where one vector leaked. `passes` counts forward–backward passes plus `forwards`,
     those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
     the forward passes that were spent once for the model and layer, on no text in particular,
     `tested` the tokens that a left-to-right search tried. `seconds` are those of this text: of what
@@ -68,6 +69,7 @@ class TextRecovery(Result):
     fitting: int = 0
     tested: int = 0
     judging: int = 0
+    similarity: float | None = None
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "text recovery"

@@ -95,7 +95,7 @@ def _rivals(
     noisy: bool,
 ) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
-    rivals = [_most_similar(target.parts.table, text)]
+    rivals = [most_similar(target.parts.table, text)]
     answers = answers_of(target, leak.exposure)
     if answers is not None:
         leaked = leak.rows(leak.tensors).to(given)
@@ -127,7 +127,7 @@ def _mask(target: Target, leak: Leak, count: int) -> Tensor | None:
     return None if leak.mask is None else leak.mask.to(target.parts.device).expand(count, -1)
 
 
-def _most_similar(table: Tensor, text: Tensor) -> Tensor:
+def most_similar(table: Tensor, text: Tensor) -> Tensor:
     """For each token the others (k, n) whose embeddings point most nearly the same way."""
     directions = torch.nn.functional.normalize(table.float(), dim=-1)
     count = min(_SIMILAR, len(table) - 1)

@@ -22,7 +22,7 @@ from keyhole.recover.leaks import Leak, load_leak
 from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, ELSEWHERE, ON_CPU, readers
-from keyhole.recover.simulate import degrade, leak_of, parse_forms
+from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
 from keyhole.resume import Journal, digest
 
 Source = str | Path | Leak  # a file, a folder of files, or a leak
@@ -53,6 +53,7 @@ def run(
     *,
     method: str | Attack | None = None,
     corpus: str | Path | None = None,
+    noise: float | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     out: str | Path | None = None,
@@ -64,12 +65,15 @@ def run(
     model that is loaded already; `leaks` are files, folders of files or leaks. `method` is a name
     of the registry or an attack with hyperparameters of your own; without one the leak decides.
     `corpus` is a file of texts like those that are looked for, where an attack learns from one.
+    `noise` is how strong the leaks' noise is known to be, in standard deviations of the leak.
     `out` is the file that takes every result as it comes; leaks that are in it are not read again.
     """
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
-    read = recovering_files(loaded, leaks, method=method, corpus=corpus, out=out, track=track)
+    read = recovering_files(
+        loaded, leaks, method=method, corpus=corpus, noise=noise, out=out, track=track
+    )
     return [text.recovery for text in sorted(read, key=lambda text: text.number)]
 
 
@@ -79,11 +83,14 @@ def recovering_files(
     *,
     method: str | Attack | None = None,
     corpus: str | Path | None = None,
+    noise: float | None = None,
     out: str | Path | None = None,
     track: Track = untracked,
 ) -> Iterator[LeakRead]:
     """The same as they come: what an earlier run had read, then each text once it is recovered."""
     names, opened = zip(*_opened(leaks), strict=True)
+    if noise is not None:
+        opened = [with_noise(leak, noise) for leak in opened]
     target = Target.of(loaded.model, loaded.tokenizer)
     checked(target, opened)  # before anything is written
     attack = _attack(target, opened[0], method, corpus)
@@ -134,6 +141,11 @@ def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
     if not opened:
         raise InputError("expected one leak or more, got none")
     return opened
+
+
+def leak_files(sources: Sequence[Path]) -> list[Path]:
+    """The files of leaks, those in folders in the order of their names."""
+    return [file for source in sources for file in _files(source)]
 
 
 def _files(path: Path) -> list[Path]:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.bounds import expect_number
 from keyhole.data import opening
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
 from keyhole.recover.base_leak import PRECISIONS
-from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits
+from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits, Pooled
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
@@ -78,9 +79,9 @@ def degrade(
 
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
-    (rows in any order), of hidden states, or `log-probabilities`, of logits. They and the precision
-    are written into the leak, as a server's documentation and a file's dtype would tell; the noise
-    is not.
+    (rows in any order), of hidden states; the first two of a pooled embedding too; or
+    `log-probabilities`, of logits. They and the precision are written into the leak, as a server's
+    documentation and a file's dtype would tell; the noise is not.
     """
     changes = parse_forms(forms)
     if precision not in PRECISIONS:
@@ -96,6 +97,14 @@ def degrade(
             tensor = tensor + noise * spread * torch.randn(tensor.shape, generator=stream)
         changed[name] = _ROUNDINGS[precision](tensor)
     return replace(leak, **changed, precision=precision)
+
+
+def with_noise(leak: Leak, noise: float) -> Leak:
+    """The leak, with noise of `noise` times its standard deviation stated to be in it."""
+    expect_number("noise", noise, least=0)
+    numbers = torch.cat([tensor.flatten() for tensor in leak.tensors.values()])
+    spread = float(numbers[numbers.isfinite()].std()) / (1 + noise**2) ** 0.5  # without the noise
+    return replace(leak, noise=noise * spread)
 
 
 def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
@@ -118,15 +127,18 @@ def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator)
         return leak
     if isinstance(leak, Logits) and set(forms) == {"log-probabilities"}:
         return replace(leak, values=leak.values.log_softmax(-1), log_probabilities=True)
-    if not isinstance(leak, HiddenStates) or "log-probabilities" in forms:
-        wanted = "logits" if "log-probabilities" in forms else "hidden states"
-        raise InputError(f"expected {wanted} to be {', '.join(forms)}, got {leak.exposure}")
+    if "log-probabilities" in forms:
+        raise InputError(f"expected logits to be {', '.join(forms)}, got {leak.exposure}")
+    of_rows = [form for form in forms if form in ("subset", "permuted")]
+    if not isinstance(leak, HiddenStates | Pooled) or (isinstance(leak, Pooled) and of_rows):
+        wrong = of_rows if isinstance(leak, Pooled) else forms
+        raise InputError(f"expected hidden states to be {', '.join(wrong)}, got {leak.exposure}")
     values, about = leak.values, {}
     width = forms.get("truncated")
     if width is not None:
-        if width > values.shape[1]:
-            raise InputError(f"expected at most {values.shape[1]} numbers of a row, got {width}")
-        values, about = values[:, :width], {"width": width}
+        if width > values.shape[-1]:
+            raise InputError(f"expected at most {values.shape[-1]} numbers of a row, got {width}")
+        values, about = values[..., :width], {"width": width}
     if "normalised" in forms:
         values = torch.nn.functional.normalize(values, dim=-1)
         about["normalised"] = True
@@ -161,4 +173,5 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "float16": _as(torch.float16),
     "int8": _steps(127),
     "int4": _steps(7),
+    "binary": lambda tensor: torch.where(tensor > 0, 1.0, -1.0),
 }

@@ -1,7 +1,8 @@
 """Vectors in an index of FAISS (Johnson, Douze and Jégou, 2019), as `faiss.write_index` left it.
 
 An index that keeps vectors whole gives them back as they were. One that keeps codes (product
-quantisation, 8 bits) gives back the vectors that the codes stand for: the store's note says so.
+quantisation, 8 bits) gives back the vectors that the codes stand for: the store's note says so, and
+its steps or its codebook say what else the same code stands for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def open_faiss(place: Place) -> Generator[Store]:
 
     kind = type(index).__name__
     note = "" if "Flat" in kind else f"{kind} keeps codes, from which vectors are made again"
-    yield Store(place.path, int(index.ntotal), int(index.d), vectors, note=note)
+    steps, ends = _steps(faiss, index)
+    yield Store(
+        place.path, int(index.ntotal), int(index.d), vectors, note=note, steps=steps, ends=ends,
+        codebook=_codebook(faiss, index),
+    )  # fmt: skip
     del whole  # which owns the memory that the others only point to
 
 
@@ -53,6 +58,28 @@ def _within(faiss: Any, index: Any) -> Any:
     while isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
         index = faiss.downcast_index(index.index)
     return index
+
+
+def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The steps (d,) and the ends (2, d) of an index with a range for each number, or for all."""
+    kinds = faiss.ScalarQuantizer
+    levels = {
+        kinds.QT_8bit: 255, kinds.QT_8bit_uniform: 255, kinds.QT_6bit: 63, kinds.QT_4bit: 15,
+        kinds.QT_4bit_uniform: 15,
+    }  # fmt: skip
+    if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype not in levels:
+        return None, None
+    ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
+    begins, lengths = ranges.view(2, -1).expand(2, index.d)
+    return lengths / levels[index.sq.qtype], torch.stack([begins, begins + lengths])
+
+
+def _codebook(faiss: Any, index: Any) -> Tensor | None:
+    """The centroids (blocks, codes, numbers) of product quantisation."""
+    if not isinstance(index, faiss.IndexPQ):
+        return None
+    centroids = torch.from_numpy(faiss.vector_to_array(index.pq.centroids))
+    return centroids.view(index.pq.M, index.pq.ksub, index.pq.dsub)
 
 
 def _unreadable(path: str, error: Exception) -> InputError:

@@ -1,0 +1,253 @@
+"""Texts that are one edit away from a text, those first whose vectors might be the same.
+
+One vector stands for a whole text, so whatever changes the text is a rival: another token in the
+place of one, two tokens that change places, one token more, one less. Not all of a vocabulary can
+be run at each place. With J_p the derivative of the vector by the embedding e_p of place p, token v
+there gives about f + J_p (e_v − e_p); the tokens to try are those for which this is nearest to what
+is wanted, y: least ‖J_p (e_v − e_p) − (y − f)‖². J_p is not formed. For g of independent standard
+normal numbers, E (g·x)² = ‖x‖², so with 32 draws, one backward pass of a batch of 32,
+
+    ‖x‖² ≈ mean_i (g_iᵀ J_p (e_v − e_p) − g_iᵀ (y − f))²  for all tokens at once.
+
+Beside these come the tokens of most similar embedding, which the derivative at e_p may miss. A
+token that is put in is tried as a copy of a neighbour, which changes little, and as the tokens that
+the gradient of ‖f − y‖² at that copy asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.embedding import moves
+from keyhole.recover.embedding.scoring import Texts
+from keyhole.recover.rivals import most_similar
+
+_PROBES = 32  # random directions that stand for all
+_NEAREST = 8  # tokens of each place by the derivative
+_WISHED = 4  # tokens put in at each place by the gradient
+_PLACES = 64  # of a longer text the places whose tokens matter least
+_PAIRS = 128  # pairs of tokens that change places, the nearest first
+_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # in one pass
+
+Tokens = tuple[int, ...]
+
+
+class Vectors:
+    """The vectors of texts, each run once: `passes` counts them.
+
+    A text here is its tokens without the special ones around it. `seen` (d, k) are the directions
+    of a vector that are known, where not all are (rotation.py).
+    """
+
+    def __init__(
+        self, target: Target, exposure: Exposure, ids: Sequence[int], seen: Tensor | None = None
+    ) -> None:
+        self.target, self.exposure, self.seen = target, exposure, seen
+        self.before, self.after = _frame(target, ids)
+        self.passes = 0
+        self.rivals: dict[tuple[Tokens, bool], Rivals] = {}
+        self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
+        self._probed: dict[Tokens, tuple[Tensor, Tensor]] = {}
+
+    def of_part(self, exposure: Exposure, seen: Tensor | None = None) -> Vectors:
+        """The same texts, of whose vectors another part is kept; what was run is not run again."""
+        ids = [*self.before, -1, *self.after]
+        other = Vectors(self.target, exposure, ids, seen)
+        other._whole = self._whole
+        return other
+
+    def inside(self, ids: Sequence[int]) -> Tokens:
+        return tuple(ids[len(self.before) : len(ids) - len(self.after)])
+
+    def __call__(self, texts: Sequence[Tokens]) -> Tensor:
+        """(b, k), without gradients."""
+        fresh = sorted({text for text in texts if text not in self._whole}, key=len)
+        device = self.target.parts.device
+        longest = max((len(text) for text in fresh), default=0)
+        framed = len(self.before) + len(self.after)
+        size = max(1, _TOKENS[device.type] // (longest + framed + 1))
+        for start in range(0, len(fresh), size):
+            part = fresh[start : start + size]
+            ids, mask = self.framed(part)
+            with torch.no_grad():
+                rows = self._run(ids=ids, mask=mask)
+            self._whole.update(zip(part, rows, strict=True))
+        self.passes += len(fresh)
+        return self._part(torch.stack([self._whole[text] for text in texts]))
+
+    def _run(self, **given: Tensor) -> Tensor:
+        whole = replace(self.exposure, width=None, unit=False)
+        return capture(self.target.model, whole, **given)["values"]
+
+    def _part(self, rows: Tensor) -> Tensor:
+        """What is kept (b, k) of whole vectors (b, d)."""
+        rows = rows[..., : self.exposure.width]
+        rows = normalize(rows, dim=-1) if self.exposure.unit else rows
+        return rows if self.seen is None else rows.double() @ self.seen.to(rows.device)
+
+    def framed(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """The ids and the mask that the model is run on."""
+        lists = [[*self.before, *text, *self.after] for text in texts]
+        longest, pad = max(map(len, lists)), self.target.pads()[0]
+        device = self.target.parts.device
+        ids = torch.tensor([each + [pad] * (longest - len(each)) for each in lists], device=device)
+        lengths = torch.tensor([len(each) for each in lists], device=device)
+        mask = torch.arange(longest, device=device) < lengths[:, None]
+        return ids, mask.long()
+
+    def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> tuple[Tensor, Tensor]:
+        """The vectors (b, k), and the derivative (b, n, e) of each along (b, k), by token."""
+        ids, mask = self.framed(texts)
+        self.passes += len(texts)
+        with torch.enable_grad():
+            words = self.target.parts.tokens(ids).detach().requires_grad_()
+            rows = self._part(self._run(embeddings=words, mask=mask))
+            (slopes,) = torch.autograd.grad((rows * along.to(rows)).sum(), words)
+        first = len(self.before)
+        return rows.detach(), slopes[:, first : first + max(map(len, texts))]
+
+    def probed(self, text: Tokens) -> tuple[Tensor, Tensor]:
+        """Random directions (probes, k), and the derivative (probes, n, e) along each."""
+        if text not in self._probed:
+            own = self([text])[0]
+            generator = torch.Generator().manual_seed(0)
+            probes = torch.randn(_PROBES, len(own), generator=generator).to(own)
+            size = max(1, _TOKENS[own.device.type] // (len(text) + 2))
+            parts = [self.derivatives([text] * len(some), some)[1] for some in probes.split(size)]
+            self._probed[text] = probes, torch.cat(parts).float()
+        return self._probed[text]
+
+
+@dataclass(frozen=True, eq=False)
+class Rivals:
+    """Texts one edit away, their vectors (r, k), and the tokens (r, n) that each edit touches."""
+
+    texts: list[Tokens]
+    vectors: Tensor
+    touched: Tensor
+
+
+def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool) -> Rivals:
+    """The rivals of a text for a vector `wanted` (k,); of its own length if that is known."""
+    key = text, same_length
+    own = vectors([text])[0]
+    plain = torch.equal(wanted.to(own), own)  # as for every text that fits but for noise
+    if plain and key in vectors.rivals:
+        return vectors.rivals[key]
+    tokens, near = _nearest(vectors, text, wanted)
+    quiet = near.argsort()[:_PLACES].sort().values.tolist()
+    edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
+    if not same_length:
+        edits += _shorter(text, quiet)
+        longest = vectors.target.parts.longest - len(vectors.before) - len(vectors.after)
+        if len(text) < longest:
+            edits += _longer(vectors, text, wanted, quiet)
+    texts = [edit for edit in dict.fromkeys(edits) if edit != text]
+    touched = torch.tensor([_touched(text, edit) for edit in texts])
+    rivals = Rivals(texts, vectors(texts), touched.view(len(texts), len(text)))
+    if plain:
+        vectors.rivals[key] = rivals
+    return rivals
+
+
+def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (n, m) to try at each place, and how near (n,) the nearest comes to first order."""
+    table = vectors.target.parts.table.float()
+    own = vectors([text])[0]
+    probes, slopes = vectors.probed(text)
+    off = probes @ (wanted.to(own) - own)
+    ids = torch.tensor(text, device=table.device)
+    tokens: list[Tensor] = []
+    near: list[Tensor] = []
+    for place, id_ in enumerate(text):
+        answers = table @ slopes[:, place].T
+        far = (answers - answers[id_] - off).square().mean(-1)
+        far[[id_, *vectors.target.pads()]] = torch.inf
+        least = far.topk(min(_NEAREST, len(far) - 1), largest=False)
+        tokens.append(least.indices)
+        near.append(least.values[0])
+    similar = most_similar(table, ids).T
+    return torch.cat([torch.stack(tokens), similar], -1), torch.stack(near)
+
+
+def _replaced(text: Tokens, tokens: Tensor, places: list[int]) -> list[Tokens]:
+    texts, _ = moves.replaced(_alone(text), tokens[None].cpu())
+    kept = set(places)
+    return [edit for number, edit in enumerate(_lists(texts)) if number // tokens.shape[1] in kept]
+
+
+def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
+    pairs = [(a, b) for a in places for b in places if a < b]
+    pairs.sort(key=lambda pair: pair[1] - pair[0])
+    edits: list[Tokens] = []
+    for a, b in pairs[:_PAIRS]:
+        edit = list(text)
+        edit[a], edit[b] = edit[b], edit[a]
+        edits.append(tuple(edit))
+    return edits
+
+
+def _shorter(text: Tokens, places: list[int]) -> list[Tokens]:
+    if len(text) < 2:
+        return []
+    texts, _ = moves.left_out(_alone(text))
+    return [edit for number, edit in enumerate(_lists(texts)) if number in set(places)]
+
+
+def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -> list[Tokens]:
+    """One token more: a copy of a neighbour, and what the gradient there asks for."""
+    if not text:
+        return []
+    gaps = sorted({gap for place in places for gap in (place, place + 1)})
+    copies = [(*text[:gap], text[max(gap - 1, 0)], *text[gap:]) for gap in gaps]
+    table = vectors.target.parts.table.float()
+    off = vectors(copies) - wanted.to(table.device)
+    size = max(1, _TOKENS[table.device.type] // (len(text) + 3))
+    edits = list(copies)
+    for start in range(0, len(gaps), size):
+        some = slice(start, start + size)
+        _, slopes = vectors.derivatives(copies[some], off[some])
+        here = torch.tensor(gaps[some], device=table.device)
+        change = slopes[torch.arange(len(here), device=table.device), here].float() @ table.T
+        change[:, vectors.target.pads()] = torch.inf
+        wished = change.topk(min(_WISHED, change.shape[1]), largest=False).indices.tolist()
+        for gap, tokens in zip(gaps[some], wished, strict=True):
+            edits += [(*text[:gap], token, *text[gap:]) for token in tokens]
+    return edits
+
+
+def _alone(text: Tokens) -> Texts:
+    return Texts.of([list(text)], len(text))
+
+
+def _lists(texts: Texts) -> list[Tokens]:
+    return [tuple(texts.tokens(row)) for row in range(len(texts))]
+
+
+def _touched(text: Tokens, edit: Tokens) -> list[bool]:
+    """Which tokens of the text an edit changes; one put in touches its neighbours."""
+    if len(text) == len(edit):
+        return [a != b for a, b in zip(text, edit, strict=True)]
+    first = next((p for p, (a, b) in enumerate(zip(text, edit, strict=False)) if a != b), None)
+    place = min(len(text), len(edit)) if first is None else first
+    if len(edit) < len(text):
+        return [p == place for p in range(len(text))]
+    return [p in (place - 1, place) for p in range(len(text))]
+
+
+def _frame(target: Target, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The tokenizer's special tokens, if they stand around these ids."""
+    before, after = target.frame()
+    whole = list(ids)
+    if len(whole) <= len(before) + len(after) or whole[: len(before)] != before:
+        return [], []
+    if after and whole[-len(after) :] != after:
+        return [], []
+    return before, after

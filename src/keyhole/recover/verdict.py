@@ -1,0 +1,27 @@
+"""What a judge of texts says: whether running the model on a text gives the leak again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keyhole.recover.recovery import Mark
+from keyhole.results import Status
+
+ODDS = 10.0  # their logarithm against a rival: e¹⁰ : 1 for a likely token
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proposed text is worth; `forwards` is what the judge itself ran.
+
+    `similarity` is the cosine of a text's own vector with the leaked one, where one vector leaked.
+    """
+
+    status: Status
+    reason: str
+    verified: bool
+    residual: float | None
+    precision: float | None
+    marks: tuple[Mark, ...]
+    forwards: int = 1
+    similarity: float | None = None

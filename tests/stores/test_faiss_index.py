@@ -1,0 +1,75 @@
+"""Real indexes of FAISS that keep codes: what shares a code is read with them, and judged by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.recover.attack import Target
+from keyhole.recover.judge import judge
+from keyhole.recover.leaks import Pooled
+from keyhole.recover.pooling import embeddings, ways
+from keyhole.stores import open_store
+
+faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")
+TEXT = "w1 w20 w3"
+STREAM = np.random.default_rng(0)
+
+
+def indexed(folder: Path, index, vectors):
+    """The store of an index that has learnt from, and holds, these vectors."""
+    index.train(vectors)
+    index.add(vectors)
+    faiss.write_index(index, str(folder / "vectors.faiss"))
+    return open_store(str(folder / "vectors.faiss"))
+
+
+def test_centroids(tmp_path):
+    vectors = STREAM.normal(size=(500, 12)).astype(np.float32)
+    with indexed(tmp_path, faiss.IndexPQ(12, 3, 4), vectors) as store:
+        assert store.codebook.shape == (3, 16, 4)
+        assert store.steps is None
+        kept = store.read([0, 7, 499]).unflatten(1, (3, 4))
+        assert float(torch.cdist(kept.transpose(0, 1), store.codebook).amin(-1).max()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["QT_8bit", "QT_6bit", "QT_4bit", "QT_8bit_uniform"])
+def test_steps(tmp_path, kind):
+    vectors = (STREAM.normal(size=(500, 8)) * np.arange(1, 9)).astype(np.float32)
+    index = faiss.IndexScalarQuantizer(8, getattr(faiss.ScalarQuantizer, kind))
+    with indexed(tmp_path, index, vectors) as store:
+        off = (store.read(range(500)) - torch.from_numpy(vectors)).abs() / store.steps
+        assert 0.49 < float(off.max()) <= 0.5 + 1e-3  # half a step, and no less than that
+        assert store.codebook is None
+
+
+def test_whole_vectors_have_neither(tmp_path):
+    vectors = STREAM.normal(size=(20, 8)).astype(np.float32)
+    with indexed(tmp_path, faiss.IndexFlatL2(8), vectors) as store:
+        assert store.steps is None
+        assert store.codebook is None
+
+
+@pytest.mark.parametrize("kind", ["product quantisation", "8 bits"])
+def test_a_text_is_judged_by_its_code(tmp_path, kind):
+    model, words = tiny.model("bert", hidden_size=192), tiny.tokenizer()
+    texts = [" ".join(f"w{n}" for n in STREAM.integers(0, 195, 3)) for _ in range(300)]
+    vectors = embeddings(model, words, [TEXT, *texts], ways(model)[0]).numpy().astype(np.float32)
+    index = faiss.IndexPQ(192, 48, 4)
+    if kind == "8 bits":
+        index = faiss.IndexScalarQuantizer(192, faiss.ScalarQuantizer.QT_8bit)
+    with indexed(tmp_path, index, vectors) as store:
+        leak = Pooled(store.read([0])[0], steps=store.steps, ends=store.ends,
+                      codebook=store.codebook)  # fmt: skip
+    target = Target.of(model, words)
+    ids = words(TEXT)["input_ids"]
+    verdict = judge(target, leak, ids)
+    assert verdict.verified, verdict.reason
+    for other in (texts[0], "w1 w20 w4", "w20 w1 w3", "w1 w20", "w1 w1 w20 w3"):
+        assert not judge(target, leak, words(other)["input_ids"]).verified
+    plain = Pooled(leak.values)  # nobody says what else the code stands for
+    assert not judge(target, plain, ids).verified
