@@ -33,7 +33,7 @@ SMALL = {
     "longest": 1,
     "learning": Learning(steps=10, batch=32, rate=3e-3, size=Size(32, 1, 2), pool=32, every=50),
     "search": Search(
-        rounds=8, islands=1, kept=4, first=8, tokens=190, pieces=2
+        rounds=8, trust=(0.0, 1e-4), kept=4, first=8, tokens=190, pieces=2
     ),  # one word is found,
 }
 LEARNING = "learning to read"

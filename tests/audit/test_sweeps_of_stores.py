@@ -36,7 +36,7 @@ BRIEF = PooledEmbedding(TokenSearch(rounds=1, passes=5, candidates=4, sweeps=1),
 LEARNS = {
     "longest": 1,
     "learning": Learning(steps=10, batch=32, rate=3e-3, size=Size(32, 1, 2), pool=32, every=50),
-    "search": Search(rounds=3, islands=1, kept=4, first=4, tokens=190, pieces=2),
+    "search": Search(rounds=3, trust=(0.0, 1e-4), kept=4, first=4, tokens=190, pieces=2),
 }
 
 

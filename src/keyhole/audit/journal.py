@@ -25,7 +25,7 @@ from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
-from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.attack import Learns
 from keyhole.results import environment
 from keyhole.resume import Journal, Run, digest
 
@@ -77,7 +77,7 @@ def _bytes(vectors: Tensor) -> bytes:
 
 def _method(target: StoreTarget) -> Any:
     method = target.method
-    if isinstance(method, EmbeddingReader):
+    if isinstance(method, Learns):
         return method.settings
     return None if method is None else repr(method)
 

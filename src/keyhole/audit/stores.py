@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.progress import Track
-from keyhole.recover.attack import Attack
+from keyhole.recover.attack import Attack, Learns
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.attacks.embedding_reader import FIX, EmbeddingReader
 from keyhole.recover.embedding.saved import expect_reader
@@ -64,10 +65,11 @@ class StoreTarget:
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
 
     `texts` are those that the store still has of the sample, None where it has none; `longest` is
-    after how many tokens the encoder cuts a text off. `method` is
-    the attack, by default the one that reads pooled embeddings (recover/registry.py). `reader` is
-    the file that keeps what a method learns: one that is there already is taken. `encoder` is the
-    name that other processes open the encoder by.
+    after how many tokens the encoder cuts a text off; `cells` is what the store says of how numbers
+    were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that reads
+    pooled embeddings (recover/registry.py). `reader` is the file that keeps what a method learns:
+    one that is there already is taken. `encoder` is the name that other processes open the encoder
+    by.
     """
 
     name: str
@@ -79,6 +81,7 @@ class StoreTarget:
     texts: tuple[str | None, ...]
     pooling: Pooling
     longest: int
+    cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     note: str = ""
     method: Attack | None = None
     reader: Path | None = None
@@ -102,7 +105,8 @@ class StoreTarget:
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
             tuple(rows), vectors, tuple(kept),
-            _pooling(store, loaded, vectors, kept, known, longest), longest, store.note,
+            _pooling(store, loaded, vectors, kept, known, longest), longest, store.cells,
+            store.note,
         )  # fmt: skip
 
 
@@ -177,7 +181,7 @@ def _elsewhere(
 def _part(surface: str, target: StoreTarget, start: int, end: int) -> Part:
     return Part(
         surface, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
-        target.pooling, target.longest, target.method,
+        target.pooling, target.longest, target.cells, target.method,
     )  # fmt: skip
 
 
@@ -193,11 +197,11 @@ def _at_once(target: StoreTarget) -> int:
 
 def _learnt_once(target: StoreTarget) -> _Learnt:
     """The attack, whose reader, if it learns one, is learnt where the first check asks for it."""
-    made: list[EmbeddingReader] = []
+    made: list[Attack] = []
 
     def attack(track: Track) -> Attack | None:
         method = target.method
-        if not isinstance(method, EmbeddingReader):
+        if not isinstance(method, Learns):
             return method
         if not made:
             attacked, exposure = _attacked(target)

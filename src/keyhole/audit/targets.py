@@ -22,6 +22,8 @@ from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
+from keyhole.recover.attack import Learns
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.embedding.learn import Learning
 from keyhole.recover.embedding.search import Search
@@ -97,7 +99,7 @@ class Stored:
             if value:
                 raise InputError(f"expected {option} with a vector store, got {name}")
 
-    def method(self) -> EmbeddingReader | None:
+    def method(self, device: str) -> Learns | None:
         """The attack that learns from the corpus; None leaves the choice to the leak."""
         if self.corpus is None:
             if self.reader is not None:
@@ -105,7 +107,15 @@ class Stored:
                     "expected --corpus with --reader, which keeps what is learnt, got none"
                 )
             return None
+        if device == "cpu" and self.reader is None:
+            return counts(Path(self.corpus).absolute())
         return learns_from(Path(self.corpus).absolute(), self.seed)
+
+
+def counts(corpus: Path) -> CountedReader:
+    """The attack that counts a corpus, once for an audit: what can be done on a CPU."""
+    expect_file(corpus, "a corpus")
+    return CountedReader(corpus)
 
 
 def learns_from(corpus: Path, seed: int) -> EmbeddingReader:
@@ -174,7 +184,7 @@ def _store(name: str, stored: Stored, device: str) -> Target:
             f"expected --model with the vector store {name}, got none: name the encoder that made "
             "its vectors (a folder, owner/name on the hub, or demo)"
         )
-    method = stored.method()
+    method = stored.method(device)
     known = [] if stored.known is None else read_texts(stored.known)
     encoders = [stored.model] if isinstance(stored.model, str) else list(stored.model)
     with open_store(name, known) as store:

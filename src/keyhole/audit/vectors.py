@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.progress import Track, untracked
 from keyhole.recover import Mark, Pooled, TextRecovery
-from keyhole.recover.attack import Attack, Target
-from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.attack import Attack, Learns, Target
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.pooling import Pooling
@@ -57,6 +56,7 @@ class Part:
     texts: tuple[str | None, ...]
     pooling: Pooling
     longest: int
+    cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: Attack | None = None
 
 
@@ -107,7 +107,7 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
             f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
             f"{loaded.identity}"
         )
-    if isinstance(method, EmbeddingReader):
+    if isinstance(method, Learns):
         attacked = Target.of(loaded.model, loaded.tokenizer)
         method = method.learnt(attacked, part.pooling.exposure, source.reader)
     return loaded, method
@@ -153,7 +153,7 @@ def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
 def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
     pooling = part.pooling
     leaks = [
-        Pooled(vector, pooling=pooling.name, normalised=pooling.normalised)
+        Pooled(vector, pooling=pooling.name, normalised=pooling.normalised, **part.cells)
         for vector in part.vectors
     ]
     progress = track(EXPOSURE, total=len(leaks))

@@ -134,7 +134,8 @@ def audit(
     command goes on from there.
     """
     journal = json_file.with_name(f"{json_file.name}.journal")
-    unfinished = json_file.with_name(f"{json_file.name}.reader") if corpus and not reader else None
+    learns = corpus and not reader and device != "cpu"  # on a CPU it is counted, which is quick
+    unfinished = json_file.with_name(f"{json_file.name}.reader") if learns else None
     expect_folder(json_file, page, reader)
     expect_new(json_file, page, force=force)
     with (

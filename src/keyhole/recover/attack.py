@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
-from keyhole.models.capture import capture
+from keyhole.models.capture import Exposure, capture
 from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import decoded
@@ -125,3 +126,17 @@ class Attack(Protocol):
     """
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]: ...
+
+
+@runtime_checkable
+class Learns(Attack, Protocol):
+    """An attack that takes time to get ready for an encoder, and then reads many leaks."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that it follows from besides the encoder, as JSON can write it."""
+        ...
+
+    def learnt(self, target: Target, exposure: Exposure, file: Path | None = None) -> Attack:
+        """The same, ready; `file` keeps what was learnt, where that is worth it."""
+        ...

@@ -10,20 +10,22 @@ reads short texts, of up to about ten tokens; for longer ones a reader is learnt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch.nn.functional import normalize
 
 from keyhole.bounds import expect_count
 from keyhole.data import read_texts
 from keyhole.errors import InputError
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
 from keyhole.recover.leaks import Leak, Pooled
+from keyhole.resume import digest
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
     `longest` is the number of tokens, special ones left out, up to which texts are looked for.
+    `counted` are counts that were made before (`learnt` gives them): then nothing is counted.
     """
 
     corpus: str | Path | Sequence[str]
     longest: int = 12
     search: Climb = field(default_factory=Climb)
+    counted: Counted | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         expect_count("longest", self.longest)
@@ -44,8 +48,7 @@ class CountedReader:
         encoder = Encoder(target, leaks[0].exposure, half=matrix_half())
         longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
         target.count.begin(range(len(leaks)))
-        lines = target.tokenizer(self._texts(), add_special_tokens=False, truncation=False)
-        counted = Counted.of(encoder, [ids for ids in lines["input_ids"] if ids])
+        counted = self.counted or self._count(encoder)
         once = encoder.passes // len(leaks)
         note = "read with counts of the corpus, nothing learnt"
         for number, leak in enumerate(leaks):
@@ -54,6 +57,29 @@ class CountedReader:
             ids = [*encoder.before, *reading.tokens, *encoder.after]
             passes, loss = reading.passes, 1 - reading.cosine
             yield number, Proposal(ids, passes, passes, once, note, loss)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it counts, and how it searches, as JSON can write it."""
+        return {
+            "search": asdict(self.search),
+            "corpus": digest(self._texts()),
+            "longest": self.longest,
+        }
+
+    def learnt(self, target: Target, exposure: Exposure, file: Path | None = None) -> CountedReader:
+        """The same with its counts, for many calls; `file` is not needed: counting is quick."""
+        del file
+        encoder = Encoder(target, exposure, half=matrix_half())
+        return replace(self, counted=self._count(encoder))
+
+    def _count(self, encoder: Encoder) -> Counted:
+        words = encoder.target.tokenizer
+        progress = encoder.target.track("counting the corpus", 1)
+        lines = words(self._texts(), add_special_tokens=False, truncation=False)["input_ids"]
+        counted = Counted.of(encoder, [ids for ids in lines if ids])
+        progress(1)
+        return counted
 
     def _texts(self) -> list[str]:
         texts = self.corpus
