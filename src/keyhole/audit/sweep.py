@@ -34,7 +34,7 @@ def sweep(works: Mapping[str, Work], pool: Pool) -> Iterator[tuple[str, Checked,
                 deaths = 0
         except (BrokenExecutor, CancelledError) as error:
             deaths += 1
-            if deaths >= _DEATHS or not pool.broke():
+            if not pool.broke() or deaths >= _DEATHS:  # forgotten in any case: nobody waits for it
                 reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
                 raise KeyholeError(
                     f"expected workers that stay, got {reason}: finished checks are kept, and the "
