@@ -28,10 +28,13 @@ from keyhole.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.search.encoder_batch import EncoderBatch
+from keyhole.recover.search.encoder_trials import flip, replace, substitute
 from keyhole.recover.search.inverse_map import InverseMap, inverse_map
 from keyhole.recover.search.lbfgs import BatchedLBFGS
 from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.search.token_table import TokenTable
+
+_FAR, _CLOSE = 0.3, 0.1  # the first step of a search for each token, in units of the map's error
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class EncoderStates:
     feedback: int = 8
     rounds: int = 48
     steps: int = 4
+    opening: int = 12
+    stage: int = 4
+    trials: int = 12
     flips: int = 3
     candidates: int = 8
     sweeps: int = 4
@@ -77,7 +83,7 @@ class EncoderStates:
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
             if self.candidates and self.sweeps:
-                yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
+                yield from texts.leave(substitute(texts, self.candidates, self.sweeps))
             yield from texts.leave(texts.well_framed())
 
     def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
@@ -95,14 +101,24 @@ class EncoderStates:
         texts.return_to_best()
 
     def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
-        """Gradients, with a snap and a step of feedback after every few."""
-        if not len(texts):
-            return
-        start = texts.estimates
+        """Gradients and trials in turn: what is clear after one stage is fixed in the next."""
+        left, stage, first = self.rounds, self.opening, _FAR
+        while left > 0 and len(texts):
+            yield from self._by_gradients(texts, back, min(stage, left), first)
+            left, stage, first = left - stage, self.stage, _CLOSE
+            if self.candidates:
+                yield from texts.leave(replace(texts, self.trials))
+            texts.settle()
+
+    def _by_gradients(
+        self, texts: EncoderBatch, back: InverseMap, rounds: int, first: float
+    ) -> Iterator[tuple[int, Proposal]]:
+        """L-BFGS, with a snap and a step of feedback after every few steps."""
+        start = texts.anchored()
         search = BatchedLBFGS(
-            torch.zeros_like(start).flatten(1), 0.3 * texts.unknowns**0.5, history=60
+            torch.zeros_like(start).flatten(1), first * texts.unknowns**0.5, history=60
         )
-        for _ in range(self.rounds):
+        for _ in range(rounds):
             for _ in range(self.steps):
                 search.step(texts.objective(start, back.root))
             texts.estimates = start + (search.z.view_as(start) @ back.root)
@@ -118,7 +134,7 @@ class EncoderStates:
                     return
                 if flips == self.flips or not texts.improving(1):
                     break
-                done = texts.flip()
+                done = flip(texts)
 
 
 def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
