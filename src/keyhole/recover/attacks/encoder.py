@@ -8,7 +8,10 @@ to snap to the token table, substitute and verify. Here, cheapest first:
 2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
    e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
-   a snap and one step of feedback after every few steps. Deeper layers need it.
+   a snap and one step of feedback after every few steps. Deeper layers need it. It goes in stages.
+   All tokens of a long text converge slowly together, though most are clear early; so after each
+   stage candidates are tried at the positions that fit worst, each judged by its own row
+   (row_trials.py), what is clear is fixed, and the next stage moves only the rest.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
    nearest to the estimates are tried at each position (substitution.py).
 
@@ -42,9 +45,11 @@ class EncoderStates:
     """Text from an encoder's hidden states.
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes. Then `candidates` tokens are tried at each position, in at most
-    `sweeps` sweeps. `samples` random tokens fit the map (None: 48 for each number in a hidden
-    state). `batch` is how many tokens go through the model at once.
+    `steps` forward–backward passes: a stage of `opening` rounds, then stages of `stage` rounds.
+    After each stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
+    end `candidates` tokens are tried at each position, in at most `sweeps` sweeps. `samples` random
+    tokens fit the map (None: 48 for each number in a hidden state). `batch` is how many tokens go
+    through the model at once.
     """
 
     feedback: int = 8
@@ -61,10 +66,12 @@ class EncoderStates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch) < 1 or min(self.feedback, self.rounds) < 0:
+        ones = (self.steps, self.batch, self.opening, self.stage)
+        if min(ones) < 1 or min(self.feedback, self.rounds, self.trials) < 0:
             raise InputError(
-                "expected steps and batch of 1 or more, feedback and rounds of 0 or more, got "
-                f"{self.steps}, {self.batch}, {self.feedback}, {self.rounds}"
+                "expected steps and batch, opening and stage of 1 or more, feedback, rounds and "
+                f"trials of 0 or more, got {', '.join(map(str, ones))}, "
+                f"{self.feedback}, {self.rounds}, {self.trials}"
             )
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
@@ -106,7 +113,7 @@ class EncoderStates:
         while left > 0 and len(texts):
             yield from self._by_gradients(texts, back, min(stage, left), first)
             left, stage, first = left - stage, self.stage, _CLOSE
-            if self.candidates:
+            if self.trials:
                 yield from texts.leave(replace(texts, self.trials))
             texts.settle()
 
