@@ -119,7 +119,7 @@ def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[
 
 def in_stages(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Long texts by one search from end to end, and by stages with trials between them."""
-    whole = EncoderStates(opening=EncoderStates().rounds, trials=0)
+    whole = EncoderStates(rounds=EncoderStates().opening, trials=0)
     for name, method in {"one search": whole, "in stages": EncoderStates()}.items():
         got = recover(loaded, ids, layer, method=method)
         exactly = round(got.exact * len(ids))

@@ -53,9 +53,9 @@ class EncoderStates:
     """
 
     feedback: int = 8
-    rounds: int = 48
+    rounds: int = 64
     steps: int = 4
-    opening: int = 12
+    opening: int = 48
     stage: int = 4
     trials: int = 12
     flips: int = 3
