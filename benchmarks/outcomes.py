@@ -13,6 +13,7 @@ import texts
 from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark
+from keyhole.recover.attack import Attack
 from texts import Change
 
 
@@ -84,9 +85,15 @@ class Outcome:
         )
 
 
-def recover(loaded: Loaded, ids: list[Tensor], layer: int, change: Change | None = None) -> Outcome:
+def recover(
+    loaded: Loaded,
+    ids: list[Tensor],
+    layer: int,
+    change: Change | None = None,
+    method: Attack | None = None,
+) -> Outcome:
     leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
     started = time.perf_counter()
-    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks)
+    recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks, method=method)
     seconds = (time.perf_counter() - started) / len(ids)
     return Outcome([text.tolist() for text in ids], recoveries, seconds)

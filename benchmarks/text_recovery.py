@@ -2,9 +2,9 @@
 
 The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (texts.py: `--encoder`, `--data`), and an
 ALBERT that reads reactions (`--reactions`): hours on two cores. `--layers 3,6`, `--parts
-exact,time,precision,partial,false,reactions`, `--texts`, `--dialogues`, `--degraded` (texts for
-each precision) and `--leaks` (corrupted ones, from number `--start` on) shorten it. `--quick` takes
-a random-weight model instead.
+exact,long,time,precision,partial,false,reactions`, `--texts`, `--dialogues`, `--degraded` (texts
+for each precision) and `--leaks` (corrupted ones, from number `--start` on) shorten it. `--quick`
+takes a random-weight model instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 import show
 import texts
 from keyhole.models import Exposure, Loaded, anatomy, capture
+from keyhole.recover import EncoderStates
 from keyhole.recover.leaks import Leak
 from mismatches import Subject, false_claims
 from outcomes import recover
@@ -33,7 +34,7 @@ OPTIONS.add_argument("--timed", type=int, default=3)
 OPTIONS.add_argument("--leaks", type=int, default=1000)
 OPTIONS.add_argument("--start", type=int, default=0)
 OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
-OPTIONS.add_argument("--parts", default="exact,time,precision,partial,false,reactions")
+OPTIONS.add_argument("--parts", default="exact,long,time,precision,partial,false,reactions")
 CHOSEN = texts.chosen(OPTIONS)
 # Of 20 leaks so many are of each exposure.
 MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
@@ -49,12 +50,14 @@ def full() -> Iterator[texts.Part]:
     short = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
     wanted = CHOSEN.parts.split(",")
     named = {"SST-2": short}
-    if "exact" in wanted and CHOSEN.dialogues:
-        long = texts.dialogues(CHOSEN.data, CHOSEN.dialogues)
-        named["DREAM, 100+ tokens"] = texts.encoded(loaded, long)
+    long = texts.encoded(loaded, texts.dialogues(CHOSEN.data, CHOSEN.dialogues))
+    if long:
+        named["DREAM, 100+ tokens"] = long
     for layer in CHOSEN.layers:
         for name, ids in named.items() if "exact" in wanted else ():
             yield f"layer {layer}, {name}", lambda n=name, i=ids, at=layer: exact(loaded, n, i, at)
+        if "long" in wanted and layer == 6 and long:
+            yield "layer 6, in stages", lambda: in_stages(loaded, long, 6)
         if "time" in wanted:
             middle = sorted(short, key=len)[len(short) // 2 :][: CHOSEN.timed]
             yield f"layer {layer}, time", lambda i=middle, at=layer: against_lbfgs(loaded, i, at)
@@ -87,6 +90,7 @@ def small() -> Iterator[texts.Part]:
     ids = texts.tiny_texts(12, 8, framed=True)
     for layer in (1, 2):
         yield f"layer {layer}", lambda at=layer: exact(loaded, "random texts", ids, at)
+    yield "in stages", lambda: in_stages(loaded, ids[:4], 2)
     yield "time", lambda: against_lbfgs(loaded, ids[:1], 2, iterations=20)
     yield "precisions", lambda: precisions(loaded, ids[:2], 2)
     yield "partial", lambda: partly(loaded, ids[:2], 2)
@@ -111,6 +115,19 @@ def exact(loaded: Loaded, name: str, ids: list[Tensor], layer: int) -> Iterator[
     yield Row(f"{what}: recovered", got.summary, ">= 99.5%, >= 98%", met, got.cost)
     bound = 30 if layer <= 3 else 100
     yield Row(f"{what}: median passes", f"{got.passes:.0f}", f"<= {bound}", got.passes <= bound)
+
+
+def in_stages(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
+    """Long texts by one search from end to end, and by stages with trials between them."""
+    whole = EncoderStates(rounds=EncoderStates().opening, trials=0)
+    for name, method in {"one search": whole, "in stages": EncoderStates()}.items():
+        got = recover(loaded, ids, layer, method=method)
+        exactly = round(got.exact * len(ids))
+        what = f"layer {layer}, {len(ids)} long texts, {name}: exact and verified"
+        measured = f"{exactly} of {len(ids)}, {got.tokens:.2%} of tokens"
+        target, met = (">= 90%", got.exact >= 0.9) if method is not whole else ("", None)
+        details = f"falsely verified: {got.false}; {got.cost}"
+        yield Row(what, measured, target, met, details)
 
 
 def against_lbfgs(

@@ -16,6 +16,7 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
 from keyhole.recover.attack import Target
+from keyhole.recover.search.encoder_batch import EncoderBatch
 from keyhole.recover.search.inverse_map import inverse_map, random_texts
 from keyhole.recover.search.lbfgs import BatchedLBFGS
 from keyhole.recover.search.token_table import TokenTable
@@ -172,8 +173,9 @@ def test_leaks_that_cannot_be_this_models():
         invert.recover_text(model(), None, good)
     with pytest.raises(InputError, match="leaks of one exposure"):
         invert.recover_texts(model(), WORDS, [good, leaks("bert", 1, ids)[0]])
-    with pytest.raises(InputError, match="steps and batch"):
-        EncoderStates(steps=0)
+    for wrong in ({"steps": 0}, {"opening": 0}, {"stage": 0}, {"trials": -1}):
+        with pytest.raises(InputError, match="steps and batch"):
+            EncoderStates(**wrong)
     assert invert.recover_texts(model(), WORDS, []) == []
 
 
@@ -209,6 +211,19 @@ def test_the_table_reads_directions():
     estimates = table.centre + 0.2 * (table.vectors[7:20] - table.centre)
     assert table.nearest(estimates)[:, 0].tolist() == list(range(7, 20))
     assert 0 not in table.nearest(-table.vectors[:1], 50)[0, :10].tolist()
+    few = torch.tensor([30, 8, 41])
+    assert table.nearest(estimates[1:2], 3, few)[0, 0] == 8
+    assert set(table.nearest(estimates[1:2], 3, few)[0].tolist()) == {30, 8, 41}
+
+
+def test_the_table_says_how_doubtful_a_token_is():
+    table = TokenTable.of(model().embeddings.word_embeddings.weight, without=[0])
+    between = table.centre + (table.directions[[7]] + table.directions[[9]]) / 2
+    ids, doubt = table.meant(torch.cat([table.vectors[[7]], between]))
+    assert ids[0] == 7
+    assert ids[1] in (7, 9)
+    assert doubt[0] < 1e-5
+    assert doubt[1] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_lbfgs_solves_many_problems_at_once():
@@ -241,6 +256,36 @@ def test_the_search_finds_what_feedback_does_not():
     results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.passes > result.forwards for result in results)
+
+
+def test_what_was_taken_for_right_by_mistake_becomes_open():
+    """Clear tokens are fixed; one that is wrong has the largest residual, and is not."""
+    ids = tiny.ids(texts=1, length=14, seed=8)
+    target = Target.of(model(), WORDS)
+    leak = leaks("bert", 2, ids)[0]
+    back = inverse_map(target, leak, 1500, 0)
+    table = TokenTable.of(target.parts.table, without=target.pads())
+    texts = EncoderBatch.of(target, {0: leak}, back, table)
+    texts.begin(True)
+    texts.ids = ids.clone()
+    texts.ids[0, 5] = ids[0, 5] + 1
+    texts.estimates = table.vectors[texts.ids].clone()
+    texts.check()
+    texts.settle()
+    assert texts.open[0].nonzero().flatten().tolist() == [5]
+    assert texts.unknowns == 1
+    anchored = texts.anchored()
+    assert torch.equal(anchored[0, 4], table.vectors[ids[0, 4]])
+    assert torch.allclose(anchored[0, 5], back.estimate(leak.values[5]), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"trials": 0}, {"opening": 1, "stage": 1, "trials": 4}])
+def test_stages_of_any_length_lead_there(settings):
+    ids = tiny.ids(texts=1, length=16, seed=5)
+    method = EncoderStates(feedback=0, samples=300, **settings)
+    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
+    assert [result.ids for result in results] == ids.tolist()
+    assert all(result.verified for result in results)
 
 
 def test_the_leak_survives_a_file(tmp_path):

@@ -8,7 +8,10 @@ to snap to the token table, substitute and verify. Here, cheapest first:
 2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
    e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
-   a snap and one step of feedback after every few steps. Deeper layers need it.
+   a snap and one step of feedback after every few steps. Deeper layers need it. It goes in stages.
+   All tokens of a long text converge slowly together, though most are clear early; so after each
+   stage candidates are tried at the positions that fit worst, each judged by its own row
+   (row_trials.py), what is clear is fixed, and the next stage moves only the rest.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
    nearest to the estimates are tried at each position (substitution.py).
 
@@ -28,10 +31,13 @@ from keyhole.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.search.encoder_batch import EncoderBatch
+from keyhole.recover.search.encoder_trials import flip, replace, substitute
 from keyhole.recover.search.inverse_map import InverseMap, inverse_map
 from keyhole.recover.search.lbfgs import BatchedLBFGS
 from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.search.token_table import TokenTable
+
+_FAR, _CLOSE = 0.3, 0.1  # the first step of a search for each token, in units of the map's error
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,19 @@ class EncoderStates:
     """Text from an encoder's hidden states.
 
     `feedback` forward passes at most are spent before the search, which takes `rounds` rounds of
-    `steps` forward–backward passes. Then `candidates` tokens are tried at each position, in at most
-    `sweeps` sweeps. `samples` random tokens fit the map (None: 48 for each number in a hidden
-    state). `batch` is how many tokens go through the model at once.
+    `steps` forward–backward passes: a stage of `opening` rounds, then stages of `stage` rounds.
+    After each stage `trials` tokens are tried at the positions that fit worst (0: none are). In the
+    end `candidates` tokens are tried at each position, in at most `sweeps` sweeps. `samples` random
+    tokens fit the map (None: 48 for each number in a hidden state). `batch` is how many tokens go
+    through the model at once.
     """
 
     feedback: int = 8
-    rounds: int = 48
+    rounds: int = 64
     steps: int = 4
+    opening: int = 48
+    stage: int = 4
+    trials: int = 12
     flips: int = 3
     candidates: int = 8
     sweeps: int = 4
@@ -55,10 +66,12 @@ class EncoderStates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch) < 1 or min(self.feedback, self.rounds) < 0:
+        ones = (self.steps, self.batch, self.opening, self.stage)
+        if min(ones) < 1 or min(self.feedback, self.rounds, self.trials) < 0:
             raise InputError(
-                "expected steps and batch of 1 or more, feedback and rounds of 0 or more, got "
-                f"{self.steps}, {self.batch}, {self.feedback}, {self.rounds}"
+                "expected steps and batch, opening and stage of 1 or more, feedback, rounds and "
+                f"trials of 0 or more, got {', '.join(map(str, ones))}, "
+                f"{self.feedback}, {self.rounds}, {self.trials}"
             )
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
@@ -77,7 +90,7 @@ class EncoderStates:
             yield from self._by_feedback(texts)
             yield from self._by_search(texts, back)
             if self.candidates and self.sweeps:
-                yield from texts.leave(texts.substitute(self.candidates, self.sweeps))
+                yield from texts.leave(substitute(texts, self.candidates, self.sweeps))
             yield from texts.leave(texts.well_framed())
 
     def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
@@ -95,14 +108,24 @@ class EncoderStates:
         texts.return_to_best()
 
     def _by_search(self, texts: EncoderBatch, back: InverseMap) -> Iterator[tuple[int, Proposal]]:
-        """Gradients, with a snap and a step of feedback after every few."""
-        if not len(texts):
-            return
-        start = texts.estimates
+        """Gradients and trials in turn: what is clear after one stage is fixed in the next."""
+        left, stage, first = self.rounds, self.opening, _FAR
+        while left > 0 and len(texts):
+            yield from self._by_gradients(texts, back, min(stage, left), first)
+            left, stage, first = left - stage, self.stage, _CLOSE
+            if self.trials:
+                yield from texts.leave(replace(texts, self.trials))
+            texts.settle()
+
+    def _by_gradients(
+        self, texts: EncoderBatch, back: InverseMap, rounds: int, first: float
+    ) -> Iterator[tuple[int, Proposal]]:
+        """L-BFGS, with a snap and a step of feedback after every few steps."""
+        start = texts.anchored()
         search = BatchedLBFGS(
-            torch.zeros_like(start).flatten(1), 0.3 * texts.unknowns**0.5, history=60
+            torch.zeros_like(start).flatten(1), first * texts.unknowns**0.5, history=60
         )
-        for _ in range(self.rounds):
+        for _ in range(rounds):
             for _ in range(self.steps):
                 search.step(texts.objective(start, back.root))
             texts.estimates = start + (search.z.view_as(start) @ back.root)
@@ -118,7 +141,7 @@ class EncoderStates:
                     return
                 if flips == self.flips or not texts.improving(1):
                     break
-                done = texts.flip()
+                done = flip(texts)
 
 
 def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:

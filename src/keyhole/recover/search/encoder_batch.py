@@ -17,15 +17,14 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.judge import compare
 from keyhole.recover.leaks import Leak
 from keyhole.recover.precision import Precision, precision_of
-from keyhole.recover.search.comparison import Comparison
 from keyhole.recover.search.inverse_map import InverseMap
-from keyhole.recover.search.substitution import substitute
 from keyhole.recover.search.token_table import TokenTable
 
 _WORTH = 0.9  # feedback goes on while it lowers the loss at least so far …
 _PATIENCE = 2  # … within so many passes
-_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
-_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
+_DOUBT = 0.94  # of the second token's squared distance: a token that is nearer is meant …
+_MISFIT = 4.0  # … unless its row fits so many times worse than half of the text's rows do …
+_PART = 0.02  # … and its squared residual is so much of the largest
 
 
 @dataclass(eq=False)
@@ -41,7 +40,8 @@ class EncoderBatch:
     leaked: Tensor  # (b, n, d), 0 where nothing leaked
     seen: Tensor  # (b, n)
     mask: Tensor  # (b, n), true on text
-    free: Tensor  # (b, n), true where the token is not taken for granted
+    free: Tensor  # (b, n), true where the tokenizer's frame does not say the token
+    sure: Tensor  # (b, n), true where the search takes the token for right, for now
     estimates: Tensor  # (b, n, e)
     ids: Tensor  # (b, n)
     missing: Tensor  # (b, n, d), leak minus what the model gave for `ids`
@@ -55,7 +55,7 @@ class EncoderBatch:
     framed: bool = False
 
     _ROWS = (
-        "leaked", "seen", "mask", "free", "estimates", "ids", "missing", "good", "best",
+        "leaked", "seen", "mask", "free", "sure", "estimates", "ids", "missing", "good", "best",
         "best_ids", "best_estimates", "stale", "passes", "forwards",
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ class EncoderBatch:
         return cls(
             target, back, table, list(leaks), list(leaks.values()),
             [precision_of(leak) for leak in leaks.values()], leaked, seen, mask,
-            mask.clone(), estimates, ids, torch.zeros_like(leaked), ~mask,
+            mask.clone(), ~mask, estimates, ids, torch.zeros_like(leaked), ~mask,
             torch.full((shape[0],), torch.inf, device=device), ids.clone(), estimates.clone(),
             zeros, zeros.clone(), zeros.clone(),
         )  # fmt: skip
@@ -91,13 +91,18 @@ class EncoderBatch:
     @property
     def unknowns(self) -> float:
         """How many tokens are to be found, on average."""
-        return float(self.free.sum()) / max(1, len(self))
+        return float(self.open.sum()) / max(1, len(self))
+
+    @property
+    def open(self) -> Tensor:
+        """Where (b, n) the search moves."""
+        return self.free & ~self.sure
 
     def begin(self, framed: bool) -> None:
         """Fix the tokenizer's frame or nothing, and estimate the rest from the leak."""
         before, after = self.target.frame()
         self.framed = framed and bool(before or after)
-        self.free = self.mask.clone()
+        self.free, self.sure = self.mask.clone(), ~self.mask
         self.ids = self.ids.clone()
         self.best = torch.full_like(self.best, torch.inf)
         self.stale = torch.zeros_like(self.stale)
@@ -136,14 +141,14 @@ class EncoderBatch:
         """Run the model on the snapped tokens; which texts fit their leaks?"""
         rows = torch.arange(len(self), device=self.ids.device)
         ids = self.ids.clone()
-        return self._note(rows, ids, self._run(rows, ids), 1)
+        return self.note(rows, ids, self.run(rows, ids), 1)
 
-    def _run(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """What the model gives for `ids`, which are tried for these rows."""
+    def run(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """What the model gives for `ids` (…, n or fewer), which are tried for these rows."""
         leak = self.leaks[0]
-        return leak.rows(self.target.expose(leak, ids, self.mask[rows].long()))
+        return leak.rows(self.target.expose(leak, ids, self.mask[rows, : ids.shape[1]].long()))
 
-    def _note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
+    def note(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
         """Take down what was found for some rows with so many passes; which fit their leaks?"""
         self.passes[rows] += forwards
         self.forwards[rows] += forwards
@@ -167,65 +172,6 @@ class EncoderBatch:
                 done.append(row)
         return done
 
-    def flip(self) -> list[int]:
-        """Give another token to the positions that fit worst, in texts that have just come nearer.
-
-        Once most tokens are right, those that are not have the largest residuals, and the estimate
-        moved by that residual points at the token that is missing. How many positions to change is
-        tried: those within 80%, 40% and 20% of the largest squared residual.
-        """
-        rows = (self.stale == 0).nonzero().flatten()
-        if not len(rows):
-            return []
-        ids, missing, free = self.ids[rows], self.missing[rows], self.free[rows]
-        moved = self.estimates[rows] + missing @ self.back.M
-        size = missing.square().sum(-1).where(free, 0.0)
-        worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
-        nearest = self.table.nearest(moved[worst], 2)
-        wished = ids.clone()
-        same = nearest[:, 0] == ids[worst]
-        wished[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
-        trials = torch.stack(
-            [
-                torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), wished, ids)
-                for share in _WORST
-            ]
-        )
-        given = torch.stack([self._run(rows, trial) for trial in trials])
-        off = (given - self.leaked[rows]) * self.seen[rows, :, None]
-        winner = off.square().sum((2, 3)).argmin(0)
-        each = torch.arange(len(rows), device=rows.device)
-        return self._note(rows, trials[winner, each], given[winner, each], len(_WORST))
-
-    def substitute(self, candidates: int, sweeps: int) -> list[int]:
-        """Try the tokens nearest to the estimates at each position of texts that are nearly right.
-
-        That is a few hundred forward passes for a text, so it comes last.
-        """
-        done: list[int] = []
-        for row in self._near():
-            n = len(self.precisions[row].sigma)
-            estimates = self.best_estimates[row, :n]
-            tried = substitute(
-                Comparison.of(self.target, self.leaks[row]),
-                self.best_ids[row, :n],
-                self.table.nearest(estimates, candidates).T.contiguous(),
-                torch.where(self.free[row, :n], -1, self.ids[row, :n]),
-                sweeps,
-            )
-            ids = self.best_ids[row].clone()
-            ids[:n] = tried.ids
-            rows = torch.tensor([row], device=ids.device)
-            given = self._run(rows, ids[None])
-            done += self._note(rows, ids[None], given, tried.forwards + 1)
-        return done
-
-    def _near(self) -> list[int]:
-        """The texts whose residual is a small part of their leak."""
-        sizes = torch.tensor([p.scale for p in self.precisions], device=self.best.device).square()
-        numbers = self.seen.sum(-1) * self.leaked.shape[-1]
-        return (self.best < _NEAR * sizes * numbers).nonzero().flatten().tolist()
-
     def improving(self, patience: int = _PATIENCE) -> bool:
         """Has any text come nearer to its leak within so many passes?"""
         return len(self) > 0 and bool((self.stale < patience).any())
@@ -239,17 +185,45 @@ class EncoderBatch:
         self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
         self.good = ~self.mask
 
+    def clear(self, row: int) -> Tensor:
+        """Where (n,) a text's estimates are much nearer to the tokens it has than to any other."""
+        meant, doubt = self.table.meant(self.estimates[row])
+        return (meant == self.ids[row]) & (doubt <= _DOUBT)
+
+    def settle(self) -> None:
+        """Take for right, from here on, what is clear: a smaller search, with less to get wrong.
+
+        So is a token that a trial has put there against the estimate, if its row fits better than
+        most. Whatever was taken for right by mistake is among the rows that fit worst, and becomes
+        open again.
+        """
+        sizes = self.missing.square().sum(-1)
+        typical = sizes.where(self.seen, torch.nan).nanmedian(-1, keepdim=True).values
+        least = torch.maximum(_MISFIT * typical, _PART * sizes.amax(-1, keepdim=True))
+        meant, doubt = self.table.meant(self.estimates.flatten(0, 1))
+        tried = meant.view_as(self.ids) != self.ids
+        clear = ~tried & (doubt <= _DOUBT).view_as(self.ids)
+        fits = (clear & (sizes <= least)) | (tried & (sizes <= typical)) | self.good
+        self.sure = self.free & self.seen & fits
+        # An estimate that is sure of a wrong token does not leave it: it starts anew.
+        stuck = (self.open & self.seen & clear)[..., None]
+        self.estimates = torch.where(stuck, self.back.estimate(self.leaked), self.estimates)
+
+    def anchored(self) -> Tensor:
+        """The estimates, with the token's own embedding wherever the token is known."""
+        known = ~self.open[..., None]
+        return torch.where(known, self.table.vectors[self.ids], self.estimates)
+
     def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """The loss at embeddings start + z·root, and its gradient in z; fixed tokens stay."""
-        fixed = self.table.vectors[self.ids]
+        """The loss at embeddings start + z·root, and its gradient in z; what is known stays."""
+        moves = self.open[..., None]
         sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
 
         def at(z: Tensor) -> tuple[Tensor, Tensor]:
             self.passes = self.passes + 1
             with torch.enable_grad():
                 z = z.detach().requires_grad_()
-                words = start + z.view_as(start) @ root
-                words = torch.where(self.free[..., None], words, fixed)
+                words = start + torch.where(moves, z.view_as(start) @ root, 0.0)
                 leak = self.leaks[0]
                 given = capture(
                     self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 2**25  # similarities held at once
+_ROUNDING = 1e-7  # of a cosine in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +33,27 @@ class TokenTable:
         directions[without] = 0.0  # no cosine worth having
         return cls(vectors, centre, directions)
 
-    def nearest(self, estimates: Tensor, count: int = 1) -> Tensor:
-        """For estimates (m, e) the `count` ids of largest cosine, best first: (m, count)."""
+    def nearest(self, estimates: Tensor, count: int = 1, among: Tensor | None = None) -> Tensor:
+        """For estimates (m, e) the `count` ids of largest cosine, best first: (m, count).
+
+        `among` names the only ids that count.
+        """
+        indices = self._best(estimates, count, among)[1]
+        return indices if among is None else among[indices]
+
+    def meant(self, estimates: Tensor) -> tuple[Tensor, Tensor]:
+        """The nearest ids (m,) for estimates (m, e), and how doubtful each is.
+
+        That is the ratio of the distances (on the unit sphere, squared) to the nearest and to the
+        second: 1 if both are as near.
+        """
+        cosines, ids = self._best(estimates, 2, None)
+        away = (1 - cosines).clamp(min=_ROUNDING)
+        return ids[:, 0], away[:, 0] / away[:, -1]
+
+    def _best(self, estimates: Tensor, count: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
+        table = self.directions if among is None else self.directions[among]
         directions = torch.nn.functional.normalize(estimates - self.centre, dim=-1)
-        size = max(1, _CHUNK // len(self.vectors))
-        nearest = [
-            (part @ self.directions.T).topk(count, -1).indices for part in directions.split(size)
-        ]
-        if not nearest:
-            return torch.zeros(0, count, dtype=torch.long, device=estimates.device)
-        return torch.cat(nearest)
+        parts = directions.split(max(1, _CHUNK // len(table)))
+        best = [(part @ table.T).topk(min(count, len(table)), -1) for part in parts]
+        return torch.cat([top.values for top in best]), torch.cat([top.indices for top in best])
