@@ -31,6 +31,7 @@ from show import Row
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--seconds", type=float, default=400)
 OPTIONS.add_argument("--rounds", type=int, default=40)
+OPTIONS.add_argument("--more", type=Path, action="append", help="texts to learn from besides")
 CHOSEN = texts.chosen(OPTIONS)
 LENGTHS = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # and percent to reach
 LONGEST = 34
@@ -43,7 +44,8 @@ def run(quick: bool) -> list[Row]:
 def full() -> Iterator[texts.Part]:
     loaded, data = texts.minilm(CHOSEN), Path(CHOSEN.data)
     reviews = read_texts(data / "sst2" / "train.tsv")
-    corpus = [*reviews, *reviews, *texts.hellaswag(data), *texts.turns(data)]
+    more = [text for file in CHOSEN.more or [] for text in read_texts(file)]
+    corpus = [*reviews, *reviews, *texts.hellaswag(data), *texts.turns(data), *more]
     secrets = read_texts(data / "sst2" / "dev.tsv")
     learning = Learning(CHOSEN.seconds, size=Size(longest=LONGEST))
     yield from parts(loaded, corpus, secrets, learning, Search(CHOSEN.rounds), LENGTHS)

@@ -143,10 +143,13 @@ def test_the_command_keeps_the_reader_if_it_is_told_to(store, tmp_path, monkeypa
     here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     done = here(*arguments, "--texts", 1)
     assert done.returncode == 1, done.stderr
+    (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
+    assert finding.attack == "CountedReader"  # on a CPU, where no file for a reader is named
     assert not list(tmp_path.glob("*.reader"))
     assert not list(tmp_path.glob("*.journal"))
     done = here(*arguments, "--texts", 2, "--reader", "kept.reader")
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
     assert (finding.estimate.exact, finding.estimate.sample) == (2, 2)
+    assert finding.attack == "EmbeddingReader"
     assert (tmp_path / "kept.reader").exists()
