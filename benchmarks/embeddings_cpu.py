@@ -38,7 +38,7 @@ OPTIONS.add_argument("--passes", type=int, default=Climb().passes)
 OPTIONS.add_argument("--rows", type=texts.listed, default=[1, 2, 3, 4])
 CHOSEN = texts.chosen(OPTIONS)
 LENGTHS = (4, 9)
-LONGEST = 12
+LONGEST = 18
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ OPTIONS.add_argument("--batch", type=int, default=1024)
 OPTIONS.add_argument("--steps", type=texts.listed, default=[1, 4])
 OPTIONS.add_argument("--lengths", default="1-3,4-6,7-10,11-14,15-24")
 OPTIONS.add_argument("--reader", type=Path)
-OPTIONS.add_argument("--samples", type=int, default=2304)  # to see how vectors vary
 CHOSEN = texts.chosen(OPTIONS)
 LONGEST = 24
 SODA = 15  # tokens from which it finds none
@@ -134,12 +133,10 @@ def learn(setting: Setting, encoder: Encoder, name: str) -> tuple[Reader, Row]:
     started, learning = time.perf_counter(), setting.learning
     words = setting.loaded.tokenizer
     lines = Corpus.of(words, setting.corpus, learning.size.longest, encoder.table)
-    generator = torch.Generator(encoder.device).manual_seed(0)
-    steps, width = encoder.exposure.steps, encoder.target.parts.width
-    encoder.whiten(lines.draw(CHOSEN.samples * steps, generator))
+    steps = encoder.exposure.steps
     file = None if setting.reader is None else setting.reader.with_suffix(f".{steps}.pt")
     if file is not None and file.is_file():
-        reader = Reader(encoder, steps * width, learning.size).to(encoder.device)
+        reader = learning.blank(encoder, lines)
         reader.load_state_dict(torch.load(file, map_location=encoder.device, weights_only=True))
         return reader.eval(), Row(f"{name}: a reader learnt", f"before, in {file}")
     losses: list[float] = []

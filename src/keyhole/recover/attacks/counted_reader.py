@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from torch.nn.functional import normalize
-
 from keyhole.bounds import expect_count
 from keyhole.data import read_texts
 from keyhole.errors import InputError
@@ -37,7 +35,7 @@ class CountedReader:
     """
 
     corpus: str | Path | Sequence[str]
-    longest: int = 12
+    longest: int = 18
     search: Climb = field(default_factory=Climb)
     counted: Counted | None = field(default=None, repr=False, compare=False)
 
@@ -45,14 +43,14 @@ class CountedReader:
         expect_count("longest", self.longest)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
-        encoder = Encoder(target, leaks[0].exposure, half=matrix_half())
-        longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
         target.count.begin(range(len(leaks)))
-        counted = self.counted or self._count(encoder)
-        once = encoder.passes // len(leaks)
+        counted = self.counted or self._count(Encoder(target, leaks[0].exposure, matrix_half()))
+        encoder = counted.encoder
+        longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
+        once = 0 if self.counted else encoder.passes // len(leaks)
         note = "read with counts of the corpus, nothing learnt"
         for number, leak in enumerate(leaks):
-            goal = normalize(cast("Pooled", leak).values.float().cpu(), dim=-1)
+            goal = encoder.directions(cast("Pooled", leak).values.to(encoder.device)).cpu()
             reading = self.search(encoder, goal, counted, longest)
             ids = [*encoder.before, *reading.tokens, *encoder.after]
             passes, loss = reading.passes, 1 - reading.cosine
@@ -70,8 +68,7 @@ class CountedReader:
     def learnt(self, target: Target, exposure: Exposure, file: Path | None = None) -> CountedReader:
         """The same with its counts, for many calls; `file` is not needed: counting is quick."""
         del file
-        encoder = Encoder(target, exposure, half=matrix_half())
-        return replace(self, counted=self._count(encoder))
+        return replace(self, counted=self._count(Encoder(target, exposure, matrix_half())))
 
     def _count(self, encoder: Encoder) -> Counted:
         words = encoder.target.tokenizer

@@ -15,15 +15,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from keyhole.bounds import expect_count
 from keyhole.data import read_texts
 from keyhole.errors import InputError
 from keyhole.files import exists
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import identity
-from keyhole.progress import Track, untracked
+from keyhole.progress import Track
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import Corpus
 from keyhole.recover.embedding.learn import Learning
@@ -37,7 +35,6 @@ from keyhole.results import environment
 from keyhole.resume import Run, digest
 
 FIX = "give --force to learn anew, or remove this file"
-_SAMPLES = 4  # texts for each number of a vector, to see how vectors vary
 
 
 @dataclass(frozen=True)
@@ -96,31 +93,31 @@ class EmbeddingReader:
         encoder = Encoder(target, exposure)
         run = self.made_from(target, exposure)
         if file is not None and exists(file):
-            # Learning that is over at once gives a reader that has learnt nothing.
-            blank = replace(self, learning=replace(self.learning, steps=None, seconds=1e-9))
-            reader = load_reader(file, blank._learn(encoder, untracked), run, FIX)
-            return replace(self, reader=reader)
+            blank = self._learning(encoder).blank(encoder, self._corpus(encoder))
+            return replace(self, reader=load_reader(file, blank, run, FIX))
         reader = self._learn(encoder, target.track)
         if file is not None:
             save_reader(file, reader, run)
         return replace(self, reader=reader)
 
     def _learn(self, encoder: Encoder, track: Track) -> Reader:
-        longest = self._longest(encoder)
-        corpus = Corpus.of(encoder.target.tokenizer, self._texts(), longest, encoder.table)
-        if encoder.target.parts.causal:
-            generator = torch.Generator(encoder.device).manual_seed(self.learning.seed)
-            width = encoder.vectors(corpus.draw(1, generator)).shape[1]
-            encoder.whiten(corpus.draw(_SAMPLES * width, generator))
-        learning = replace(self.learning, size=replace(self.learning.size, longest=longest))
+        learning = self._learning(encoder)
         total, unit = learning.steps or max(1, round(learning.seconds)), "seconds"
         progress = track("learning to read", total)
         if learning.steps is not None:
             unit = "steps"
         return learning(
-            encoder, corpus,
+            encoder, self._corpus(encoder),
             lambda share, _, loss: progress(int(share * total), note=f"{unit}, loss {loss:.2f}"),
         )  # fmt: skip
+
+    def _learning(self, encoder: Encoder) -> Learning:
+        size = replace(self.learning.size, longest=self._longest(encoder))
+        return replace(self.learning, size=size)
+
+    def _corpus(self, encoder: Encoder) -> Corpus:
+        words, longest = encoder.target.tokenizer, self._longest(encoder)
+        return Corpus.of(words, self._texts(), longest, encoder.table)
 
     def _longest(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)

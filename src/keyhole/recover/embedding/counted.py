@@ -20,13 +20,15 @@ from keyhole.recover.embedding.scoring import Encoder, Texts
 
 _LINES = 50_000  # that the encoder is run on
 _LENGTH = 16  # tokens: longer lines are cut into pieces
+_ENOUGH = 64  # lines, from which on they say how vectors vary
 _TOKENS = 1_000  # that texts are put together from, and those that a guess lacks
 
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """A bag, n-grams, and lines with their vectors (lines, d)."""
+    """A bag, n-grams, and lines with their vectors (lines, d), as this encoder compares them."""
 
+    encoder: Encoder
     bag: Bag
     ngrams: NGrams
     lines: Texts
@@ -38,22 +40,26 @@ class Counted:
         cls, encoder: Encoder, lines: Sequence[Sequence[int]], ngrams: NGrams | None = None,
         guess: bool = True, seed: int = 0,
     ) -> Counted:  # fmt: skip
-        """From a corpus of token lists; other n-grams may be given, the first guess left out."""
+        """From a corpus of token lists; other n-grams may be given, the first guess left out.
+
+        The encoder compares vectors in units of how they vary over the corpus, from here on.
+        """
         pieces = sorted({piece for line in lines for piece in _cut(tuple(line))})
         order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
         chosen = [list(pieces[k]) for k in order[:_LINES].tolist()]
         texts = Texts.of(chosen, _LENGTH, encoder.device)
+        enough = len(texts) >= _ENOUGH
+        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         if guess:
-            vectors = encoder.vectors(texts, fast=True)
             bag = Bag.of(encoder, texts, vectors)
         else:
-            vectors = encoder.vectors(texts[:1]).expand(len(texts), -1)
+            vectors = vectors[:1].expand(len(texts), -1)
             bag = Bag.blank(encoder, texts, vectors.shape[1])
         bag = Bag(bag.weights.cpu(), bag.offset.cpu())
         texts = Texts(texts.ids.cpu(), texts.lengths.cpu())
         ngrams = ngrams or NGrams.of(lines, len(encoder.table))
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}))
-        return cls(bag, ngrams, texts, vectors.cpu(), frame)
+        return cls(encoder, bag, ngrams, texts, vectors.cpu(), frame)
 
     def nearest(self, goal: Tensor, count: int, longest: int) -> list[list[int]]:
         """The lines nearest to a vector, of at most so many tokens."""

@@ -22,6 +22,7 @@ from keyhole.recover.embedding.scoring import Encoder, Texts
 
 Lengths = tuple[int, int]  # from, to
 _ROOM = 2  # tokens by which a guess may be longer than the texts of its batch
+_SAMPLES = 4  # texts for each number of a vector, to see how vectors vary
 _BLANK = 0.4  # of the texts drawn have no guess
 Said = Callable[[float, int, float], None]  # the share of the time, steps, loss
 
@@ -63,10 +64,8 @@ class Learning:
 
     def __call__(self, encoder: Encoder, corpus: Corpus, said: Said | None = None) -> Reader:
         device = encoder.device
-        torch.manual_seed(self.seed)
         generator = torch.Generator(device).manual_seed(self.seed)
-        vector = encoder.vectors(corpus.draw(2, generator)).shape[-1]
-        reader = Reader(encoder, vector, self.size).to(device)
+        reader = self.blank(encoder, corpus)
         blocks = list(reader.blocks)
         if device.type == "cuda":
             blocks = [torch.compile(block, dynamic=False) for block in blocks]
@@ -94,6 +93,14 @@ class Learning:
             if said and steps % 50 == 0:
                 said(share, steps, float(loss.detach()))
         return reader.eval()
+
+    def blank(self, encoder: Encoder, corpus: Corpus) -> Reader:
+        """A reader that has learnt nothing, of vectors compared as they vary over the corpus."""
+        torch.manual_seed(self.seed)
+        generator = torch.Generator(encoder.device).manual_seed(self.seed)
+        vector = encoder.vectors(corpus.draw(2, generator)).shape[-1]
+        encoder.whiten(corpus.draw(_SAMPLES * vector, generator))
+        return Reader(encoder, vector, self.size).to(encoder.device)
 
     def _share(self, started: float, steps: int) -> float:
         """How much of the learning is done."""

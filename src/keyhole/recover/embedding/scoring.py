@@ -113,10 +113,15 @@ class Encoder:
         mask = places < (texts.lengths + first + last)[:, None]
         return ids, mask.long()
 
-    def whiten(self, texts: Texts) -> None:
-        """Compare vectors, from here on, in units of how they vary over these texts."""
+    def whiten(self, texts: Texts) -> Tensor:
+        """Compare vectors, from here on, in units of how they vary over these texts.
+
+        Gives the vectors of these.
+        """
         self._whitening = None
-        self.whiten_by(self.vectors(texts, fast=True))
+        vectors = self.vectors(texts, fast=True)
+        self.whiten_by(vectors)
+        return self.directions(vectors)
 
     def whiten_by(self, vectors: Tensor) -> None:
         """The same, from the vectors of texts as they are compared without it."""
