@@ -224,8 +224,9 @@ def _expect_ledger(path: Path) -> None:
     expect_file(path, "a Keyhole ledger")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            mark = db.execute("PRAGMA application_id").fetchone()[0]
+            # In this order: somebody else may just be making the ledger, mark and tables at once.
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            mark = db.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.DatabaseError as error:
         raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
     if tables and mark != _APPLICATION_ID:
