@@ -4,24 +4,20 @@ Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length no
 each precision that stores use. The true text is judged: how many are verified. So are the texts
 nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
-that a bounded climb by single edits finds for each, in every precision: none may be. Last, vectors
-behind a secret rotation or linear map of which some pairs are known: what comes back, and whether
-the true text is verified. `--texts` for each row, `--nobody` vectors of all kinds together.
-`--parts stored,nobody,secret` are those; `nearest`, for a GPU, runs every text one edit away from
-`--all` short ones and looks whether the judge would have met the nearest. `--quick` takes a
-random-weight model.
+that a bounded climb by single edits finds for each, in every precision: none may be. `--texts` for
+each row, `--nobody` vectors of all kinds together. `--parts stored,nobody` are those; `nearest`,
+for a GPU, runs every text one edit away from `--all` short ones and looks whether the judge would
+have met the nearest. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from typing import cast
 
 import torch
@@ -30,7 +26,6 @@ from torch.nn.functional import normalize
 
 import show
 import texts
-from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
@@ -39,21 +34,18 @@ from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
 from keyhole.recover.embedding.judge import bits_needed, judge_vector
 from keyhole.recover.embedding.scoring import Encoder, Texts
 from keyhole.recover.embedding.stored import Stored
-from keyhole.recover.rotation import undo_linear, undo_rotation
 from keyhole.results import Status
 from show import Row
+from stored_forms import WAY, Change, changes, fitting, vectors_of
 
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
 OPTIONS.add_argument("--all", type=int, default=4)
-OPTIONS.add_argument("--behind", type=int, default=20, help="texts behind a rotation or map")
 OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
-OPTIONS.add_argument("--parts", default="stored,nobody,secret")
+OPTIONS.add_argument("--parts", default="stored,nobody")
 OPTIONS.add_argument("--forms", default="", help="only those whose names hold one of these; …; …")
 CHOSEN = texts.chosen(OPTIONS)
-WAY = Exposure("pooled")
-Change = Callable[[Pooled], Pooled]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +58,6 @@ class Setting:
     nobody: int
     blocks: tuple[int, ...] = (96, 48, 16)
     widths: tuple[int, ...] = (256, 128, 64, 32)
-    pairs: tuple[int, ...] = (16, 32, 64, 128, 256, 383, 384, 512, 1024, 4096)
     codes: int = 256
     misses: int = CHOSEN.misses
 
@@ -86,27 +77,20 @@ def full() -> Iterator[texts.Part]:
     yield from parts(Setting(loaded, secrets, others, CHOSEN.nobody))
 
 
-def fitting(loaded: Loaded, sentences: Sequence[str], count: int) -> list[list[int]]:
-    encoded = loaded.tokenizer(list(dict.fromkeys(sentences)))["input_ids"]
-    chosen = [ids for ids in encoded if 4 <= len(ids) - 2 <= 32]
-    random.Random(0).shuffle(chosen)
-    return chosen[:count]
-
-
 def small() -> Iterator[texts.Part]:
     ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
     yield from parts(
-        Setting(texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), (48,), codes=32, misses=4)
+        Setting(texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4)
     )
 
 
 def parts(setting: Setting) -> Iterator[texts.Part]:
     wanted = CHOSEN.parts.split(",")
-    known = vectors_of(setting, setting.others)
+    known = vectors_of(setting.target, setting.others)
     chosen = CHOSEN.forms.split(";")
     forms = {
         name: change
-        for name, change in changes(setting, known).items()
+        for name, change in changes(known, setting.blocks, setting.codes, setting.widths).items()
         if any(part in name for part in chosen)
     }
     if "stored" in wanted:
@@ -118,91 +102,6 @@ def parts(setting: Setting) -> Iterator[texts.Part]:
         yield "the nearest of all edits", lambda: [nearest_row(setting)]
     if "nobody" in wanted:
         yield "nobody's vectors", lambda: nobody_rows(setting, known, forms)
-    if "secret" in wanted:
-        few = replace(setting, secrets=setting.secrets[: CHOSEN.behind])
-        runs = [Vectors(few.target, WAY, ids) for ids in few.secrets]
-        for count in setting.pairs:
-            yield f"{count} pairs", lambda c=count: secret_rows(few, known, c, runs)
-
-
-def vectors_of(setting: Setting, lists: list[list[int]], way: Exposure = WAY) -> Tensor:
-    vectors = Vectors(setting.target, way, lists[0])
-    return vectors([vectors.inside(ids) for ids in lists])
-
-
-# How vectors are stored.
-
-
-def changes(setting: Setting, known: Tensor) -> dict[str, Change]:
-    """Each form that a store may keep a vector in; told is what cannot be seen in it."""
-    floating = {name: partial(rounded, name) for name in ("float32", "float16", "bfloat16")}
-    low, high = known.amin(0).cpu(), known.amax(0).cpu()
-    books = {count: codebook(known, count, setting.codes) for count in setting.blocks}
-    return {
-        **floating,
-        "8 bits, a scale for each vector": partial(rounded, "int8"),
-        "8 bits, a range for each dimension (stated)": partial(in_ranges, low, high),
-        "4 bits, a scale for each vector": partial(rounded, "int4"),
-        "1 bit (signs)": partial(rounded, "binary"),
-        **{
-            f"product quantisation, {count} codes of {setting.codes} (codebook known)": partial(
-                in_codes, book
-            )
-            for count, book in books.items()
-        },
-        **{f"the first {k} numbers, normalised": partial(cut, k) for k in setting.widths},
-        f"the first {setting.widths[-1]} numbers, 8 bits": lambda leak: rounded(
-            "int8", cut(setting.widths[-1], leak)
-        ),
-        **{f"noise of {share:.0%}, stated": noisy(share, True) for share in (0.01, 0.05, 0.1)},
-        **{f"noise of {share:.0%}, not stated": noisy(share, False) for share in (0.01, 0.05, 0.1)},
-    }
-
-
-def rounded(name: str, leak: Pooled) -> Pooled:
-    """As the library does it; what was done is not said, the numbers have to tell."""
-    return replace(invert.degrade(leak, name), precision=None)
-
-
-def in_ranges(low: Tensor, high: Tensor, leak: Pooled) -> Pooled:
-    """256 levels between the least and the largest of each dimension."""
-    steps = (high - low) / 255
-    levels = ((leak.values - low) / steps).round().clamp(0, 255)
-    return replace(leak, values=low + levels * steps, steps=steps, ends=torch.stack([low, high]))
-
-
-def in_codes(book: Tensor, leak: Pooled) -> Pooled:
-    blocks = leak.values.unflatten(0, (len(book), -1))
-    codes = torch.cdist(blocks[:, None], book)[:, 0].argmin(-1)
-    return replace(leak, values=book[torch.arange(len(book)), codes].flatten(), codebook=book)
-
-
-def codebook(vectors: Tensor, blocks: int, codes: int, rounds: int = 25) -> Tensor:
-    """Centroids (blocks, codes, numbers) by Lloyd's algorithm, as product quantisation has them."""
-    points = vectors.double().unflatten(1, (blocks, -1)).transpose(0, 1)
-    book = points[:, :codes].clone()
-    for _ in range(rounds):
-        nearest = torch.cdist(points, book).argmin(-1)
-        sums = torch.zeros_like(book).scatter_add_(1, nearest[..., None].expand_as(points), points)
-        counts = torch.zeros_like(book[..., 0]).scatter_add_(
-            1, nearest, torch.ones_like(nearest, dtype=book.dtype)
-        )
-        book = torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], book)
-    return book.float().cpu()
-
-
-def cut(width: int, leak: Pooled) -> Pooled:
-    return replace(invert.degrade(leak, forms=[f"truncated:{width}", "normalised"]), precision=None)
-
-
-def noisy(share: float, stated: bool) -> Change:
-    stream = torch.Generator().manual_seed(0)
-
-    def change(leak: Pooled) -> Pooled:
-        loud = replace(invert.degrade(leak, noise=share, seed=stream), precision=None)
-        return replace(loud, noise=share * float(leak.values.std())) if stated else loud
-
-    return change
 
 
 # True texts and near misses.
@@ -353,10 +252,10 @@ def nobody_rows(setting: Setting, known: Tensor, forms: dict[str, Change]) -> It
         "Gaussian noise": torch.randn(each, known.shape[1], generator=stream).to(known),
         "the mean of two texts": known[:each] + known[each : 2 * each],
         "the same encoder's [CLS]": vectors_of(
-            setting, setting.others[-each:], Exposure("pooled", 0, "cls")
+            setting.target, setting.others[-each:], Exposure("pooled", 0, "cls")
         ),
         "the same encoder's maxima": vectors_of(
-            setting, setting.others[-each:], Exposure("pooled", 0, "max")
+            setting.target, setting.others[-each:], Exposure("pooled", 0, "max")
         ),
     }
     for name, vectors in kinds.items():
@@ -422,60 +321,6 @@ def climbed(
                     cosines[some[row]] = scores[top]
     answers = [[*encoder.before, *best.tokens(row), *encoder.after] for row in range(len(goals))]
     return answers, cosines.tolist(), encoder.passes
-
-
-# Secret rotations and linear maps.
-
-
-def secret_rows(setting: Setting, known: Tensor, count: int, runs: list[Vectors]) -> Iterator[Row]:
-    """`count` known pairs, of which a tenth is held back to measure how exact the rest makes it."""
-    stream = torch.Generator().manual_seed(1)
-    d = known.shape[1]
-    gaussian = torch.randn(d, d, generator=stream, dtype=torch.float64)
-    rotation = torch.linalg.qr(gaussian).Q
-    count = min(count, 10 * len(known) // 11)
-    known = known[: count + max(8, count // 10)].double().cpu()
-    secret = vectors_of(setting, setting.secrets).double().cpu()
-    for name, matrix, change in (
-        ("a secret rotation", rotation, partial(rounded, "float32")),
-        ("a secret rotation, 8 bits", rotation, partial(rounded, "int8")),
-        ("a secret linear map", gaussian, partial(rounded, "float32")),
-    ):
-        stored = [change(Pooled(v, normalised=False)).values for v in (known @ matrix).float()]
-        hidden = [change(Pooled(v, normalised=False)).values for v in (secret @ matrix).float()]
-        yield secret_row(
-            setting, name, known, torch.stack(stored), torch.stack(hidden), secret, count, runs
-        )
-
-
-def secret_row(
-    setting: Setting, name: str, known: Tensor, stored: Tensor, hidden: Tensor, secret: Tensor,
-    count: int, runs: list[Vectors],
-) -> Row:  # fmt: skip
-    held = slice(count, None)
-    seen: Tensor | None = None
-    if name == "a secret linear map":
-        back = undo_linear(known[:count], stored[:count])
-        undone, numbers, check = hidden.double() @ back, None, stored[held].double() @ back
-        off = check - known[held]
-    else:
-        pairs = undo_rotation(known[:count], stored[:count])
-        undone, numbers, seen = pairs.undo(hidden), pairs.numbers(hidden), pairs.own
-        off = pairs.numbers(stored[held]) - known[held] @ pairs.own
-    values = undone if numbers is None else numbers
-    noise = float(off.square().mean().sqrt())
-    verified = 0
-    for row, ids in enumerate(setting.secrets):
-        leak = Pooled(values[row].float(), noise=noise)
-        vectors = runs[row].of_part(WAY, seen)
-        verified += judge_vector(setting.target, leak, ids, vectors).verified
-    cosines = torch.cosine_similarity(undone, secret).tolist()
-    return Row(
-        f"{setting.loaded.name}, {name}, {count} pairs known",
-        f"cosine {statistics.median(cosines):.6f}; {verified} of {len(hidden)} texts verified",
-        details=f"{values.shape[1]} numbers, each off by {noise / float(known.std()):.1e} of its "
-        "spread, measured on pairs held back",
-    )
 
 
 if __name__ == "__main__":

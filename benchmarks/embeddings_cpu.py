@@ -1,13 +1,13 @@
 """Short texts from pooled sentence embeddings on a CPU: how many come back exactly.
 
-Sentences of SST-2's development set of 4–9 tokens (special ones not counted; none that is a line of
-the training set) are searched from their MiniLM vectors alone, their length unknown, with counts
-instead of a learnt reader. Rows: the order of tokens from the same domain (SST-2's training set),
-from another one (HellaSwag and DREAM, which then also give the first guess), and none; with and
-without the first guess, the bag of tokens that a vector speaks of. `--texts` sentences for the
-first row, a fifth as many for the others (`--rows 1,3` takes some of the four); the 22 that
-settings were chosen on come last.
-Seconds are of the wall clock, with the CPU's in brackets. `--quick` takes a random-weight model.
+Sentences of SST-2's development set of 4–9 tokens (`--tokens 10-16` others; special ones not
+counted; none that is a line of the training set) are searched from their vectors of MiniLM (or
+another `--encoder`) alone, their length unknown, with counts instead of a learnt reader. Rows: the
+order of tokens from the same domain (SST-2's training set), from another one (HellaSwag and DREAM,
+which then also give the first guess), and none; with and without the first guess, the bag of tokens
+that a vector speaks of. `--texts` sentences for the first row, a fifth as many for the others
+(`--rows 1,3` takes some of the four); the 22 that settings were chosen on come last. Seconds are of
+the wall clock, with the CPU's in brackets. `--quick` takes a random-weight model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import texts
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.ngrams import NGrams
@@ -36,9 +37,10 @@ OPTIONS = texts.options(texts=50)
 OPTIONS.set_defaults(device="cpu")
 OPTIONS.add_argument("--passes", type=int, default=Climb().passes)
 OPTIONS.add_argument("--rows", type=texts.listed, default=[1, 2, 3, 4])
+OPTIONS.add_argument("--tokens", default="4-9", help="how long the sentences are")
 CHOSEN = texts.chosen(OPTIONS)
-LENGTHS = (4, 9)
-LONGEST = 18
+LEAST, MOST = map(int, CHOSEN.tokens.split("-"))
+LONGEST = CountedReader(corpus=()).longest  # that is looked for, as the attack does
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,17 @@ def full() -> Iterator[texts.Part]:
     reviews = read_texts(data / "sst2" / "train.tsv")
     others = [*texts.hellaswag(data), *texts.turns(data)]
     few = max(1, CHOSEN.texts // 5)
+    to_reach = 80 if MOST <= 9 else None
     cases = [
-        Case("same domain's order, first guess", reviews, percent=80, texts=CHOSEN.texts),
+        Case("same domain's order, first guess", reviews, percent=to_reach, texts=CHOSEN.texts),
         Case("another domain's order, first guess", others, texts=few),
         Case("no order, first guess", reviews, order=False, texts=few),
         Case("same domain's order, no first guess", reviews, guess=False, texts=few),
     ]
     cases = [cases[row - 1] for row in CHOSEN.rows]
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    yield from parts(texts.minilm(CHOSEN), cases, secrets, LENGTHS, Climb(passes=CHOSEN.passes))
+    search = Climb(passes=CHOSEN.passes)
+    yield from parts(texts.minilm(CHOSEN), cases, secrets, (LEAST, MOST), search)
 
 
 def small() -> Iterator[texts.Part]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -96,11 +97,11 @@ def said(data: Path, part: str) -> list[str]:
     return [turn.split(": ", 1)[-1] for turn in texts.turns(data, part)]
 
 
-def cut(words: object, lines: Sequence[str], chance: random.Random) -> list[str]:
+def cut(words: Any, lines: Sequence[str], chance: random.Random) -> list[str]:
     """Each line up to a random token: prompts are the beginnings of texts."""
-    encoded = words(list(lines), add_special_tokens=False)["input_ids"]  # type: ignore[operator]
+    encoded = words(list(lines), add_special_tokens=False)["input_ids"]
     short = [ids[: chance.randint(1, LONGEST)] for ids in encoded if ids]
-    return words.batch_decode(short)  # type: ignore[attr-defined]
+    return words.batch_decode(short)
 
 
 def parts(

@@ -11,7 +11,16 @@ import warm_process
 
 pytestmark = pytest.mark.slow  # processes
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SHARED = {"show", "texts", "methods", "mismatches", "seeds", "leaking_server", "outcomes"}
+SHARED = {
+    "show",
+    "texts",
+    "methods",
+    "mismatches",
+    "seeds",
+    "leaking_server",
+    "outcomes",
+    "stored_forms",
+}
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 

@@ -5,34 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-import tiny_models as tiny
 from keyhole.errors import InputError
-from keyhole.models import Exposure, load_model
+from keyhole.models import Exposure
 from keyhole.recover import leak_of, recover_texts
-from keyhole.recover.attack import Target
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.embedding.bag import Bag
 from keyhole.recover.embedding.candidates import Shares
 from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.ngrams import NGrams
-from keyhole.recover.embedding.scoring import Encoder, Texts
+from keyhole.recover.embedding.scoring import Texts
 from keyhole.recover.run import run
 
 LINES = [" ".join(f"w{(k * j + k) % 60}" for j in range(1, 2 + k % 5)) for k in range(1, 400)]
 SECRETS = ["w3 w14 w5", "w31 w2", "w8 w27 w19"]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    tiny.save("bert", folder)
-    return load_model(folder)
-
-
-@pytest.fixture(scope="module")
-def encoder(loaded):
-    return Encoder(Target.of(loaded.model, loaded.tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -121,5 +107,5 @@ def test_texts_are_read_back_and_verified(loaded, tmp_path):
 
 def test_a_corpus_without_texts_is_refused(loaded):
     leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
-    with pytest.raises(InputError, match="expected texts to count, got none"):
+    with pytest.raises(InputError, match="expected texts in the corpus, got none"):
         recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))

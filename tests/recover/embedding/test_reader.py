@@ -7,30 +7,16 @@ import math
 import pytest
 import torch
 
-import tiny_models as tiny
-from keyhole.models import Exposure, capture, load_model
+from keyhole.models import Exposure, capture
 from keyhole.recover import leak_of, recover_texts
-from keyhole.recover.attack import Target
 from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.embedding.corpus import Corpus, damaged
 from keyhole.recover.embedding.learn import Learning
 from keyhole.recover.embedding.reader import Reader, Size
-from keyhole.recover.embedding.scoring import Encoder, Texts
+from keyhole.recover.embedding.scoring import Texts
 from keyhole.recover.embedding.search import Search
 
 SMALL = Size(width=32, layers=2, heads=2, longest=5)
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    tiny.save("bert", folder)
-    return load_model(folder)
-
-
-@pytest.fixture(scope="module")
-def encoder(loaded):
-    return Encoder(Target.of(loaded.model, loaded.tokenizer))
 
 
 LINES = [" ".join(f"w{(k * j + k) % 40}" for j in range(1, 2 + k % 5)) for k in range(1, 200)]

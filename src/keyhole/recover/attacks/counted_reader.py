@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from keyhole.bounds import expect_count
-from keyhole.data import read_texts
-from keyhole.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.climb import Climb
+from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
 from keyhole.recover.leaks import Leak, Pooled
@@ -61,7 +60,7 @@ class CountedReader:
         """What it counts, and how it searches, as JSON can write it."""
         return {
             "search": asdict(self.search),
-            "corpus": digest(self._texts()),
+            "corpus": digest(corpus_texts(self.corpus)),
             "longest": self.longest,
         }
 
@@ -73,16 +72,9 @@ class CountedReader:
     def _count(self, encoder: Encoder) -> Counted:
         words = encoder.target.tokenizer
         progress = encoder.target.track("counting the corpus", 1)
-        lines = words(self._texts(), add_special_tokens=False, truncation=False)["input_ids"]
+        lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
+            "input_ids"
+        ]
         counted = Counted.of(encoder, [ids for ids in lines if ids])
         progress(1)
         return counted
-
-    def _texts(self) -> list[str]:
-        texts = self.corpus
-        if isinstance(texts, str | Path):
-            texts = read_texts(texts)
-        texts = [text.strip() for text in texts if text.strip()]
-        if not texts:
-            raise InputError(f"expected texts to count, got none in {self.corpus}")
-        return texts

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.bounds import expect_count
-from keyhole.data import read_texts
-from keyhole.errors import InputError
 from keyhole.files import exists
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import identity
 from keyhole.progress import Track
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.embedding.corpus import Corpus
+from keyhole.recover.embedding.corpus import Corpus, corpus_texts
 from keyhole.recover.embedding.learn import Learning
 from keyhole.recover.embedding.reader import Reader
 from keyhole.recover.embedding.saved import load_reader, save_reader
@@ -117,7 +115,7 @@ class EmbeddingReader:
 
     def _corpus(self, encoder: Encoder) -> Corpus:
         words, longest = encoder.target.tokenizer, self._longest(encoder)
-        return Corpus.of(words, self._texts(), longest, encoder.table)
+        return Corpus.of(words, corpus_texts(self.corpus), longest, encoder.table)
 
     def _longest(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
@@ -125,14 +123,6 @@ class EmbeddingReader:
 
     def _learns_from(self) -> dict[str, Any]:
         return {
-            "corpus": digest(list(self._texts())), "longest": self.longest,
+            "corpus": digest(corpus_texts(self.corpus)), "longest": self.longest,
             "learning": asdict(self.learning),
         }  # fmt: skip
-
-    def _texts(self) -> Sequence[str]:
-        texts = self.corpus
-        if isinstance(texts, str | Path):
-            texts = read_texts(texts)
-        if not any(text.strip() for text in texts):
-            raise InputError(f"expected texts to learn from, got none in {self.corpus}")
-        return texts

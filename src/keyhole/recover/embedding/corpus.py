@@ -10,14 +10,17 @@ tokens that the encoder takes for similar, by any of the vocabulary, or by other
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from keyhole.data import read_texts
+from keyhole.errors import InputError
 from keyhole.recover.embedding.scoring import Texts
 
 _LINES = 0.1  # of the texts; the others are chains
@@ -130,6 +133,15 @@ def _similar(table: Tensor, words: Tensor) -> Tensor:
     count = min(_NEAREST, len(words) - 1)
     parts = [(some @ rows[words].T).topk(count + 1).indices[:, 1:] for some in rows.split(4096)]
     return words[torch.cat(parts)]
+
+
+def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
+    """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
+    texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
+        raise InputError(f"expected texts in the corpus, got none in {corpus}")
+    return texts
 
 
 def damaged(texts: Texts, corpus: Corpus, generator: torch.Generator) -> Texts:

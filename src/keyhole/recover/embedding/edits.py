@@ -134,6 +134,9 @@ class Rivals:
     touched: Tensor
 
 
+NONE = Rivals([], torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
+
+
 def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool) -> Rivals:
     """The rivals of a text for a vector `wanted` (k,); of its own length if that is known."""
     key = text, same_length

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.edits import Rivals, Vectors, rivals_of
+from keyhole.recover.embedding.edits import NONE, Rivals, Vectors, rivals_of
 from keyhole.recover.embedding.stored import Stored
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.recovery import Mark
@@ -50,14 +50,17 @@ def judge_vector(
     text = vectors.inside(ids)
     own = vectors([text])[0]
     stored = Stored.of(leak, own)
-    rivals = rivals_of(vectors, text, stored.nearest(own), leak.tokens is not None)
     fits = float(stored.misfit(own[None])) <= stored.limit(own)
+    residual = float(stored.distances(own[None]).sqrt())
+    plausible = fits or residual <= _NOISE
+    rivals = NONE  # they would change nothing about a text that is far off
+    if plausible:
+        rivals = rivals_of(vectors, text, stored.nearest(own), leak.tokens is not None)
     margin = _margins(stored, own, rivals, fits)
     odds = 2 * (math.log(target.vocabulary) + ODDS)
     needed = bits_needed(target, len(text))
     verified = fits and stored.bits >= needed and bool((margin > odds).all())
-    residual = float(stored.distances(own[None]).sqrt())
-    around, inside = _marks(len(text), margin, rivals, verified, fits or residual <= _NOISE)
+    around, inside = _marks(len(text), margin, rivals, verified, plausible)
     marks = (*around * len(vectors.before), *inside, *around * len(vectors.after))
     status = _status(inside, verified, fits, residual)
     reason = (

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -238,8 +238,8 @@ class Reader(nn.Module):
         return Texts(ids, lengths).clean()
 
     def _through(self, x: Tensor, mask: Tensor, memory: list[Memory], place: int) -> Tensor:
-        for block, past in zip(self.blocks, memory, strict=True):
-            x = block.write(x, mask, past, place)  # pyright: ignore[reportCallIssue] - a _Block
+        for block, past in zip(cast("Iterable[_Block]", self.blocks), memory, strict=True):
+            x = block.write(x, mask, past, place)
         return x
 
     def _memory(self, given: Tensor, n: int) -> list[Memory]:
