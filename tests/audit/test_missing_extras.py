@@ -60,12 +60,12 @@ def small_demo(monkeypatch):
     """The demo with one endpoint, text, example and layer, to be quick; whole in a full run."""
     real = targets._demo
 
-    def demo(data, layers, device):
-        opened = real(data, [1], device)
+    def demo(data, layers, device, corpus):
+        opened = real(data, [1], device, corpus)
         models = {
             name: replace(
-                model, texts=model.texts[:1], examples=model.examples[:1], twin=None,
-                precisions=("float32",),
+                model, texts=model.notes[:1], examples=model.examples[:1], twin=None,
+                precisions=("float32",), notes=(),
             )
             for name, model in opened.models.items()
         }  # fmt: skip

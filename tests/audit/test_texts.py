@@ -55,6 +55,8 @@ def test_hidden_states_keys_and_maps_give_the_text_away(audited):
 def test_a_reading_says_which_tokens_are_right(audited):
     for finding in audited.findings:
         for cell in finding.texts:
+            if cell.kind == "pooled":  # its length does not leak: aligned.py
+                continue
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text
                 assert len(reading.pieces) == len(text.split())  # special tokens left out

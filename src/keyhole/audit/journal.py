@@ -26,6 +26,8 @@ from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
 from keyhole.recover.attack import Learns
+from keyhole.recover.embedding.corpus import corpus_texts
+from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.results import environment
 from keyhole.resume import Journal, Run, digest
 
@@ -79,7 +81,7 @@ def _method(target: StoreTarget) -> Any:
     method = target.method
     if isinstance(method, Learns):
         return method.settings
-    return None if method is None else repr(method)
+    return repr(method)
 
 
 def _model(target: TextTarget) -> dict[str, Any]:
@@ -92,7 +94,8 @@ def _model(target: TextTarget) -> dict[str, Any]:
         "precisions": list(target.precisions),
         "texts": len(target.texts),
         "examples": len(examples),
-        "data": digest(list(target.texts), examples),
+        "data": digest(list(target.texts), list(target.notes), examples),
+        "corpus": digest(corpus_texts(target.corpus or SHIPPED)),
         "device": str(next(loaded.model.parameters()).device),
     }
 

@@ -35,6 +35,7 @@ from keyhole.models.loading import Loaded
 from keyhole.progress import Track
 from keyhole.recover.attack import Attack, Learns
 from keyhole.recover.attack import Target as Attacked
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.embedding_reader import FIX, EmbeddingReader
 from keyhole.recover.embedding.saved import expect_reader
 from keyhole.recover.pooling import (
@@ -66,8 +67,8 @@ class StoreTarget:
 
     `texts` are those that the store still has of the sample, None where it has none; `longest` is
     after how many tokens the encoder cuts a text off; `cells` is what the store says of how numbers
-    were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that reads
-    pooled embeddings (recover/registry.py). `reader` is the file that keeps what a method learns:
+    were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that counts
+    the corpus that ships. `reader` is the file that keeps what a method learns:
     one that is there already is taken. `encoder` is the name that other processes open the encoder
     by.
     """
@@ -83,7 +84,7 @@ class StoreTarget:
     longest: int
     cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     note: str = ""
-    method: Attack | None = None
+    method: Attack = field(default_factory=CountedReader)
     reader: Path | None = None
     encoder: str | None = None
 
@@ -157,7 +158,7 @@ def checks(surface: str, target: StoreTarget) -> list[Check]:
     ]
 
 
-_Learnt = Callable[[Track], Attack | None]
+_Learnt = Callable[[Track], Attack]
 
 
 def _here(target: StoreTarget, part: Part, attack: _Learnt, track: Track) -> Checked:
@@ -199,7 +200,7 @@ def _learnt_once(target: StoreTarget) -> _Learnt:
     """The attack, whose reader, if it learns one, is learnt where the first check asks for it."""
     made: list[Attack] = []
 
-    def attack(track: Track) -> Attack | None:
+    def attack(track: Track) -> Attack:
         method = target.method
         if not isinstance(method, Learns):
             return method
@@ -255,8 +256,10 @@ def _together(target: StoreTarget, parts: Sequence[Finding]) -> Finding:
         about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
     if status not in _NO_SHARE:
         estimate = Estimate.of(cell.exact, len(readings), target.count)
-        about = str(estimate)
-    reason = "; ".join(part for part in (about, target.pooling.reason, target.note) if part)
+        about = str(estimate) if cell.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
+    read_with = target.method.note if isinstance(target.method, CountedReader) else ""
+    notes = (about, target.pooling.reason, target.note, read_with)
+    reason = "; ".join(part for part in notes if part)
     return finding(
         parts[0].surface, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
         seconds=sum(part.seconds for part in parts),

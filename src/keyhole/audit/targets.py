@@ -81,7 +81,8 @@ class Stored:
     """How a vector store is read: with which encoder, how many of its vectors, what is known.
 
     `model` may name several encoders, of which the one that made the vectors is found out. `corpus`
-    is a file of texts that a reader is learnt from, `reader` the file that keeps it.
+    is a file of texts that a reader is learnt from, by default the one that ships, `reader` the
+    file that keeps what was learnt.
     """
 
     model: str | Sequence[str] | None = None
@@ -91,36 +92,36 @@ class Stored:
     corpus: str | Path | None = None
     reader: str | Path | None = None
 
-    def expect_none(self, name: str) -> None:
-        """Refuse what is for a store alone, where the target is none."""
-        options = {"--model": self.model, "--known": self.known, "--corpus": self.corpus,
-                   "--reader": self.reader}  # fmt: skip
+    def expect_none(self, name: str, *, corpus: bool) -> None:
+        """Refuse what is for a store alone, where the target is none; a model takes a corpus."""
+        options = {"--model": self.model, "--known": self.known, "--reader": self.reader}
         for option, value in options.items():
             if value:
                 raise InputError(f"expected {option} with a vector store, got {name}")
+        if self.corpus is not None and not corpus:
+            raise InputError(f"expected --corpus with a vector store or a model, got {name}")
 
-    def method(self, device: str) -> Learns | None:
-        """The attack that learns from the corpus; None leaves the choice to the leak."""
+    def method(self, device: str) -> Learns:
+        """The attack: what can be learnt of the corpus on this device, or of the one that ships."""
         if self.corpus is None:
             if self.reader is not None:
                 raise InputError(
                     "expected --corpus with --reader, which keeps what is learnt, got none"
                 )
-            return None
+            return CountedReader()
         if device == "cpu" and self.reader is None:
-            return counts(Path(self.corpus).absolute())
-        return learns_from(Path(self.corpus).absolute(), self.seed)
+            return CountedReader(_corpus(self.corpus))
+        return learns_from(_corpus(self.corpus), self.seed)
 
 
-def counts(corpus: Path) -> CountedReader:
-    """The attack that counts a corpus, once for an audit: what can be done on a CPU."""
-    expect_file(corpus, "a corpus")
-    return CountedReader(corpus)
+def _corpus(file: str | Path) -> Path:
+    """The file of a corpus, which is there, as other processes find it."""
+    expect_file(file, "a corpus")
+    return Path(file).absolute()
 
 
 def learns_from(corpus: Path, seed: int) -> EmbeddingReader:
     """The attack that learns a reader from a corpus, once for an audit."""
-    expect_file(corpus, "a corpus")
     return EmbeddingReader(corpus, learning=Learning(seed=seed), search=Search(seed=seed))
 
 
@@ -151,12 +152,14 @@ def open_target(
                 f"expected --data and --layers with a model, got the vector store {name}"
             )
         return _store(name, stored or Stored(), device)
+    corpus = None
     if stored is not None:
-        stored.expect_none(name)
+        stored.expect_none(name, corpus=name == DEMO or names_model(name))
+        corpus = None if stored.corpus is None else _corpus(stored.corpus)
     if names_model(name):
-        return _model(name, data, layers, device)
+        return _model(name, data, layers, device, corpus)
     if name == DEMO:
-        return _demo(data, layers, device)
+        return _demo(data, layers, device, corpus)
     if data is not None:
         raise InputError(f"expected --data with a model, got the endpoint {name}")
     if "://" not in name and not exists(name):
@@ -169,12 +172,15 @@ def open_target(
     return Target(describe(name, surfaces), surfaces)
 
 
-def _model(name: str, data: Data | None, layers: Sequence[int] | None, device: str) -> Target:
+def _model(
+    name: str, data: Data | None, layers: Sequence[int] | None, device: str, corpus: Path | None
+) -> Target:
     task = task_of(name)
     loaded = load_model(name, task="base" if task == "choice" else task, device=device)
     # Without data: the texts that ship. Their classes are the shipped classifier's alone.
     texts, examples = (list(demo.TEXTS), []) if data is None else data.read(loaded)
-    subject = TextTarget(loaded, texts, layers, examples=examples)
+    notes = demo.NOTES if data is None else ()
+    subject = TextTarget(loaded, texts, layers, examples=examples, notes=notes, corpus=corpus)
     return Target(name, models={loaded.name: subject})
 
 
@@ -216,7 +222,9 @@ def _candidates(
     return made
 
 
-def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Target:
+def _demo(
+    data: Data | None, layers: Sequence[int] | None, device: str, corpus: Path | None
+) -> Target:
     """The planted endpoints, and the classifier that ships beside its hardened twin."""
     surfaces = open_surfaces(DEMO)
     name = describe(DEMO, surfaces)
@@ -227,7 +235,10 @@ def _demo(data: Data | None, layers: Sequence[int] | None, device: str) -> Targe
         return Target(name, surfaces, skips=(Skip(what, "–", str(missing), unchecked=True),))
     twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
     texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
+    notes = demo.NOTES
     if data is not None:
-        (texts, examples), about = data.read(loaded), ""
-    subject = TextTarget(loaded, texts, layers, examples=examples, twin=twin, about=about)
+        (texts, examples), about, notes = data.read(loaded), "", ()
+    subject = TextTarget(
+        loaded, texts, layers, examples=examples, twin=twin, about=about, notes=notes, corpus=corpus
+    )
     return Target(name, surfaces, {loaded.name: subject})

@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.data import Example
 from keyhole.errors import InputError
@@ -23,12 +25,13 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.percent import percent
 from keyhole.progress import Track
-from keyhole.recover import Mark, TextRecovery, recover_texts
+from keyhole.recover import TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import NOT_ARRIVED
+from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
@@ -50,9 +53,10 @@ _NOTES = 3  # that a reason repeats, on what of the texts could not come back
 class TextTarget:
     """A model and the texts to try it with; `layers` overrides which ones are looked at.
 
-    `examples` are what a classifier's predictions are flipped on, by default the texts; `about`
-    says how they were chosen, where that matters; `twin` is the same model hardened, to be shown
-    beside it.
+    `notes` are short texts besides, for attacks that read those alone; `corpus` is a file of texts
+    like them, for attacks that learn from one. `examples` are what a classifier's predictions are
+    flipped on, by default the texts; `about` says how they were chosen, where that matters; `twin`
+    is the same model hardened, to be shown beside it.
     """
 
     loaded: Loaded
@@ -62,6 +66,8 @@ class TextTarget:
     examples: Sequence[Example] = ()
     twin: Loaded | None = None
     about: str = ""
+    notes: Sequence[str] = ()
+    corpus: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.texts:
@@ -82,10 +88,15 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
         asked = not line.permuted or PERMUTED in target.precisions
         if line.causal == parts.causal and asked:
             for layer in _layers(line, target, parts):
-                attack = ATTACKS.make(entry, **line.settings)
+                attack = _attack(entry, line, target)
                 run = partial(_check, line, attack, layer, surface, target, seed)
                 made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
     return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]
+
+
+def _attack(name: str, line: Line, target: TextTarget) -> Attack:
+    corpus = target.corpus if "corpus" in ATTACKS[name].options else None
+    return ATTACKS.make(name, **line.settings, corpus=corpus)
 
 
 def _ordered() -> list[tuple[str, Line]]:
@@ -141,10 +152,11 @@ def _check(
     words = _words(line, layer)
     started = time.perf_counter()
     exposure = Exposure(line.kind, layer or 0)
-    exact = [leak_of(model, tokenizer, text, exposure) for text in target.texts]
+    texts = [*target.texts, *(target.notes if line.short else ())]
+    exact = [leak_of(model, tokenizer, text, exposure) for text in texts]
     parts = anatomy(model)
     longest = min(LONGEST, parts.longest)
-    originals = [Original.of(tokenizer, text, longest) for text in target.texts]
+    originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
     for precision in [name for name in line.precisions if name in target.precisions]:
@@ -156,7 +168,7 @@ def _check(
             for original, recovery in zip(originals, recoveries, strict=True)
         )
         cells.append(Readings(line.kind, above, precision, readings))
-    status, reason = _verdict(cells)
+    status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
     finding = Finding(
         surface=surface,
         exposure=words,
@@ -165,7 +177,7 @@ def _check(
         reason=reason,
         remedy=line.remedy,
         error=None,
-        queries=len(target.texts),
+        queries=len(texts),
         seconds=time.perf_counter() - started,
         known=cells[0].known if cells else 0.0,
         sought="text",
@@ -186,25 +198,27 @@ def _reading(tokenizer: Any, original: Original, recovery: TextRecovery) -> Read
     truth = original.ids
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     note = "; ".join(original.notes)
-    if len(recovery.ids) != len(truth):  # the attack ended without a proposal
-        pieces = tuple(Piece("?", Mark.UNKNOWN.value, False) for id_ in truth if id_ not in special)
-        return Reading(original.text, pieces, False, False, note)
-    tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, truth, strict=True)
-    pieces = tuple(
-        # A special token where a word was: it is not written, but it was read.
-        Piece(
-            f" {tokenizer.convert_ids_to_tokens(id_)}" if id_ in special else piece,
-            mark.value,
-            id_ == true,
+    pieces = written(tokenizer, recovery.ids)
+    tokens = list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+    if len(tokens) == len(truth):
+        pieces = tuple(
+            # A special token where a word was: it is not written, but it was read.
+            Piece(
+                f" {tokenizer.convert_ids_to_tokens(id_)}" if id_ in special else piece,
+                mark.value,
+                id_ == true,
+            )
+            for (piece, mark, id_), true in zip(tokens, truth, strict=True)
+            if true not in special
         )
-        for piece, mark, id_, true in tokens
-        if true not in special
-    )
+    else:  # another length than the text's, or no proposal at all
+        inside = [id_ for id_ in truth if id_ not in special]
+        pieces = tuple(aligned([token for token in tokens if token[2] not in special], inside))
     exact = original.is_exactly(tokenizer, recovery.ids)
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
-def _verdict(cells: list[Readings]) -> tuple[Status, str]:
+def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
     """By the leak as it is; the other precisions are told beside it."""
     if not cells:
         return Status.NOT_APPLICABLE, "none of the precisions asked for is tried here"
@@ -214,11 +228,11 @@ def _verdict(cells: list[Readings]) -> tuple[Status, str]:
     reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
     notes = list(dict.fromkeys(reading.note for reading in cells[0].readings if reading.note))
     more = [f"{len(notes) - _NOTES} more texts are not whole"] if len(notes) > _NOTES else []
-    reason = "; ".join([reason, *notes[:_NOTES], *more])
+    reason = "; ".join([reason, *notes[:_NOTES], *more, *([read_with] if read_with else [])])
     if exact == count:
         return Status.RECOVERED, reason
+    if cells[0].kind == "pooled":
+        reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
     if exact or known >= _PARTLY:
         return Status.INEXACT, reason
-    if cells[0].kind == "pooled":
-        return Status.BUDGET, f"{reason}; {NOT_ARRIVED}: keyhole invert text --corpus may read it"
-    return Status.UNSOLVED, reason
+    return Status.BUDGET if cells[0].kind == "pooled" else Status.UNSOLVED, reason

@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Checked
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
@@ -186,7 +186,7 @@ def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> 
     truth = [id_ for id_ in original.ids if id_ not in special]
     return Reading(
         original=original.text,
-        pieces=tuple(_aligned(tokens, truth)),
+        pieces=tuple(aligned(tokens, truth)),
         exact=original.is_exactly(tokenizer, recovery.ids),
         verified=recovery.verified,
         note="; ".join(original.notes),
@@ -215,17 +215,3 @@ def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
 def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
     pieces = written(tokenizer, recovery.ids)
     return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
-
-
-def _aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:
-    """Tokens marked right or wrong, with a question mark for every one that is missing.
-
-    A text's length does not leak with its embedding, so positions alone say little.
-    """
-    ids = [id_ for _, _, id_ in tokens]
-    matcher = SequenceMatcher(None, truth, ids, autojunk=False)
-    for kind, from_, to, start, end in matcher.get_opcodes():
-        for piece, mark, _ in tokens[start:end]:
-            yield Piece(piece, mark.value, kind == "equal")
-        for _ in range(max(0, (to - from_) - (end - start))):
-            yield Piece(" ?", Mark.UNKNOWN.value, False)

@@ -140,8 +140,9 @@ CorpusFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="For embeddings and logits: texts like those that are looked for (.txt, .tsv, .csv, "
-        ".jsonl). On a GPU a reader is learnt from them in minutes, on a CPU tokens and their "
-        "order are counted, which reads short texts.",
+        ".jsonl); by default, for embeddings of an encoder, a small one that ships. On a GPU a "
+        "reader is learnt from them in minutes, on a CPU tokens and their order are counted, "
+        "which reads short texts.",
     ),
 ]
 Processes = Annotated[

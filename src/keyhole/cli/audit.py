@@ -32,6 +32,7 @@ from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import Audit, dump
 from keyhole.resume import records_in
+from keyhole.stores import names_store
 
 
 def _count(number: str | int) -> int:
@@ -134,7 +135,8 @@ def audit(
     command goes on from there.
     """
     journal = json_file.with_name(f"{json_file.name}.journal")
-    learns = corpus and not reader and device != "cpu"  # on a CPU it is counted, which is quick
+    # On a CPU, and of a model, the corpus is counted, which is quick.
+    learns = corpus and not reader and device != "cpu" and names_store(target)
     unfinished = json_file.with_name(f"{json_file.name}.reader") if learns else None
     expect_folder(json_file, page, reader)
     expect_new(json_file, page, force=force)

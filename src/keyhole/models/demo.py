@@ -20,6 +20,8 @@ TEXTS = (
     "the plot is a mess , and the jokes are older than the actors .",
     "my doctor says the test came back positive , please tell nobody .",
 )
+# Short ones besides, for what is read of short texts alone: a pooled embedding.
+NOTES = ("a secret of mine", "please tell nobody .", "meet me at noon .")
 
 
 # Reviews, mostly of two minds, that the classifier gets right: to show the attack at work. Many are

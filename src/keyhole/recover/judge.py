@@ -133,7 +133,8 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     """Decide what `ids` are worth as an explanation of a leak."""
     if len(ids) != (leak.length or len(ids)) or not ids:
         reason = f"{len(ids)} tokens proposed for {leak.length} positions"
-        return Verdict(Status.UNSOLVED, reason, False, None, None, ())
+        marks = (Mark.UNKNOWN,) * len(ids)
+        return Verdict(Status.UNSOLVED, reason, False, None, None, marks)
     if isinstance(leak, Pooled):
         return judge_vector(target, leak, ids)
     device = target.parts.device

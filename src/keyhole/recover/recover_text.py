@@ -23,7 +23,7 @@ from keyhole.recover.registry import ATTACKS, readers
 from keyhole.results import Status, Unsuccessful
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
-LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read it"
+LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
 
 
 def recover_text(

@@ -24,9 +24,11 @@ from keyhole.recover.attacks.short_prompt import ShortPrompt
 from keyhole.recover.attacks.sublayer import SubLayerOutput
 from keyhole.recover.attacks.unordered import UnorderedStates
 from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
+from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.registry import Entry, Registry
 
+_COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"
 NORMALISED, PERMUTED = "normalised", "permuted"
 PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)  # that the audit tries
@@ -38,7 +40,8 @@ class Line:
 
     `exposure` is what people call it; `layers` says which ones are tried of a model, in which
     `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
-    take an audit too long. `permuted` says that the attack is for rows in no order.
+    take an audit too long. `permuted` says that the attack is for rows in no order, `short` that
+    it reads short texts, so that an audit with texts of its own tries some of those as well.
     """
 
     kind: str
@@ -49,6 +52,7 @@ class Line:
     precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", NOISE)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     permuted: bool = False
+    short: bool = False
 
     def __str__(self) -> str:
         return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"
@@ -58,6 +62,11 @@ def spread(parts: Anatomy) -> list[int]:
     """All layers of a small model; of a large one the first, the middle and the last."""
     last = parts.layers
     return list(range(1, last + 1)) if last <= 6 else sorted({1, last // 2, last})
+
+
+def soon_counted(parts: Anatomy) -> list[None]:
+    """One check, of a model whose vocabulary is run in minutes (recover/embedding/bag.py)."""
+    return [None] if parts.table.numel() <= _COUNTED else []
 
 
 def caches(parts: Anatomy) -> list[int]:
@@ -75,7 +84,6 @@ _LOGITS = (
     "Return the few likeliest tokens alone: as many logits as the model is wide give its state."
 )
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
-_BRIEFEST = TokenSearch(rounds=2, passes=40, candidates=4, sweeps=1)
 
 _hidden = partial(
     Line, "hidden", exposure="hidden states", remedy=_KEEP, layers=spread,
@@ -89,6 +97,9 @@ _cached = partial(Line, "kv", exposure="keys and values", remedy=_CACHE, layers=
 _inner = partial(
     Line, "attention", exposure="attention output before the residual", remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
+)  # fmt: skip
+_unasked = partial(
+    Line, "pooled", exposure="pooled embedding", remedy=_POOLED, layers=lambda _: [], precisions=(),
 )  # fmt: skip
 _logits = Line("logits", True, "next-token logits", _LOGITS, lambda _: [], ())
 
@@ -105,21 +116,17 @@ ATTACKS: Registry[Attack, Line] = Registry(
     Entry("sublayer-output", SubLayerOutput, (
         _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
     )),
-    Entry("pooled-embedding", PooledEmbedding, (
+    Entry("counted-reader", CountedReader, (
         Line(
-            "pooled", False, "pooled embedding", _POOLED, lambda _: [None], ("float32",),
-            {"search": _BRIEFEST},
+            "pooled", False, "pooled embedding", _POOLED, soon_counted, ("float32",),
+            {"search": Climb(passes=2_000)}, short=True,
         ),
     )),
+    Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
     # Minutes of search or of learning, and a corpus for it: nothing that an audit tries unasked.
     Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("embedding-reader", EmbeddingReader, (
-        Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
-        Line("pooled", True, "pooled embedding", _POOLED, lambda _: [], ()),
-        _logits,
-    )),
-    Entry("counted-reader", CountedReader, (
-        Line("pooled", False, "pooled embedding", _POOLED, lambda _: [], ()),
+        _unasked(causal=False), _unasked(causal=True), _logits,
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),

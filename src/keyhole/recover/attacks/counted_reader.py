@@ -4,7 +4,7 @@ The encoder is run once over a corpus that the attacker has. Which tokens a vect
 (embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then propose
 texts, and a best-first search (embedding/climb.py) runs the encoder on a few thousand of them. It
 reads short texts, of up to about ten tokens; for longer ones a reader is learnt on a GPU
-(embedding_reader.py).
+(embedding_reader.py). Where nobody gives a corpus, it is the one that ships.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.embedding.corpus import corpus_texts
-from keyhole.recover.embedding.counted import Counted
+from keyhole.recover.embedding.counted import SHIPPED, Counted
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.resume import digest
@@ -33,7 +33,7 @@ class CountedReader:
     `counted` are counts that were made before (`learnt` gives them): then nothing is counted.
     """
 
-    corpus: str | Path | Sequence[str]
+    corpus: str | Path | Sequence[str] = SHIPPED
     longest: int = 18
     search: Climb = field(default_factory=Climb)
     counted: Counted | None = field(default=None, repr=False, compare=False)
@@ -45,15 +45,23 @@ class CountedReader:
         target.count.begin(range(len(leaks)))
         counted = self.counted or self._count(Encoder(target, leaks[0].exposure, matrix_half()))
         encoder = counted.encoder
-        longest = min(self.longest, target.parts.longest - len(encoder.before + encoder.after))
+        frame = len(encoder.before + encoder.after)
+        longest = min(self.longest, target.parts.longest - frame)
         once = 0 if self.counted else encoder.passes // len(leaks)
-        note = "read with counts of the corpus, nothing learnt"
         for number, leak in enumerate(leaks):
             goal = encoder.directions(cast("Pooled", leak).values.to(encoder.device)).cpu()
-            reading = self.search(encoder, goal, counted, longest)
+            most = longest if leak.length is None else max(1, min(longest, leak.length - frame))
+            reading = self.search(encoder, goal, counted, most)
             ids = [*encoder.before, *reading.tokens, *encoder.after]
             passes, loss = reading.passes, 1 - reading.cosine
-            yield number, Proposal(ids, passes, passes, once, note, loss)
+            yield number, Proposal(ids, passes, passes, once, self.note, loss)
+
+    @property
+    def note(self) -> str:
+        """What it reads with, in words."""
+        if self.corpus == SHIPPED:
+            return "read with counts of the corpus that ships"
+        return "read with counts of the corpus, nothing learnt"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from keyhole.recover.embedding.candidates import NEVER, Candidates, Tokens
 from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
+SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
 _LINES = 50_000  # that the encoder is run on
 _LENGTH = 16  # tokens: longer lines are cut into pieces
 _ENOUGH = 64  # lines, from which on they say how vectors vary
