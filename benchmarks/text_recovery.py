@@ -2,9 +2,9 @@
 
 The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (texts.py: `--encoder`, `--data`), and an
 ALBERT that reads reactions (`--reactions`): hours on two cores. `--layers 3,6`, `--parts
-exact,long,time,precision,partial,false,reactions`, `--texts`, `--dialogues`, `--degraded` (texts
-for each precision) and `--leaks` (corrupted ones, from number `--start` on) shorten it. `--quick`
-takes a random-weight model instead.
+exact,long,time,precision,partial,false,reactions`, `--texts`, `--dialogues` (0 leaves them out),
+`--degraded` (texts for each precision) and `--leaks` (corrupted ones, from number `--start` on)
+shorten it. `--quick` takes a random-weight model instead.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ OPTIONS.add_argument("--start", type=int, default=0)
 OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
 OPTIONS.add_argument("--parts", default="exact,long,time,precision,partial,false,reactions")
 CHOSEN = texts.chosen(OPTIONS)
+OF_SENTENCES = ("time", "precision", "partial", "false")  # parts that take texts of SST-2 alone
 # Of 20 leaks so many are of each exposure.
 MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
               "kv:3": 1, "maps:1": 1}  # fmt: skip
@@ -49,7 +50,11 @@ def full() -> Iterator[texts.Part]:
     loaded = texts.minilm(CHOSEN)
     short = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
     wanted = CHOSEN.parts.split(",")
-    named = {"SST-2": short}
+    named: dict[str, list[Tensor]] = {}
+    if short:
+        named["SST-2"] = short
+    else:
+        wanted = [part for part in wanted if part not in OF_SENTENCES]
     long = texts.encoded(loaded, texts.dialogues(CHOSEN.data, CHOSEN.dialogues))
     if long:
         named["DREAM, 100+ tokens"] = long

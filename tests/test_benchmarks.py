@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny_models as tiny
 import warm_process
 
 pytestmark = pytest.mark.slow  # processes
@@ -54,6 +55,21 @@ show.main(lambda quick: rows, "A benchmark")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "promises not met: error: 1e-3"
     assert done.stdout.count("NOT MET") == 2
+
+
+def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
+    tiny.save("bert", tmp_path / "encoder")
+    for name, content in {"sst2/dev.tsv": "sentence\tlabel\n", "dream/dev.json": "[]"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    parts, file = "exact,time,precision,partial,false", tmp_path / "rows.json"
+    done = warm_process.finished(
+        warm_process.script, "text_recovery.py", "--encoder", str(tmp_path / "encoder"), "--data",
+        str(tmp_path), "--texts", "0", "--layers", "3,6", "--parts", parts, "--json", str(file),
+        cwd=FOLDER,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(file.read_text())["rows"] == []
 
 
 def measured(flips):

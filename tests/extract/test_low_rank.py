@@ -83,6 +83,15 @@ def test_bad_arguments(arguments):
         extract.LowRank(**arguments)
 
 
+@pytest.mark.parametrize("method", [extract.LowRank(rank=99), extract.NuclearNorm(rank=99)])
+def test_a_rank_that_no_such_matrix_has_is_refused_before_anything_is_asked(method):
+    target = oracle.Counted(oracle.plant(dim=4, seed=1))
+    for asked in (lambda: method(target), lambda: method.expected(4)):
+        with pytest.raises(InputError, match=r"expected a rank of at most 4, .* got 99"):
+            asked()
+    assert target.queries == 0
+
+
 def test_nuclear_norm_needs_more_and_gives_less():
     target = oracle.plant(dim=8, rank=1, seed=1)
     enough = extract.NuclearNorm(rank=1)(target)

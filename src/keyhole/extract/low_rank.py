@@ -48,14 +48,16 @@ class LowRank:
             raise InputError(f"expected a rank of 0 or more, got {self.rank}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
+        expect_rank(self.rank, oracle.dim)  # before anything is paid for
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int | None:
-        return None if self.rank is None else unknowns(dim, min(self.rank, dim))
+        expect_rank(self.rank, dim)
+        return None if self.rank is None else unknowns(dim, self.rank)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        limit = d if self.rank is None else min(self.rank, d)
+        limit = d if self.rank is None else self.rank
         v = read_values(oracle)
         stream = torch.Generator().manual_seed(self.seed)
         probes = ProbeBasis.draw(v, stream)
@@ -75,6 +77,12 @@ class LowRank:
             if len(cross.rows).bit_count() == 1:
                 yield known()
         yield known()
+
+
+def expect_rank(rank: int | None, d: int) -> None:
+    """Refuse a rank that no d×d matrix has."""
+    if rank is not None and rank > d:
+        raise InputError(f"expected a rank of at most {d}, the target's dimension, got {rank}")
 
 
 def unknowns(d: int, r: int) -> int:

@@ -25,7 +25,7 @@ from keyhole.errors import InputError, MissingExtra
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
-from keyhole.extract.low_rank import unknowns
+from keyhole.extract.low_rank import expect_rank, unknowns
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
@@ -49,9 +49,11 @@ class NuclearNorm:
 
     def __call__(self, oracle: Oracle) -> Extraction:
         _cvxpy()  # before anything is paid for
+        expect_rank(self.rank, oracle.dim)
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int:
+        expect_rank(self.rank, dim)
         return dim + self._measurements(dim)
 
     def _measurements(self, dim: int) -> int:
@@ -59,7 +61,7 @@ class NuclearNorm:
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        floor = unknowns(d, min(self.rank, d))
+        floor = unknowns(d, self.rank)
         v = read_values(oracle)
         yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, floor=floor)
         deltas, xs = self._draw(v, self._measurements(d))

@@ -145,8 +145,9 @@ class Search:
         self, reader: Reader, pools: Pools, rows: Tensor, generator: torch.Generator
     ) -> moves.Children:
         """What the reader writes for the best texts of each island, for half from a place on."""
-        each = rows.repeat_interleave(self.of * self.mended)
-        guesses = pools.texts(rows, self.of)
+        of = min(self.of, self.kept)
+        each = rows.repeat_interleave(of * self.mended)
+        guesses = pools.texts(rows, of)
         parents = torch.arange(len(guesses), device=rows.device).repeat_interleave(self.mended)
         guesses = guesses[parents]
         share = torch.rand(len(each), generator=generator, device=rows.device)
