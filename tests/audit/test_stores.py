@@ -20,6 +20,7 @@ from keyhole.audit.stores import EXPOSURE, StoreTarget, sample
 from keyhole.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
+from keyhole.models.demo import EXAMPLES, load_demo
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
@@ -140,9 +141,44 @@ def test_another_encoder_could_not_be_checked(tmp_path):
 
 
 def test_another_width_is_refused(tmp_path):
-    name = made_stores.npy(tmp_path, np.ones((3, 8)), TEXTS)
+    name = made_stores.npy(tmp_path, np.ones((3, 40)), TEXTS)
     with pytest.raises(InputError, match="expected vectors of 32 numbers, as a tiny encoder"):
         sampled(name)
+    name = made_stores.jsonl(tmp_path, np.ones((3, 8)), TEXTS[:3])  # fewer, and not its first
+    with pytest.raises(InputError, match=r"got 8 in .*, and not the first of those: give"):
+        sampled(name)
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_truncated_vectors_are_read_and_judged_as_such(unit, tmp_path):
+    """The first 24 of 32 numbers, normalised again or not."""
+    way = Exposure("pooled", 0, "mean", True, 24, unit)
+    target = sampled(made_stores.jsonl(tmp_path, vectors_of(way=way), TEXTS), texts=3)
+    assert (target.pooling.exposure, target.pooling.sure) == (way, True)
+    (finding,) = audit(target).findings
+    assert finding.status is Status.RECOVERED, finding.reason
+    assert "truncated to the first 24 numbers" in finding.reason
+    for reading in finding.texts[0].readings:
+        assert reading.verified
+        assert reading.similarity == pytest.approx(1, abs=1e-6)
+
+
+def test_truncated_vectors_are_recognised_without_a_text(tmp_path):
+    """By how their numbers vary together; in another order they are another encoder's."""
+    shipped, way = load_demo(), Exposure("pooled", 0, "mean", True, 32, unit=True)
+    texts = [example.text for example in EXAMPLES]
+    vectors = embeddings(shipped.model, shipped.tokenizer, texts, way).float().numpy()
+    with open_store(made_stores.npy(tmp_path, vectors, texts)) as store:
+        target = StoreTarget.of(store, shipped, texts=2)
+    assert (target.pooling.width, target.pooling.unit, target.pooling.sure) == (32, True, False)
+    assert "they vary together as the encoder's first numbers do" in target.pooling.reason
+    other = np.roll(vectors, 5, axis=1)
+    message = r"do not look like the first of those: .* --known"
+    with (
+        open_store(made_stores.npy(tmp_path, other, texts)) as store,
+        pytest.raises(InputError, match=message),
+    ):
+        StoreTarget.of(store, shipped, texts=2)
 
 
 def test_json_and_page_hold_what_was_read(tmp_path):
@@ -218,7 +254,7 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     ],
 )
 def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):
-    made_stores.npy(tmp_path, np.ones((3, 8)), TEXTS)
+    made_stores.npy(tmp_path, np.ones((3, 200)), TEXTS)
     done = inside("audit", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2, done.stderr
     assert message in " ".join(done.stderr.split())

@@ -41,6 +41,35 @@ def test_every_pooling_is_found_out(way):
     assert (known.name, known.normalised, known.sure) == (way.pooling, way.normalised, True)
 
 
+@pytest.mark.parametrize(
+    "way", ways(MODEL, 20), ids=lambda way: f"{way.pooling} {way.normalised} {way.unit}"
+)
+def test_the_first_numbers_of_every_pooling_are_found_out(way):
+    vectors = embeddings(MODEL, WORDS, TEXTS, way)
+    assert vectors.shape == (3, 20)
+    pooling = from_texts(MODEL, WORDS, TEXTS, vectors, width=20)
+    assert pooling.exposure == way
+    assert pooling.error == 0.0
+    assert "truncated to the first 20 numbers" in pooling.reason
+    known = from_known(MODEL, WORDS, TEXTS[:1], [(range(3), vectors)], width=20)
+    assert known.exposure == way
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_lengths_of_truncated_vectors_say_what_was_normalised(normalised, unit, tmp_path):
+    way = Exposure("pooled", 0, "mean", normalised, 20, unit)
+    vectors = embeddings(MODEL, WORDS, OTHERS, way)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    for pooling in (
+        from_statistics(MODEL, WORDS, TEXTS, vectors, 20),
+        from_settings(tmp_path, vectors, 20),
+    ):
+        assert (pooling.name, pooling.width, pooling.sure) == ("mean", 20, False)
+        assert (pooling.normalised, pooling.unit) == (normalised or unit, unit)
+
+
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
 def test_rounding_does_not_matter(precision):
     leaks = [degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS]

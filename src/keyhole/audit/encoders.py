@@ -47,7 +47,9 @@ def _likeness(candidate: StoreTarget) -> float:
     known = candidate.pooling.likeness
     if known is None:  # its folder says how it pools, and nobody looked at the vectors
         loaded = candidate.loaded
-        guess = from_statistics(loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors)
+        guess = from_statistics(
+            loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors, candidate.pooling.width
+        )
         known = guess.likeness
     return 0.0 if known is None else known
 

@@ -37,11 +37,14 @@ from keyhole.recover.attack import Attack, Learns
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.embedding_reader import FIX, EmbeddingReader
+from keyhole.recover.embedding.corpus import corpus_texts
+from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.recover.embedding.saved import expect_reader
 from keyhole.recover.pooling import (
     AGREES,
     AGREES_QUANTISED,
     Pooling,
+    embeddings,
     from_known,
     from_settings,
     from_statistics,
@@ -49,6 +52,7 @@ from keyhole.recover.pooling import (
     longest_text,
 )
 from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.same_numbers import same_numbers
 from keyhole.results import Estimate, Finding, Status
 from keyhole.resume import AnotherRun
 from keyhole.stores import Store
@@ -59,6 +63,7 @@ _AT_ONCE_LEARNT = {"cpu": 32, "cuda": 256}  # the same with a reader, which read
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
+_OWN = 100  # texts of the corpus that ships whose vectors' statistics stand for the encoder's
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,22 +98,49 @@ class StoreTarget:
         cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
     ) -> StoreTarget:
         """Sample an open store, and find out how its vectors were made."""
-        width = anatomy(loaded.model).width
-        if store.dim != width:
-            raise InputError(
-                f"expected vectors of {width} numbers, as {loaded.name} makes them, got "
-                f"{store.dim} in {store.name}: give the encoder that made them with --model"
-            )
+        if store.dim > anatomy(loaded.model).width:
+            raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
         longest = min(longest_text(loaded.name), anatomy(loaded.model).longest)
+        pooling = _pooling(store, loaded, vectors, kept, known, longest)
+        if pooling.width is not None:
+            pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept),
-            _pooling(store, loaded, vectors, kept, known, longest), longest, store.cells,
-            store.note,
+            tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
         )  # fmt: skip
+
+
+def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
+    """Refuse vectors of fewer numbers than the encoder gives, unless they are its first.
+
+    Known texts tell, or else how the numbers vary together.
+    """
+    if pooling.error is not None:
+        if not pooling.sure:
+            raise _another_width(store, loaded, ", and not the first of those")
+        return pooling
+    lines = corpus_texts(SHIPPED)
+    some = lines[:: len(lines) // _OWN]
+    own = embeddings(loaded.model, loaded.tokenizer, some, pooling.exposure)
+    if not same_numbers(own, store.read(sample(store.count, _MANY, 0))):
+        raise _another_width(
+            store, loaded, ", which do not look like the first of those", " (or texts of the store "
+            "with --known, which show it)"
+        )  # fmt: skip
+    return replace(
+        pooling, reason=f"{pooling.reason}; they vary together as the encoder's first numbers do"
+    )
+
+
+def _another_width(store: Store, loaded: Loaded, but: str = "", fix: str = "") -> InputError:
+    width = anatomy(loaded.model).width
+    return InputError(
+        f"expected vectors of {width} numbers, as {loaded.name} makes them, got {store.dim} in "
+        f"{store.name}{but}: give the encoder that made them with --model{fix}"
+    )
 
 
 def sample(count: int, texts: int, seed: int) -> list[int]:
@@ -125,19 +157,20 @@ def _pooling(
     longest: int,
 ) -> Pooling:
     """By texts whose vectors are known, by what the encoder says of itself, or by statistics."""
+    width = store.dim if store.dim < anatomy(loaded.model).width else None
     encoder = (loaded.model, loaded.tokenizer)
     agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
     if pairs:
-        rows = [row for row, _ in pairs]
-        return from_texts(*encoder, [text for _, text in pairs], vectors[rows], longest, agrees)
+        rows, witnesses = [row for row, _ in pairs], [text for _, text in pairs]
+        return from_texts(*encoder, witnesses, vectors[rows], longest, agrees, width)
     if known:
-        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest, agrees)
+        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest, agrees, width)
     many = store.read(sample(store.count, _MANY, 0))
-    declared = from_settings(loaded.name, many)
+    declared = from_settings(loaded.name, many, width)
     if declared is not None:
         return declared
-    return from_statistics(*encoder, ORDINARY, many)
+    return from_statistics(*encoder, ORDINARY, many, width)
 
 
 def checks(surface: str, target: StoreTarget) -> list[Check]:

@@ -153,9 +153,12 @@ def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
 def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
     pooling = part.pooling
     leaks = [
-        Pooled(vector, pooling=pooling.name, normalised=pooling.normalised, **part.cells)
+        Pooled(
+            vector, pooling=pooling.name, normalised=pooling.normalised, width=pooling.width,
+            unit=pooling.unit, **part.cells,
+        )
         for vector in part.vectors
-    ]
+    ]  # fmt: skip
     progress = track(EXPOSURE, total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(

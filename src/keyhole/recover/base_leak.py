@@ -42,7 +42,7 @@ _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
     "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
-    "codebook": None,
+    "codebook": None, "unit": bool | None,
 }  # fmt: skip
 AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 

@@ -114,10 +114,10 @@ class AttentionOutput(BaseLeak):
 class Pooled(BaseLeak):
     """A sentence embedding (d,); `length` is the number of tokens where it is known.
 
-    `width`: only its first so many numbers were kept, and divided by their length again if that is
-    one. `steps` (d,) are those that each number was rounded to, where each has its own, between the
-    `ends` (2, d) of a range; `codebook` (blocks, codes, numbers) are the centroids of product
-    quantisation, of which `values` are one in each block.
+    `width`: only its first so many numbers were kept, and divided by their length again if `unit`
+    says so (None: found out from the length). `steps` (d,) are those that each number was rounded
+    to, where each has its own, between the `ends` (2, d) of a range; `codebook` (blocks, codes,
+    numbers) are the centroids of product quantisation, of which `values` are one in each block.
     """
 
     values: Tensor
@@ -128,9 +128,10 @@ class Pooled(BaseLeak):
     steps: Tensor | None = None
     ends: Tensor | None = None
     codebook: Tensor | None = None
+    unit: bool | None = None
     kind: ClassVar[str] = "pooled"
     beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
-    usual: ClassVar[dict[str, Any]] = {"width": None}
+    usual: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -141,7 +142,9 @@ class Pooled(BaseLeak):
 
     @property
     def exposure(self) -> Exposure:
-        again = self.width is not None and abs(float(self.values.norm()) - 1) <= _CUT
+        again = self.unit
+        if again is None:
+            again = self.width is not None and abs(float(self.values.norm()) - 1) <= _CUT
         return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=again)
 
     @property

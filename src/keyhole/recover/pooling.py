@@ -7,12 +7,15 @@ length 1 were normalised. The pooling is what the encoder's folder says, if sent
 wrote it. If not, it is the one whose mean over some texts points where the vectors' mean points:
 sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
 the texts.
+
+Vectors of fewer numbers than the encoder gives may be its first ones, `width` of them, normalised
+again or not: encoders are trained so that these will do (Kusupati et al., 2022).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +48,8 @@ class Pooling:
     """A way to make embeddings; `error` is how far it is off on known texts, None for a guess.
 
     `likeness` is, of a guess from statistics, the cosine of the means that it was made by, `agrees`
-    the largest error that is none.
+    the largest error that is none. `width` says that only the first so many numbers were kept, and
+    `unit` that they were normalised after that.
     """
 
     name: str
@@ -54,28 +58,35 @@ class Pooling:
     reason: str
     likeness: float | None = None
     agrees: float = AGREES
+    width: int | None = None
+    unit: bool = False
 
     @property
     def exposure(self) -> Exposure:
-        return Exposure("pooled", 0, self.name, self.normalised)
+        return Exposure("pooled", 0, self.name, self.normalised, self.width, self.unit)
 
     @property
     def sure(self) -> bool:
         return self.error is not None and self.error <= self.agrees
 
     def __str__(self) -> str:
-        return _words(self.name, self.normalised)
+        return _words(self.exposure)
 
 
-def ways(model: Any) -> list[Exposure]:
-    """Every way in which this model's states become one vector."""
+def ways(model: Any, width: int | None = None) -> list[Exposure]:
+    """Every way in which this model's states become one vector, or the first numbers of one."""
     has_pooler = getattr(anatomy(model).base, "pooler", None) is not None
-    return [
-        Exposure("pooled", 0, name, normalised)
+    whole = [
+        Exposure("pooled", 0, name, normalised, width)
         for name in POOLINGS
         for normalised in ((False,) if name == "pooler" else (True, False))
         if name != "pooler" or has_pooler
     ]
+    if width is None:
+        return whole
+    # What is normalised in the end is the same whether or not it was before.
+    again = [way for way in whole if way.normalised or way.pooling == "pooler"]
+    return [*(replace(way, unit=True) for way in again), *whole]
 
 
 def longest_text(folder: str | Path) -> int:
@@ -104,20 +115,20 @@ def embeddings(
 
 def from_texts(
     model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST,
-    agrees: float = AGREES,
+    agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
     errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
     return _nearest(errors, "the store's own texts", agrees)
 
 
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    most: int = LONGEST, agrees: float = AGREES,
+    most: int = LONGEST, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model)}
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, wanted in made.items():
@@ -127,7 +138,7 @@ def from_known(
     return _nearest(errors, "the known texts", agrees)
 
 
-def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
+def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
     """What sentence-transformers wrote beside an encoder; None where it wrote nothing."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
@@ -139,9 +150,10 @@ def from_settings(folder: str | Path, vectors: Tensor) -> Pooling | None:
     ]
     if len(names) != 1:
         return None  # several side by side, or one that is not known here
-    normalised = _normalised(vectors)
-    reason = f"{_words(names[0], normalised)}: as {path.parent.name} of the encoder says; {_SURE}"
-    return Pooling(names[0], normalised, None, reason)
+    normalised, unit = _normalised(vectors, width)
+    way = Exposure("pooled", 0, names[0], normalised, width, unit)
+    reason = f"{_words(way)}: as {path.parent.name} of the encoder says; {_SURE}"
+    return Pooling(names[0], normalised, None, reason, width=width, unit=unit)
 
 
 def _settings(path: Path, what: str) -> dict[str, Any]:
@@ -152,29 +164,41 @@ def _settings(path: Path, what: str) -> dict[str, Any]:
     return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
 
 
-def from_statistics(model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor) -> Pooling:
+def from_statistics(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, width: int | None = None
+) -> Pooling:
     """A guess, from vectors of unknown texts and any texts of the same language."""
-    normalised, mean = _normalised(vectors), vectors.double().mean(0)
+    (normalised, unit), mean = _normalised(vectors, width), vectors.double().mean(0)
     cosines = {
         way: float(
             torch.cosine_similarity(embeddings(model, tokenizer, texts, way).mean(0), mean, 0)
         )
-        for way in ways(model)
-        if way.normalised == normalised or way.pooling == "pooler"
+        for way in ways(model, width)
+        if way.unit == unit and (way.normalised == normalised or way.pooling == "pooler")
     }
     order = sorted(cosines, key=lambda way: -cosines[way])
     ranking = ", ".join(f"{way.pooling} {cosines[way]:.2f}" for way in order)
-    length = "length 1" if normalised else "other lengths than 1"
+    length = "length 1" if unit or (normalised and width is None) else "other lengths than 1"
     best = order[0]
     reason = (
-        f"guessed {_words(best.pooling, best.normalised)}: the vectors have {length}, and their "
+        f"guessed {_words(best)}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(best.pooling, best.normalised, None, reason, cosines[best])
+    return Pooling(
+        best.pooling, best.normalised, None, reason, cosines[best], width=width, unit=unit
+    )
 
 
-def _normalised(vectors: Tensor) -> bool:
-    return bool(((vectors.double().norm(dim=1) - 1).abs() < _UNIT).all())
+def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
+    """Were vectors normalised, and what was left of them again? By their lengths.
+
+    What is left of a vector of length 1 is shorter.
+    """
+    lengths = vectors.double().norm(dim=1)
+    unit = bool(((lengths - 1).abs() < _UNIT).all())
+    if width is None:
+        return unit, False
+    return unit or bool((lengths < 1).all()), unit
 
 
 def _errors(made: Tensor, given: Tensor) -> Tensor:
@@ -183,17 +207,24 @@ def _errors(made: Tensor, given: Tensor) -> Tensor:
 
 def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
     best = min(errors, key=lambda way: errors[way])
-    error, words = errors[best], _words(best.pooling, best.normalised)
+    error, words = errors[best], _words(best)
     reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
     if error > agrees:
         reason = (
             f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
             f"{error:.1e} of their length off"
         )
-    return Pooling(best.pooling, best.normalised, error, reason, agrees=agrees)
+    return Pooling(
+        best.pooling, best.normalised, error, reason, agrees=agrees, width=best.width,
+        unit=best.unit,
+    )  # fmt: skip
 
 
-def _words(name: str, normalised: bool) -> str:
-    if name == "pooler":
-        return "the pooler's output"
-    return f"{name} pooling, {'normalised' if normalised else 'not normalised'}"
+def _words(way: Exposure) -> str:
+    words = f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
+    if way.pooling == "pooler":
+        words = "the pooler's output"
+    if way.width is not None:
+        again = ", normalised again" if way.unit else ""
+        words += f", truncated to the first {way.width} numbers{again}"
+    return words
