@@ -21,6 +21,7 @@ from keyhole.recover.attack import Proposal
 from keyhole.recover.registry import ATTACKS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
 from keyhole.registry import Entry
+from keyhole.report import wording
 from keyhole.results import Status
 
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
@@ -176,3 +177,19 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     assert done.returncode == 3, done.stderr  # a guess: the leak is not explained
     assert "leak.safetensors: " in done.stdout
+
+
+def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides(tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(f"w{number} w{number + 3}" for number in range(5, 150)))
+    subject = replace(
+        target("bert", layers=[1], precisions=("float32",)), texts=("w30 w31 w32 " * 4,),
+        notes=("w40",), corpus=corpus,
+    )  # fmt: skip
+    (finding,) = [f for f in audit(subject).findings if f.exposure == "pooled embedding"]
+    long, short = finding.texts[0].readings
+    assert (finding.queries, finding.attack) == (2, "CountedReader")
+    assert (long.exact, short.exact, short.original) == (False, True, "w40")
+    assert (finding.status, wording.outcome(finding)) == (Status.INEXACT, "1 of 2 texts")
+    assert "read with counts of the corpus, nothing learnt" in finding.reason
+    assert "--corpus FILE, with more texts" in finding.reason

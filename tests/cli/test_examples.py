@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +54,23 @@ def test_the_examples_run(name, tmp_path, here):
         for line in lines:
             done = here(*shlex.split(line)[1:])
             assert done.returncode == code_of(line), f"{line}: {done.stderr}"
+            if line.strip().startswith("keyhole audit demo"):
+                assert_said_in_the_readme(done.stdout)
+
+
+def assert_said_in_the_readme(printed):
+    """Its headline, and of each row that it shows the outcome and the queries."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    (block,) = re.findall(r"```text\n(The weights can .*?)```", readme, flags=re.DOTALL)
+    headline, table = block.split("\n\n", 1)
+    assert " ".join(headline.split()) in " ".join(printed.split())
+    shown, rows = columns(table), columns(printed)
+    assert len(shown) > 5
+    for exposure, (outcome, _, *queries, _) in shown.items():  # but for the error and the seconds
+        measured, _, *asked, _ = rows[exposure]
+        assert (outcome, queries) == (measured, asked), exposure
+
+
+def columns(table):
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    return {exposure: rest for exposure, *rest in rows if len(rest) == 5 and exposure != "exposure"}

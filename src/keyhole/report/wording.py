@@ -55,6 +55,9 @@ def outcome(finding: Finding) -> str:
     if finding.status is Status.WITHIN:
         return "recovered within a domain"
     if finding.sought == "text":
+        cell = finding.texts[0] if finding.texts else None
+        if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
+            return f"{cell.exact} of {len(cell.readings)} texts"
         return f"{percent(finding.known)} of tokens"
     if finding.status is Status.INEXACT:
         return "nearly recovered"
