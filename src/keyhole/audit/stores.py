@@ -58,7 +58,7 @@ from keyhole.resume import AnotherRun
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
-_AT_ONCE = 8  # vectors that one check reads
+_AT_ONCE = {"cpu": 8, "cuda": 256}  # vectors that one check reads
 _AT_ONCE_LEARNT = {"cpu": 32, "cuda": 256}  # the same with a reader, which reads many side by side
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
@@ -224,9 +224,8 @@ def _spans(count: int, step: int) -> list[tuple[int, int]]:
 
 
 def _at_once(target: StoreTarget) -> int:
-    if not isinstance(target.method, EmbeddingReader):
-        return _AT_ONCE
-    return _AT_ONCE_LEARNT[anatomy(target.loaded.model).device.type]
+    many = _AT_ONCE_LEARNT if isinstance(target.method, EmbeddingReader) else _AT_ONCE
+    return many[anatomy(target.loaded.model).device.type]
 
 
 def _learnt_once(target: StoreTarget) -> _Learnt:

@@ -101,15 +101,15 @@ class Stored:
         if self.corpus is not None and not corpus:
             raise InputError(f"expected --corpus with a vector store or a model, got {name}")
 
-    def method(self, device: str) -> Learns:
-        """The attack: what can be learnt of the corpus on this device, or of the one that ships."""
+    def method(self) -> Learns:
+        """The attack: counts of the corpus or of the one that ships, or a reader if one is kept."""
         if self.corpus is None:
             if self.reader is not None:
                 raise InputError(
                     "expected --corpus with --reader, which keeps what is learnt, got none"
                 )
             return CountedReader()
-        if device == "cpu" and self.reader is None:
+        if self.reader is None:
             return CountedReader(_corpus(self.corpus))
         return learns_from(_corpus(self.corpus), self.seed)
 
@@ -190,7 +190,7 @@ def _store(name: str, stored: Stored, device: str) -> Target:
             f"expected --model with the vector store {name}, got none: name the encoder that made "
             "its vectors (a folder, owner/name on the hub, or demo)"
         )
-    method = stored.method(device)
+    method = stored.method()
     known = [] if stored.known is None else read_texts(stored.known)
     encoders = [stored.model] if isinstance(stored.model, str) else list(stored.model)
     with open_store(name, known) as store:

@@ -24,7 +24,7 @@ from keyhole.recover.attacks.short_prompt import ShortPrompt
 from keyhole.recover.attacks.sublayer import SubLayerOutput
 from keyhole.recover.attacks.unordered import UnorderedStates
 from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
-from keyhole.recover.embedding.climb import Climb
+from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.registry import Entry, Registry
 
@@ -119,7 +119,7 @@ ATTACKS: Registry[Attack, Line] = Registry(
     Entry("counted-reader", CountedReader, (
         Line(
             "pooled", False, "pooled embedding", _POOLED, soon_counted, ("float32",),
-            {"search": Climb(passes=2_000)}, short=True,
+            {"search": SumSearch(passes=2_000)}, short=True,
         ),
     )),
     Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
@@ -133,8 +133,8 @@ ATTACKS: Registry[Attack, Line] = Registry(
     Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
 )  # fmt: skip
 
-# With a corpus: what is learnt in minutes on a GPU would take hours on a CPU, counting does not.
-ON_CPU, ELSEWHERE = "counted-reader", "embedding-reader"
+# With a corpus: counting reads more than learning, and sooner, where it applies.
+WITH_CORPUS = ("counted-reader", "embedding-reader")
 
 
 def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:

@@ -21,7 +21,7 @@ from keyhole.recover.attack import Attack, Target
 from keyhole.recover.leaks import Leak, load_leak
 from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.registry import ATTACKS, ELSEWHERE, ON_CPU, readers
+from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
 from keyhole.resume import Journal, digest
 
@@ -163,8 +163,7 @@ def _attack(
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
     names = readers(leak.kind, target.parts.causal, leak.in_no_order)
     if method is None and corpus is not None:
-        wanted = (ON_CPU, ELSEWHERE) if target.parts.device.type == "cpu" else (ELSEWHERE,)
-        method = next((name for name in wanted if name in names), None)
+        method = next((name for name in WITH_CORPUS if name in names), None)
         if method is None:
             raise InputError(
                 f"expected no --corpus for {leak.exposure}: no attack on it learns from one"

@@ -1,10 +1,10 @@
-"""Text from a pooled embedding on a CPU, by what a corpus says of tokens and their order (ours).
+"""Text from a pooled embedding, by what a corpus says of tokens and their order (ours).
 
 The encoder is run once over a corpus that the attacker has. Which tokens a vector speaks of
-(embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then propose
-texts, and a best-first search (embedding/climb.py) runs the encoder on a few thousand of them. It
-reads short texts, of up to about ten tokens; for longer ones a reader is learnt on a GPU
-(embedding_reader.py). Where nobody gives a corpus, it is the one that ships.
+(embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then guide
+a search by sums of single changes (embedding/sum_search.py). Nothing is learnt. On a GPU all
+vectors are searched at once; on a CPU one after the other, with fewer tries for each, which reads
+texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from keyhole.bounds import expect_count
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.embedding.climb import Climb
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED, Counted
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
+from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.resume import digest
+
+_TOGETHER = {"cuda": 256, "cpu": 1}  # vectors
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class CountedReader:
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
-    longest: int = 18
-    search: Climb = field(default_factory=Climb)
+    longest: int = 34
+    search: SumSearch = field(default_factory=SumSearch)
     counted: Counted | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -45,16 +49,18 @@ class CountedReader:
         target.count.begin(range(len(leaks)))
         counted = self.counted or self._count(Encoder(target, leaks[0].exposure, matrix_half()))
         encoder = counted.encoder
-        frame = len(encoder.before + encoder.after)
-        longest = min(self.longest, target.parts.longest - frame)
+        longest, frame = self._longest(encoder), len(encoder.before + encoder.after)
         once = 0 if self.counted else encoder.passes // len(leaks)
-        for number, leak in enumerate(leaks):
-            goal = encoder.directions(cast("Pooled", leak).values.to(encoder.device)).cpu()
-            most = longest if leak.length is None else max(1, min(longest, leak.length - frame))
-            reading = self.search(encoder, goal, counted, most)
-            ids = [*encoder.before, *reading.tokens, *encoder.after]
-            passes, loss = reading.passes, 1 - reading.cosine
-            yield number, Proposal(ids, passes, passes, once, self.note, loss)
+        for some in _groups(leaks, encoder.device.type):
+            goals = torch.stack([cast("Pooled", leaks[number]).values for number in some])
+            goals = encoder.directions(goals.to(encoder.device))
+            lengths = [leaks[number].length or longest + frame for number in some]
+            most = max(1, min(longest, max(lengths) - frame))
+            readings = self.search(encoder, goals, counted, most)
+            for number, reading in zip(some, readings, strict=True):
+                ids = [*encoder.before, *reading.tokens, *encoder.after]
+                passes, loss = reading.passes, 1 - reading.cosine
+                yield number, Proposal(ids, passes, passes, once, self.note, loss)
 
     @property
     def note(self) -> str:
@@ -83,6 +89,16 @@ class CountedReader:
         lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
             "input_ids"
         ]
-        counted = Counted.of(encoder, [ids for ids in lines if ids])
+        counted = Counted.of(encoder, [ids for ids in lines if ids], self._longest(encoder))
         progress(1)
         return counted
+
+    def _longest(self, encoder: Encoder) -> int:
+        frame = len(encoder.before + encoder.after)
+        return min(self.longest, encoder.target.parts.longest - frame)
+
+
+def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:
+    """Which leaks are searched together: hundreds on a GPU, each on its own on a CPU."""
+    size = _TOGETHER[device]
+    return (range(start, min(start + size, len(leaks))) for start in range(0, len(leaks), size))

@@ -1,8 +1,9 @@
-"""What is counted in a corpus rather than learnt: a minute or two on a CPU.
+"""What is counted in a corpus rather than learnt: seconds on a GPU, a minute or two on a CPU.
 
 The encoder is run once over lines of the corpus; a bag (bag.py) and n-grams (ngrams.py) come from
-that, and the lines themselves, the nearest of which are first guesses. For each vector it gives the
-search on a CPU (climb.py) its candidates.
+that, and the lines themselves, the nearest of which are what a search begins with (sum_search.py).
+Where the encoder is quick it is also run on the lines with some tokens replaced by any others, so
+that the bag has seen every token of the vocabulary in some text.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 from torch import Tensor
 
 from keyhole.recover.embedding.bag import Bag
-from keyhole.recover.embedding.candidates import NEVER, Candidates, Tokens
 from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
-_LINES = 50_000  # that the encoder is run on
-_LENGTH = 16  # tokens: longer lines are cut into pieces
+_LINES = {"cuda": 200_000, "cpu": 50_000}  # that the encoder is run on …
+_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that it is run on them with tokens replaced
+_REPLACED = 0.3  # of a line's tokens, at most
 _ENOUGH = 64  # lines, from which on they say how vectors vary
-_TOKENS = 1_000  # that texts are put together from, and those that a guess lacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,44 +39,59 @@ class Counted:
 
     @classmethod
     def of(
-        cls, encoder: Encoder, lines: Sequence[Sequence[int]], ngrams: NGrams | None = None,
-        guess: bool = True, seed: int = 0,
+        cls, encoder: Encoder, lines: Sequence[Sequence[int]], longest: int,
+        ngrams: NGrams | None = None, guess: bool = True, seed: int = 0,
     ) -> Counted:  # fmt: skip
-        """From a corpus of token lists; other n-grams may be given, the first guess left out.
+        """From a corpus of token lists, for texts of up to `longest` tokens.
 
-        The encoder compares vectors in units of how they vary over the corpus, from here on.
+        Other n-grams may be given, the first guess left out. The encoder compares vectors in units
+        of how they vary over the corpus, from here on.
         """
-        pieces = sorted({piece for line in lines for piece in _cut(tuple(line))})
+        device = encoder.device
+        pieces = sorted({piece for line in lines for piece in _cut(tuple(line), longest)})
         order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
-        chosen = [list(pieces[k]) for k in order[:_LINES].tolist()]
-        texts = Texts.of(chosen, _LENGTH, encoder.device)
+        chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
+        texts = Texts.of(chosen, longest, device)
         enough = len(texts) >= _ENOUGH
         vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
+        frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
         if guess:
-            bag = Bag.of(encoder, texts, vectors)
+            seen = _altered(encoder, texts, vectors, frame, seed)
+            bag = Bag.of(encoder, *seen)
         else:
             vectors = vectors[:1].expand(len(texts), -1)
             bag = Bag.blank(encoder, texts, vectors.shape[1])
-        bag = Bag(bag.weights.cpu(), bag.offset.cpu())
-        texts = Texts(texts.ids.cpu(), texts.lengths.cpu())
         ngrams = ngrams or NGrams.of(lines, len(encoder.table))
-        frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}))
-        return cls(encoder, bag, ngrams, texts, vectors.cpu(), frame)
+        return cls(encoder, bag, ngrams.to(device), texts, vectors, frame)
 
-    def nearest(self, goal: Tensor, count: int, longest: int) -> list[list[int]]:
-        """The lines nearest to a vector, of at most so many tokens."""
-        cosines = (self.vectors @ goal).where(self.lines.lengths <= longest, -2.0)
-        best = cosines.topk(min(count, len(self.lines))).indices
-        return [self.lines.tokens(int(row)) for row in best if cosines[row] > -2]
-
-    def candidates(self, goal: Tensor, longest: int) -> Candidates:
-        """The likeliest tokens of the text behind a vector."""
-        odds = self.bag.odds(goal)
-        odds[self.special] = NEVER
-        count = min(_TOKENS, len(odds) - len(self.special))
-        return Candidates(odds, odds.topk(count).indices, self.ngrams, longest)
+    def nearest(self, goals: Tensor, count: int, longest: int) -> tuple[Texts, Tensor]:
+        """The lines nearest to each vector (v, d), of at most so many tokens; and its number."""
+        cosines = (goals @ self.vectors.T).where(self.lines.lengths <= longest, -2.0)
+        best = cosines.topk(min(count, len(self.lines)), dim=1)
+        vector, place = (best.values > -2).nonzero().unbind(1)
+        return self.lines[best.indices[vector, place]].padded(longest), vector
 
 
-def _cut(line: Tokens) -> Iterable[Tokens]:
+def _altered(
+    encoder: Encoder, texts: Texts, vectors: Tensor, special: Tensor, seed: int
+) -> tuple[Texts, Tensor]:
+    """Texts and their vectors, and the same with tokens replaced by any of the vocabulary."""
+    device = encoder.device
+    generator = torch.Generator(device).manual_seed(seed)
+    words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
+    words[special] = False
+    words = words.nonzero().flatten()
+    parts, runs = [texts], [vectors]
+    for _ in range(_ALTERED[device.type]):
+        share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
+        luck = torch.rand(texts.ids.shape, generator=generator, device=device)
+        any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
+        ids = texts.ids.where((luck >= share) | ~texts.mask, words[any_])
+        parts.append(Texts(ids, texts.lengths))
+        runs.append(encoder.vectors(parts[-1], fast=True))
+    return Texts.cat(parts), torch.cat(runs)
+
+
+def _cut(line: tuple[int, ...], length: int) -> Iterable[tuple[int, ...]]:
     """A line in pieces that are short enough."""
-    return (line[start : start + _LENGTH] for start in range(0, len(line), _LENGTH))
+    return (line[start : start + length] for start in range(0, len(line), length))

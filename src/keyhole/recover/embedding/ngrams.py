@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +75,19 @@ class NGrams:
         p.index_put_((first[both], second[both]), self.seen[both], accumulate=True)
         return p.log()
 
-    def log_p(self, texts: Texts) -> Tensor:
-        """log p (b,) of whole texts, their ends included."""
+    def framed(self, texts: Texts) -> Tensor:
+        """Tokens (b, n + 2) with a mark before them, and marks behind."""
         ids = texts.ids.where(texts.mask, self.mark)
         ends = ids.new_full((len(ids), 1), self.mark)
-        terms = self.pairs(torch.cat([ends, ids], 1), torch.cat([ids, ends], 1))
-        inside = torch.arange(terms.shape[1]) <= texts.lengths[:, None]
+        return torch.cat([ends, ids, ends], 1)
+
+    def log_p(self, texts: Texts) -> Tensor:
+        """log p (b,) of whole texts, their ends included."""
+        row = self.framed(texts)
+        terms = self.pairs(row[:, :-1], row[:, 1:])
+        inside = torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
         return terms.where(inside, 0.0).sum(-1)
+
+    def to(self, device: Any) -> NGrams:
+        parts = (self.keys, self.seen, self.left, self.ends)
+        return NGrams(*(part.to(device) for part in parts))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm, scaled_dot_product_attention
 
+from keyhole.recover.embedding.luck import gumbel
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 _SLOTS = 4  # positions that each of the three vectors is spread over
@@ -272,9 +273,3 @@ def _dtype(x: Tensor) -> torch.dtype:
 def _drawn(scores: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
     """A token for each row (b, V): the largest of the scores with Gumbel noise times the heat."""
     return (scores + heat[:, None] * gumbel(scores, generator)).argmax(-1)
-
-
-def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise: the largest of log p + noise is a draw from p, the k largest are k different ones."""
-    noise = torch.rand(scores.shape, generator=generator, device=scores.device)
-    return -(-noise.clamp(1e-9, 1 - 1e-7).log()).log()

@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.recover.embedding import moves
+from keyhole.recover.embedding.islands import best_of_each
 from keyhole.recover.embedding.learn import write_all
-from keyhole.recover.embedding.reader import Reader, gumbel
+from keyhole.recover.embedding.luck import gumbel
+from keyhole.recover.embedding.reader import Reader
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 Said = Callable[[int, int, int], None]  # rounds, arrived, passes
@@ -203,7 +205,7 @@ class Search:
     ) -> None:  # fmt: skip
         """Score texts, each for its island; keep the best that differ, run exactly."""
         cosines = (encoder.vectors(texts, fast=True) * pools.goals[rows]).sum(-1)
-        touched, places = _best_of_each(rows, cosines, self.weighed)
+        touched, places = best_of_each(rows, cosines, self.weighed)
         shape, inside = places.shape, places.clamp(min=0)
         new = texts[inside.flatten()]
         goals = pools.goals[touched]
@@ -230,17 +232,6 @@ class Search:
         pools.likelihoods[touched] = likelihoods.gather(1, order)
         pools.lengths[touched] = lengths.gather(1, order)
         pools.ids[touched] = ids.gather(1, order[..., None].expand_as(ids))
-
-
-def _best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows that occur, and for each the places (r, count) of its largest scores, then -1."""
-    order = scores.argsort(descending=True)
-    order = order[rows[order].argsort(stable=True)]
-    touched, sizes = rows[order].unique_consecutive(return_counts=True)
-    steps = torch.arange(count, device=rows.device)
-    places = (sizes.cumsum(0) - sizes)[:, None] + steps
-    inside = steps < sizes[:, None]
-    return touched, order[places.clamp(max=len(order) - 1)].where(inside, -1)
 
 
 def _repeated(ids: Tensor, lengths: Tensor, scores: Tensor) -> Tensor:

@@ -1,0 +1,205 @@
+"""The best texts so far: every vector has a few islands, each with a pool of its own.
+
+How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
+one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
+log p of the n-grams, and divided by d/2,
+
+    score = −log(1 − cos) + (2/d)·log p
+
+so that far from the vector what is likely counts, and near it the vector alone. An island trusts
+the n-grams more or less than that, so that islands keep different texts.
+
+Texts of the same tokens are changed by turns: each time all of them step back a little. An island
+that gets no better begins again, from the best text of any island with a part of it left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.embedding.ngrams import NGrams
+from keyhole.recover.embedding.scoring import Encoder, Texts
+
+_NONE = -2.0  # the cosine of no text
+_LOWEST = -1e4  # a score below all others
+_FLOOR = 1e-4  # of 1 − cos: half precision tells no more
+_BACK = 0.2  # of a score: texts of the same tokens step back by it
+_BETTER = 0.03  # of a score: less is standing still
+_NOISE = 3e-3  # of a cosine in half precision
+_RUINED = 0.6  # of a text, at most, is left out to begin again
+
+
+@dataclass(eq=False)
+class Islands:
+    """The best k texts of each island, r = v·i rows; those of one vector stand together."""
+
+    encoder: Encoder
+    ngrams: NGrams
+    goals: Tensor  # (v, d)
+    trust: Tensor  # (i,) in the n-grams
+    kept: int
+    longest: int
+    generator: torch.Generator
+    patience: int = 3  # rounds without getting better, after which an island begins again
+    vector: Tensor = field(init=False)  # (r,) which vector an island works for
+    ids: Tensor = field(init=False)  # (r, k, n)
+    lengths: Tensor = field(init=False)  # (r, k)
+    cosines: Tensor = field(init=False)  # (r, k), -2 where there is no text yet
+    likelihoods: Tensor = field(init=False)  # (r, k), log p
+    vectors: Tensor = field(init=False)  # (r, k, d)
+    best: Tensor = field(init=False)  # (v,) the largest cosine, run exactly …
+    best_ids: Tensor = field(init=False)  # … and its text
+    best_lengths: Tensor = field(init=False)
+    passes: Tensor = field(init=False)  # (v,)
+    _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
+    _peaks: Tensor = field(init=False)  # (r,) the best score, and how long ago it was reached
+    _still: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device, (v, d) = self.goals.device, self.goals.shape
+        rows, kept = v * len(self.trust), self.kept
+        self.vector = torch.arange(v, device=device).repeat_interleave(len(self.trust))
+        self.trust = self.trust.repeat(v) * 2 / d
+        self.ids = torch.zeros(rows, kept, self.longest, dtype=torch.long, device=device)
+        self.lengths = torch.ones_like(self.ids[..., 0])
+        self.cosines = torch.full((rows, kept), _NONE, device=device)
+        self.likelihoods = torch.zeros_like(self.cosines)
+        self.vectors = torch.zeros(rows, kept, d, device=device)
+        self.best = torch.full((v,), _NONE, device=device)
+        self.best_ids = torch.zeros(v, self.longest, dtype=torch.long, device=device)
+        self.best_lengths = torch.ones_like(self.best_ids[:, 0])
+        self.passes = torch.zeros_like(self.best_lengths)
+        self._changed = self.ids.new_zeros(rows, 0)
+        self._peaks = torch.full((rows,), _LOWEST, device=device)
+        self._still = torch.zeros_like(self.vector)
+        size = (len(self.encoder.table) + self.longest,)
+        keys = torch.randint(1, 2**40, size, generator=self.generator, device=device)
+        self._tokens, self._places = keys[: -self.longest], keys[-self.longest :]
+
+    @property
+    def count(self) -> int:
+        """Islands of each vector."""
+        return len(self.vector) // len(self.goals)
+
+    def take(self, texts: Texts, rows: Tensor) -> Tensor:
+        """Run texts, each for its island, and keep the best that differ; gives their vectors."""
+        if not len(texts):
+            return self.goals[:0]
+        vectors = self.encoder.vectors(texts, fast=True).float()
+        self.passes += self.vector[rows].bincount(minlength=len(self.goals))
+        cosines = (vectors * self.goals[self.vector[rows]]).sum(-1)
+        likelihoods = self.ngrams.log_p(texts)
+        score = _score(cosines, likelihoods, self.trust[rows])
+        touched, places = best_of_each(rows, score, 2 * self.kept)
+        inside = places.clamp(min=0)
+        ids = torch.cat([self.ids[touched], texts.ids[inside]], 1)
+        lengths = torch.cat([self.lengths[touched], texts.lengths[inside]], 1)
+        new = cosines[inside].where(places >= 0, _NONE)
+        new = torch.cat([self.cosines[touched], new], 1)
+        likely = torch.cat([self.likelihoods[touched], likelihoods[inside]], 1)
+        new = new.where(~self._repeated(ids, lengths, new), _NONE)
+        ranks = _score(new, likely, self.trust[touched][:, None]).where(new > _NONE, _LOWEST)
+        order = ranks.topk(self.kept, dim=1).indices
+        wide = order[..., None]
+        both = torch.cat([self.vectors[touched], vectors[inside]], 1)
+        self.vectors[touched] = both.gather(1, wide.expand(-1, -1, both.shape[-1]))
+        self.ids[touched] = ids.gather(1, wide.expand(-1, -1, ids.shape[-1]))
+        self.lengths[touched] = lengths.gather(1, order)
+        self.cosines[touched] = new.gather(1, order)
+        self.likelihoods[touched] = likely.gather(1, order)
+        self._look_again(texts, rows, cosines)
+        return vectors
+
+    def _look_again(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
+        """Run the nearest new text of each vector exactly, if it may be the nearest of all."""
+        vectors, places = best_of_each(self.vector[rows], cosines, 1)
+        places = places[:, 0]
+        near = cosines[places] > self.best[vectors] - _NOISE
+        vectors, places = vectors[near], places[near]
+        if not len(vectors):
+            return
+        exact = (self.encoder.vectors(texts[places]) * self.goals[vectors]).sum(-1)
+        better = exact > self.best[vectors]
+        vectors, places = vectors[better], places[better]
+        self.best[vectors] = exact[better]
+        self.best_ids[vectors] = texts.ids[places]
+        self.best_lengths[vectors] = texts.lengths[places]
+
+    def parents(self, rows: Tensor) -> tuple[Texts, Tensor, Tensor]:
+        """The text of each island whose turn it is, its vector (r, d), and its turns so far."""
+        held = self._tokens[self.ids[rows]]
+        places = torch.arange(self.longest, device=rows.device)
+        keys = held.where(places < self.lengths[rows][..., None], 0).sum(-1)
+        turns = (keys[:, :, None] == self._changed[rows][:, None]).sum(-1)
+        place = (self._scores(rows) - _BACK * turns).argmax(1)
+        turn = self._changed.new_zeros(len(self._changed), 1)
+        turn[rows, 0] = keys.gather(1, place[:, None])[:, 0]
+        self._changed = torch.cat([self._changed, turn], 1)
+        turns = turns.gather(1, place[:, None])[:, 0]
+        return self._texts(rows, place), self.vectors[rows, place], turns
+
+    def leading(self, rows: Tensor, among: int) -> Texts:
+        """One of the best `among` texts of each island, by chance."""
+        ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
+        luck = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
+        chosen = (luck * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
+        return self._texts(rows, ranks.indices.gather(1, chosen)[:, 0])
+
+    def renew(self, rows: Tensor) -> None:
+        """Islands that stand still begin again, but for the nearest one of each vector."""
+        now = self._scores(rows).max(1).values
+        better = now > self._peaks[rows] + _BETTER
+        self._still[rows] = (self._still[rows] + 1).where(~better, 0)
+        self._peaks[rows] = torch.maximum(now, self._peaks[rows])
+        nearest = self.cosines.max(1).values.view(-1, self.count).argmax(1)
+        nearest = nearest + self.count * torch.arange(len(self.goals), device=rows.device)
+        stuck = rows[self._still[rows] >= self.patience]
+        stuck = stuck[stuck != nearest[self.vector[stuck]]]
+        if not len(stuck):
+            return
+        luck = self._luck(len(stuck), 2)
+        other = self.vector[stuck] * self.count + (luck[:, 0] * self.count).long()
+        other = torch.where(luck[:, 1] < 0.5, nearest[self.vector[stuck]], other)
+        texts = self._texts(other, self.cosines[other].argmax(1))
+        share = _RUINED * self._luck(len(stuck), 1)
+        stays = (self._luck(*texts.ids.shape) > share) & texts.mask
+        stays[:, 0] |= ~stays.any(1)
+        order = (~stays).long().argsort(dim=1, stable=True)
+        self.cosines[stuck], self._peaks[stuck], self._still[stuck] = _NONE, _LOWEST, 0
+        self.take(Texts(texts.ids.gather(1, order), stays.sum(1)).clean(), stuck)
+
+    def _scores(self, rows: Tensor) -> Tensor:
+        cosines = self.cosines[rows]
+        scores = _score(cosines, self.likelihoods[rows], self.trust[rows][:, None])
+        return scores.where(cosines > _NONE, _LOWEST)
+
+    def _texts(self, rows: Tensor, places: Tensor) -> Texts:
+        return Texts(self.ids[rows, places], self.lengths[rows, places])
+
+    def _luck(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.goals.device)
+
+    def _repeated(self, ids: Tensor, lengths: Tensor, cosines: Tensor) -> Tensor:
+        """Which of the texts (r, c, n) of a row stand there already, before them."""
+        keys = (ids * self._places).sum(-1) * 64 + lengths
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        same = (keys[:, :, None] == keys[:, None]) & (cosines[:, None] > _NONE)
+        return (same & (steps[:, None] > steps)).any(-1)
+
+
+def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
+    return trust * likelihoods - (1 - cosines + _FLOOR).clamp(min=_FLOOR).log()
+
+
+def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The rows that occur, and for each the places (r, count) of its largest scores, then -1."""
+    order = scores.argsort(descending=True)
+    order = order[rows[order].argsort(stable=True)]
+    touched, sizes = rows[order].unique_consecutive(return_counts=True)
+    steps = torch.arange(count, device=rows.device)
+    places = (sizes.cumsum(0) - sizes)[:, None] + steps
+    inside = steps < sizes[:, None]
+    return touched, order[places.clamp(max=len(order) - 1)].where(inside, -1)
