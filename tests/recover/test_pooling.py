@@ -42,8 +42,9 @@ def test_every_pooling_is_found_out(way):
 
 
 @pytest.mark.parametrize(
-    "way", ways(MODEL, 20), ids=lambda way: f"{way.pooling} {way.normalised} {way.unit}"
-)
+    "way", [way for way in ways(MODEL, 20) if way.pooling in ("mean", "pooler")],
+    ids=lambda way: f"{way.pooling} {way.normalised} {way.unit}",
+)  # fmt: skip
 def test_the_first_numbers_of_every_pooling_are_found_out(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     assert vectors.shape == (3, 20)
