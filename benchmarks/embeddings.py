@@ -4,11 +4,11 @@ Sentences of SST-2's development set (none that is a line of the corpus) are sea
 vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts` of each length of
 `--tokens` (special ones not counted). Rows: the order of tokens from the same domain (SST-2's
 training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
-alone, which then also give the first guess), and none; with and without the first guess, the bag
-of tokens that a vector speaks of; all from the corpus that ships. `--rows 1,3` takes some. Exact means the very same
-tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
-all vectors are searched together, on a CPU one after the other. The sentences that settings were
-chosen on on a CPU, 22 of 4–9 tokens, come last. `--quick` takes a random-weight model.
+alone, which then also give the first guess), and none; the same domain without the first guess, the
+bag of tokens that a vector speaks of; the corpus that ships. `--rows 1,3` takes some. Exact means
+the very same tokens; a text that gives the vector back within 1e-6 and is another is counted as
+wrong. On a GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a
+random-weight model.
 """
 
 from __future__ import annotations
