@@ -211,12 +211,17 @@ class AmplifiedExam:
     def _explains(
         self, model: Head, error: float, error_v: float, sequences: Tensor, answers: Tensor
     ) -> bool:
-        """Can τ and the proved errors, taken as errors in norm, have caused what is wrong?"""
-        lengths = torch.linalg.vector_norm(sequences, dim=-1)
+        """Can τ and the proved errors have caused what is wrong?
+
+        An entrywise error e of W moves a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most, and scores that move
+        by s move tanh(s/2) of the attention: that much of the spread of the values, 2·max|vᵀx_i|.
+        """
+        sizes = sequences.abs().sum(-1)
         values = (sequences @ model.v).abs().amax(-1)
-        scores = error * lengths.amax(-1) * lengths[:, -1]
+        scores = error * sizes.amax(-1) * sizes[:, -1]
         if sequences.shape[1] == 1:
             scores = torch.zeros_like(scores)
-        allowed = self.tolerance + error_v * lengths.amax(-1) + 2 * values * scores.clamp(max=1)
+        moved = 2 * values * torch.tanh(scores / 2)
+        allowed = self.tolerance + error_v * sizes.amax(-1) + moved
         small = NEARLY * answers.abs().max()
         return bool(((ask(model, sequences) - answers).abs() <= allowed + small).all())
