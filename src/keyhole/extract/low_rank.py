@@ -48,6 +48,7 @@ class LowRank:
             raise InputError(f"expected a rank of 0 or more, got {self.rank}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
+        expect_rank(self.rank, oracle.dim)
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int | None:
@@ -75,6 +76,11 @@ class LowRank:
             if len(cross.rows).bit_count() == 1:
                 yield known()
         yield known()
+
+
+def expect_rank(rank: int | None, dim: int) -> None:
+    if rank is not None and rank > dim:
+        raise InputError(f"expected a rank of at most d = {dim}, the dimension, got {rank}")
 
 
 def unknowns(d: int, r: int) -> int:
