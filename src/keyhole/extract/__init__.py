@@ -16,6 +16,7 @@ from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
+from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.results import Status
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "SingleHead",
     "Status",
     "Tolerant",
+    "TolerantAsPublished",
     "canonical",
     "choose",
     "judge",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
-from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.extraction import Check, Extraction, Statement
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
@@ -44,7 +44,8 @@ class Step:
     proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
     questions: how many answers speak against it, of how many. `numbers` is how many an answer
     holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
-    found out besides the weights; it joins the reason of a judged result.
+    found out besides the weights; it joins the reason of a judged result. `stated` is what the
+    method's theorem says in advance.
     """
 
     model: Planted
@@ -56,6 +57,7 @@ class Step:
     remark: str = ""
     assumed: str = ""
     confirm: Callable[[Oracle], tuple[int, int]] | None = None
+    stated: Statement | None = None
 
 
 class Method(Protocol):
@@ -225,6 +227,7 @@ def settle(
         trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
         guarantee=last.guarantee if last else None,
         guarantee_v=last.guarantee_v if last else None,
+        stated=last.stated if last else None,
     )
 
 

@@ -5,9 +5,9 @@ Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), af
 
     W = argmin ‖Z‖_*   subject to   δ_kᵀ Z x_k = logit((f([x_k+δ_k ; x_k]) − vᵀx_k) / vᵀδ_k).
 
-Published as it stands: δ_k and x_k are independent standard Gaussian vectors, none is turned, chosen
-or drawn again (Theorem A.2 is about such pairs alone), and every pair is one measurement. Kept as the
-baseline for low_rank.py, which needs fewer queries and no program.
+Published as it stands: δ_k and x_k are independent standard Gaussian vectors, none is turned,
+chosen or drawn again (Theorem A.2 is about such pairs alone), and every pair is one measurement.
+Kept as the baseline for low_rank.py, which needs fewer queries and no program.
 
 One departure, in the numerics: a pair is sent as (sδ_k, sx_k), and the form divided by s², since a
 form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. A pair whose
