@@ -14,6 +14,7 @@ from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
@@ -33,6 +34,7 @@ __all__ = [
     "OrthogonalHeads",
     "ReluNetwork",
     "SignOnly",
+    "SignOnlyAsPublished",
     "SingleHead",
     "Status",
     "Tolerant",

@@ -21,6 +21,7 @@ from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
@@ -99,6 +100,7 @@ METHODS: Registry[Method, Line] = Registry(
         Line("signs", Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
         Line("labels", Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
     )),
+    Entry("sign-only-as-published", SignOnlyAsPublished),
     Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
