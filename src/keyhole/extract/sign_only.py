@@ -59,7 +59,7 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.percent import percent
 from keyhole.results import Status, Unsuccessful
 
-# Of the error allowed to a form, for what an inexact v does to it: an average pays for each bit.
+# Of the error allowed to W, for what an inexact v does to it: an average pays for each bit.
 _SHARE = {"bisect": 0.15, "average": 0.5}
 _SCOUTS = 8
 _LOOK = 3  # levels of bisection between two looks at the state
@@ -130,10 +130,9 @@ class SignOnly:
         return Ratios(oracle, stream)
 
     def _needed(self, d: int, largest: float) -> float:
-        """How well v must be known for W's sake; `_Forms.shift` read backwards."""
-        form = self.accuracy / d
-        shift = 2 * math.sqrt(d) * (1 + math.e) * max(largest, form)
-        return min(self.accuracy, _SHARE[self.values] * form / shift)
+        """How well v must be known for W's sake; `_Forms.carried` read backwards, for z ≤ 1."""
+        gain = 2 * d * (1 + math.e) * max(largest, self.accuracy / d)
+        return min(self.accuracy, _SHARE[self.values] * self.accuracy / gain)
 
     def _step(self, direction: Direction, forms: _Forms) -> Step:
         W, error = forms.solve()
@@ -189,19 +188,21 @@ class _Forms:
             raise Unsuccessful(
                 Status.SATURATED, "no input is small enough to leave the attention undecided"
             )
-        while self.largest <= 1 and self.largest > smallest:
-            self.largest /= 4
+        while self.largest > smallest:
+            # A scale that was found too small by 4 may be too large by 2, no more.
+            step = 4 if self.largest <= 1 else 2
+            self.largest /= step
             if bool((self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any()):
-                self.largest *= 4
+                self.largest *= step
                 return
 
     def bisect(self, accuracy: float) -> Iterator[int]:
         """Halve all brackets until W is known to `accuracy`, one batch a level."""
-        allowed = accuracy / float(self._P.abs().sum(0).max() * self._X.abs().sum(0).max())
+        spread = float(self._P.abs().sum(0).max() * self._X.abs().sum(0).max())
         prior = self.largest / 3.5  # Student's scale, if the forms are Gaussian
 
         def narrow() -> Tensor:
-            rest = (allowed - self.shift(self._high)).clamp(min=allowed / 2)
+            rest = torch.tensor(max(accuracy - self.carried(), accuracy / 2) / spread)
             rounding = 16 * EPSILON * self._high.abs().nan_to_num(posinf=0.0)
             return 2 * torch.maximum(rest, rounding)
 
@@ -215,22 +216,42 @@ class _Forms:
 
     def shift(self, forms: Tensor) -> Tensor:
         """How far an error of v (and rounding) may have moved a threshold at `forms`."""
-        v = self._direction.v
-        weakest = float(torch.minimum((self._P @ v).min(), (self._X @ v).abs().min()))
-        relative = 2 * (self._direction.error + 8 * EPSILON * len(v)) / weakest
+        relative = 2 * self._relative
         if relative >= 1:
             return torch.full_like(forms, math.inf)
         # logit(σ(t)·ρ) − t, for ρ off 1 by `relative` or more after it
         return -math.log1p(-relative) * (1 + torch.exp(forms / self.largest)) * self.largest
+
+    @property
+    def _relative(self) -> float:
+        """The largest relative error of any vᵀp or vᵀx; all of them are ±1/√d, about."""
+        v = self._direction.v
+        weakest = float(torch.minimum((self._P @ v).min(), (self._X @ v).abs().min()))
+        return (self._direction.error + 8 * EPSILON * len(v)) / weakest
+
+    def carried(self) -> float:
+        """How far an error of v may have moved any entry of W.
+
+        A form moves by g_ij·(a_i + b_j) at most: a and b are the relative errors of vᵀp_i and
+        vᵀx_j, ‖a‖ and ‖b‖ at most `_relative`, since P and X are orthonormal; g is the slope of
+        the logit. Entries of W = PᵀFX move by no more than the norm of that matrix.
+        """
+        relative, d = self._relative, len(self._P)
+        if relative >= 0.5:
+            return math.inf
+        end = torch.where(self._high.isfinite(), self._high, self.largest)
+        slopes = (1 + torch.exp((end + self.shift(end)) / self.largest)) * self.largest
+        squares = slopes.square().view(d, d)
+        norm = math.sqrt(2 * float(squares.sum(0).max() + squares.sum(1).max()))
+        return norm * relative / (1 - relative)
 
     def solve(self) -> tuple[Tensor, float]:
         """W from the middles of the brackets, and a bound on the error of its entries."""
         d = len(self._P)
         known = torch.isfinite(self.width)
         middle = torch.where(known, centre(self._low, self._high), 0.0)
-        error = self.width / 2 + self.shift(self._high)
-        bound = self._P.abs().mT @ error.view(d, d) @ self._X.abs()
-        return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max())
+        bound = self._P.abs().mT @ (self.width / 2).view(d, d) @ self._X.abs()
+        return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max()) + self.carried()
 
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """`_above`, kept in the brackets with room for what a better v may say."""
