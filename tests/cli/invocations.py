@@ -57,6 +57,8 @@ BASES: dict[str, dict[str, str]] = {
         "model": _CLASSIFIER, "data": f"{WORLD}/dev.tsv", "out": "o", "method": "plain",
         "epochs": "1", "longest": "60",
     },
+    "canonical": {"file": f"{WORLD}/target.safetensors"},
+    "same": {"first": f"{WORLD}/target.safetensors", "second": f"{WORLD}/target.safetensors"},
     "report": {"findings": f"{WORLD}/audit-good.json"},
     "plant": {"path": "p.safetensors", "dim": "4"},
     "serve": {"target": f"{WORLD}/target.safetensors"},
