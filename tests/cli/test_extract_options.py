@@ -184,7 +184,7 @@ def test_canonical_and_same(here, tmp_path):
     assert loose.returncode == 0
     oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "one.safetensors")
     done = here("same", "a.safetensors", "one.safetensors")
-    assert "2 heads against 1 in canonical form" in done.stdout
+    assert "2 against 1 heads in canonical form" in done.stdout
     oracle.save(oracle.plant("attention", dim=4), tmp_path / "layer.safetensors")
     done = here("same", "a.safetensors", "layer.safetensors")
     assert done.returncode == 2

@@ -1,4 +1,7 @@
-"""Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
+"""Weights from black-box answers: one module per theorem. Each method is called on an oracle.
+
+docs/mathematics.md has all of it in one notation.
+"""
 
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.extraction import Check, Extraction

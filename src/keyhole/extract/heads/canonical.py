@@ -64,7 +64,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
         return f"d = {a.dim} against d = {b.dim}"
     (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
     if len(W) != len(W2):
-        return f"{len(W)} heads against {len(W2)} in canonical form"
+        return f"{len(W)} against {len(W2)} heads in canonical form"
     # Canonical heads differ in W, so each has at most one partner.
     partner = _distances(W, W2).argmin(1)
     if len(partner.unique()) < len(W):
