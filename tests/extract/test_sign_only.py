@@ -101,7 +101,7 @@ def test_averaging_costs_more_and_keeps_its_promise(seed):
     assert max(errors(bisect, head)) <= bisect.guarantee <= 0.8
 
 
-@pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="about ten minutes")
+@pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="about half an hour")
 @pytest.mark.parametrize("seed", range(8))
 def test_averaging_reaches_a_fine_accuracy(seed):
     head = oracle.plant(dim=3, seed=seed)

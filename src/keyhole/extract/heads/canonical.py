@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.bounds import expect_number
 from keyhole.oracle.planted import MultiHead
 
 
@@ -60,6 +60,7 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
 
 def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     """In what two sets of heads differ as functions; empty if they are the same."""
+    expect_number("a tolerance", tolerance, least=0)
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
     (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
@@ -78,8 +79,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
 
 def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
     """Heads with equal W, and for each group whether anything of it is visible."""
-    if not tolerance >= 0:
-        raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+    expect_number("a tolerance", tolerance, least=0)
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
     groups: list[list[int]] = []
