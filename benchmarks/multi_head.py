@@ -26,12 +26,18 @@ def run(quick: bool) -> list[Row]:
     small, large = (12, 16) if quick else (32, 64)
     heads = 2 if quick else 8
     return [
+        *(row for d in (4, 8, 16)[: 1 if quick else 3] for row in few(d, seeds)),
         *counts(small, 2 if quick else 4, small // 4, seeds, 1e-10, 2.0, full=True),
         *counts(large, heads, None, seeds, 1e-9, 1.6, full=True),
         *counts(large, heads, large // 8, seeds, 1e-9, 1.6, full=False),
         *related(range(9 if quick else 50)),
         *overhead(quick),
     ]
+
+
+def few(d: int, seeds: range) -> list[Row]:
+    """In few dimensions, finding the heads costs more than reading them."""
+    return counts(d, 2, None, seeds, 1e-9, 8.0, full=True)
 
 
 def counts(

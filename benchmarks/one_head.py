@@ -93,7 +93,7 @@ def against_the_convex_program(d: int, r: int, seeds: range) -> list[Row]:
     methods = {
         "LowRank": extract.LowRank(rank=r),
         "NuclearNorm, 3rd measurements": extract.NuclearNorm(rank=r, oversampling=3),
-        "NuclearNorm, 5rd measurements": extract.NuclearNorm(rank=r, oversampling=5),
+        "NuclearNorm, 6rd measurements": extract.NuclearNorm(rank=r, oversampling=6),
     }
     rows: list[Row] = []
     for name, method in methods.items():

@@ -30,7 +30,7 @@ from keyhole.results import Finding
 DOCS = Path(__file__).parent
 ORDER = (
     "audit", "extract", "invert", "invert problem", "invert text", "capture", "disrupt", "harden",
-    "report", "plant", "serve",
+    "canonical", "same", "report", "plant", "serve",
 )  # fmt: skip
 
 

@@ -57,6 +57,8 @@ BASES: dict[str, dict[str, str]] = {
         "model": _CLASSIFIER, "data": f"{WORLD}/dev.tsv", "out": "o", "method": "plain",
         "epochs": "1", "longest": "60",
     },
+    "canonical": {"file": f"{WORLD}/target.safetensors"},
+    "same": {"first": f"{WORLD}/target.safetensors", "second": f"{WORLD}/target.safetensors"},
     "report": {"findings": f"{WORLD}/audit-good.json"},
     "plant": {"path": "p.safetensors", "dim": "4"},
     "serve": {"target": f"{WORLD}/target.safetensors"},
@@ -347,6 +349,18 @@ def from_meanings() -> Iterator[Case]:
                              "nuclear-norm": {"rank": "0"}, "fitted": {"answer_error": "-1"},
                              "single-head": {"rank": "1"}}.items():  # fmt: skip
             yield _with(title, method=method, **more)
+        published = {"bound": "1", "margin": "0.3"}
+        for more in ({"bound": "0"}, {"margin": "nan"}, {"accuracy": "2"}, {"answer_error": "1"}):
+            given = {"answer_error": "1e-3", **published, **more}
+            yield _with(title, method="tolerant-as-published", **given)
+        for more in ({"bound": "inf"}, {"margin": "2"}, {"accuracy": "0"}):
+            yield _with(title, method="sign-only-as-published", **{**published, **more})
+        for more in ({"accuracy": "1e-20"}, {"values": "guess"}):
+            yield _with(title, method="sign-only", **more)
+        yield _with(title, method="nuclear-norm", rank="99")
+        yield _with(title, method="nuclear-norm", rank="1", oversampling="0")
+        yield _with(title, method="multi-head", heads="0")
+        yield _with(title, method="tolerant", answer_error="0.1", repeats="0")
         yield _with(title, method="tolerant", answer_error="0.1", max_norm="0")
         yield _with(title, method="tolerant", answer_error="0.1", max_norm="nan")
         yield _with(title, method="tolerant", answer_error="inf")

@@ -50,7 +50,7 @@ def test_extract_with_each_method(target, tmp_path, here):
     given = here("extract", target, "--method", "low-rank", "--rank", 2, "--json")
     assert json.loads(given.stdout)["queries"] == 36
     convex = here("extract", target, "--method", "nuclear-norm", "--rank", 2, "--json")
-    assert json.loads(convex.stdout)["queries"] == 8 + 5 * 2 * 8
+    assert json.loads(convex.stdout)["queries"] == 8 + 6 * 2 * 8
 
 
 METHODS = {

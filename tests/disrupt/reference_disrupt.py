@@ -1,4 +1,4 @@
-"""Naive witnesses for Part IV: loops over single units, explicit masks. Never imports keyhole."""
+"""Naive witnesses for docs/disrupt.md: single units, explicit masks. Never imports keyhole."""
 
 from __future__ import annotations
 

@@ -95,12 +95,46 @@ def test_a_rank_that_no_such_matrix_has_is_refused_before_anything_is_asked(meth
 def test_nuclear_norm_needs_more_and_gives_less():
     target = oracle.plant(dim=8, rank=1, seed=1)
     enough = extract.NuclearNorm(rank=1)(target)
-    assert enough.queries == 8 + 5 * 8
+    assert enough.queries == 8 + 6 * 8
     assert enough.status is Status.RECOVERED
     assert worst(enough.model, target) <= 1e-5
     scarce = extract.NuclearNorm(rank=1, oversampling=1.5)(target)
     assert scarce.status is Status.MISMATCH
     assert extract.LowRank(rank=1)(target).queries < enough.queries
+
+
+def test_nuclear_norm_measures_with_independent_gaussian_pairs():
+    """Every pair that is sent is one of the seed's own draws, in order, up to its scale."""
+    target = oracle.plant(dim=6, rank=1, seed=1)
+    pairs = []
+
+    def keep(sequences):
+        if sequences.shape[1] == 2:
+            pairs.append(sequences)
+        return target(sequences)
+
+    keep.dim = 6
+    method = extract.NuclearNorm(rank=1, oversampling=40, seed=3)
+    deltas, xs = method._draw(6, 240)
+    list(method.steps(keep))
+    sent = torch.cat(pairs)
+    d, x = sent[:, 0] - sent[:, 1], sent[:, 1]
+    drawn = torch.cat([deltas, xs], 1)
+    rows = torch.cat([d, x], 1)
+    cosine = torch.nn.functional.cosine_similarity(rows[:, None], drawn[None], dim=-1)
+    assert float(cosine.amax(1).min()) > 1 - 1e-12
+    assert len(cosine.argmax(1).unique()) == 240
+    # Standard Gaussian, whatever v is: signs of vᵀδ are even, and nothing was left out near 0.
+    along = deltas @ target.v / target.v.norm()
+    assert abs(float(along.sign().mean())) < 4 / math.sqrt(240)
+    assert abs(float((along.abs() < 0.1).double().mean()) - 0.0797) < 4 * 0.0175
+    assert float(torch.cat([deltas, xs]).var()) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("method", [extract.LowRank, extract.NuclearNorm])
+def test_a_rank_beyond_the_dimension_is_refused(method):
+    with pytest.raises(InputError, match="expected a rank of at most d = 4, the dimension, got 5"):
+        method(rank=5)(oracle.plant(dim=4))
 
 
 @pytest.mark.parametrize("arguments", [{"rank": 0}, {"rank": 1, "oversampling": 0.0}])
@@ -119,4 +153,4 @@ def test_expected_queries():
     assert extract.LowRank(rank=3).expected(10) == unknowns(10, 3)
     assert extract.LowRank().expected(10) is None
     assert extract.SingleHead().expected(10) == 110
-    assert extract.NuclearNorm(rank=2).expected(10) == 10 + math.ceil(5 * 2 * 10)
+    assert extract.NuclearNorm(rank=2).expected(10) == 10 + math.ceil(6 * 2 * 10)

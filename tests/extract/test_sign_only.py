@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -87,17 +88,33 @@ def test_structure_does_no_harm(kind):
     assert max(errors(found, head)) <= found.guarantee <= 1e-5
 
 
-def test_averaging_costs_more_and_brings_less():
-    head = oracle.plant(dim=4, seed=1)
+@pytest.mark.parametrize("seed", range(4))
+def test_averaging_costs_more_and_keeps_its_promise(seed):
+    head = oracle.plant(dim=3, seed=seed)
     signs = oracle.SignOnly(head)
-    average = extract.SignOnly(accuracy=0.05, values="average")(signs)
-    bisect = extract.SignOnly(accuracy=0.05)(signs)
-    assert average.queries > 50 * bisect.queries
-    assert errors(average, head)[1] <= average.guarantee_v == 0.05
-    assert errors(average, head)[0] <= average.guarantee
+    average = extract.SignOnly(accuracy=0.8, values="average", seed=seed)(signs)
+    bisect = extract.SignOnly(accuracy=0.8, seed=seed)(signs)
+    assert average.queries > 1000 * bisect.queries
+    assert errors(average, head)[0] <= average.guarantee <= 0.8
+    assert errors(average, head)[1] <= average.guarantee_v <= 0.8
     assert average.status in (Status.INEXACT, Status.UNVERIFIED)
-    assert max(errors(bisect, head)) <= bisect.guarantee <= 0.05
-    assert bisect.status is Status.INEXACT  # what was asked for is not much
+    assert max(errors(bisect, head)) <= bisect.guarantee <= 0.8
+
+
+@pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="about half an hour")
+@pytest.mark.parametrize("seed", range(8))
+def test_averaging_reaches_a_fine_accuracy(seed):
+    head = oracle.plant(dim=3, seed=seed)
+    average = extract.SignOnly(accuracy=0.03, values="average", seed=seed)(oracle.SignOnly(head))
+    assert max(errors(average, head)) <= average.guarantee <= 0.03
+
+
+def test_averaging_says_when_it_would_take_for_ever():
+    signs = oracle.SignOnly(oracle.plant(dim=5, seed=0))
+    found = extract.SignOnly(accuracy=1e-4, values="average")(signs)
+    assert found.status is Status.NOT_APPLICABLE
+    assert "bisect" in found.reason
+    assert found.queries == 0
 
 
 def test_the_threshold_is_where_the_sign_flips():
@@ -181,11 +198,13 @@ LIARS = {
 @pytest.mark.parametrize("values", ["bisect", "average"])
 def test_every_other_oracle_ends_in_a_status(name, values):
     function, statuses = LIARS[name]
-    accuracy = 1e-4 if values == "bisect" else 0.2
-    found = extract.SignOnly(accuracy=accuracy, values=values)(Fake(5, function))
-    if values == "average":
+    accuracy = 1e-4 if values == "bisect" else 0.9
+    target = Fake(5, function)
+    if values == "average":  # it would pay dearly for what is no head at all
+        target = oracle.Counted(target, 10**6)
         # So rough a model can hardly be told from another; it is never called recovered.
-        statuses = statuses | {Status.INEXACT, Status.UNVERIFIED}
+        statuses = statuses | {Status.INEXACT, Status.UNVERIFIED, Status.BUDGET}
+    found = extract.SignOnly(accuracy=accuracy, values=values)(target)
     assert found.status in statuses
     found.to_dict()
 
@@ -198,7 +217,6 @@ def test_every_other_oracle_ends_in_a_status(name, values):
         ("accuracy", 1.0, r"expected an accuracy from 1e-12 to 1, got 1\.0"),
         ("accuracy", 1e-15, "expected an accuracy from 1e-12 to 1, got 1e-15"),
         ("values", "guess", "expected values 'bisect' or 'average', got 'guess'"),
-        ("values", "average", "expected an accuracy of .* with values='average', .*: use 'bisect'"),
     ],
 )
 def test_bad_arguments_are_refused(name, value, message):

@@ -71,6 +71,24 @@ def test_errors_stay_within_the_guarantee(seed, dim, tau, max_norm, scale, repea
         assert v <= found.guarantee_v
 
 
+def test_errors_that_tau_explains_contradict_nothing():
+    """Large W, short tokens, errors of ±τ throughout: W is vague, but nothing is refuted."""
+    head = oracle.plant(dim=3, seed=152, scale=30.0)
+    found = extract.Tolerant(tolerance=0.03, max_norm=1.0, seed=152)(extreme(head, 0.03, 152))
+    assert found.status is Status.INEXACT
+    assert errors(found, head)[0] <= found.guarantee
+    assert errors(found, head)[1] <= found.guarantee_v
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_no_empty_batch_is_sent_where_few_forms_are_all(dim):
+    asked = []
+    head = oracle.plant(dim=dim, seed=0)
+    target = Fake(dim, lambda sequences: (asked.append(len(sequences)), head(sequences))[1])
+    assert extract.Tolerant(tolerance=1e-3, max_norm=10.0)(target).status is Status.INEXACT
+    assert min(asked) > 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_long_tokens_undo_the_tolerance(seed):
     head = oracle.plant(dim=8, seed=seed)

@@ -146,3 +146,52 @@ def test_a_truncated_file_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=r"expected a \.safetensors file"):
         oracle.load(path)
+
+
+def test_what_is_done_to_answers_is_stored_with_the_target(tmp_path):
+    target = oracle.plant(dim=5, seed=3)
+    change = oracle.Degradation(max_norm=1.5, noise=0.1, decimals=2, seed=4)
+    oracle.save(target, tmp_path / "t.safetensors", change)
+    again = oracle.load(tmp_path / "t.safetensors")
+    by_hand = oracle.Rounded(oracle.Noisy(oracle.Clipped(target, 1.5), 0.1, seed=4), 2)
+    assert torch.equal(again(X), by_hand(X))
+    assert again.identity == by_hand.identity
+    assert oracle.load_plain(tmp_path / "t.safetensors")[1] == change
+    oracle.save(target, tmp_path / "s.safetensors", oracle.Degradation(sign_only=True))
+    assert torch.equal(oracle.load(tmp_path / "s.safetensors")(X), (target(X) > 0).double())
+    assert not oracle.Degradation(seed=3)
+    assert str(change) == (
+        "tokens of norm 1.5 at most, answers within ±0.1, answers rounded to 2 decimals"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"decimals": "two"}, "expected decimals as a number, got 'two' in"),
+        ({"decimals": "99"}, "expected decimals of at most 15, got 99 in"),
+        ({"noise": "nan"}, "expected a noise of 0 or more, got nan in"),
+        ({"max_norm": "0"}, "expected a norm above 0, got 0.0 in"),
+    ],
+)
+def test_a_file_that_degrades_wrongly_is_refused(flags, message, tmp_path):
+    tensors = oracle.plant(dim=3).tensors()
+    path = tmp_path / "t.safetensors"
+    save_file(tensors, path, metadata={"keyhole": "1", "kind": "head", **flags})
+    with pytest.raises(InputError, match=message):
+        oracle.load(path)
+
+
+def test_orthogonal_heads_live_in_their_subspaces():
+    target, bases = oracle.plant_orthogonal(7, 3, seed=2)
+    assert [basis.shape[1] for basis in bases] == [3, 2, 2]
+    every = torch.cat(bases, 1)
+    assert torch.allclose(every.mT @ every, torch.eye(7, dtype=torch.float64), atol=1e-14)
+    for W, v, basis in zip(target.W, target.v, bases, strict=True):
+        inside = basis @ basis.mT
+        assert torch.allclose(inside @ W @ inside, W, atol=1e-14)
+        assert torch.allclose(inside @ v, v, atol=1e-14)
+    same = oracle.plant("orthogonal-heads", dim=7, heads=3, seed=2)
+    assert torch.equal(same(torch.ones(1, 2, 7).double()), target(torch.ones(1, 2, 7).double()))
+    with pytest.raises(InputError, match="expected at most one head a dimension, 2, got 3 heads"):
+        oracle.plant_orthogonal(2, 3)

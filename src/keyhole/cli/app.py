@@ -36,6 +36,8 @@ COMMANDS = {
     "capture": "Write down what a model leaks about a text, to try an attack on.",
     "disrupt": "Flip predictions by cutting a small share of attention, the text left alone.",
     "harden": "Train a model against the attack on attention, and measure whether it helped.",
+    "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
+    "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
     "report": "Make the page again from the findings.",
     "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
     "serve": "Put a planted target behind a real inference server (MLServer).",
@@ -144,6 +146,19 @@ CorpusFile = Annotated[
         "reader is learnt from them in minutes, on a CPU tokens and their order are counted, "
         "which reads short texts.",
     ),
+]
+SignOnly = Annotated[
+    bool, typer.Option("--sign-only", help="Answer with 1 where the score is positive, else 0.")
+]
+Decimals = Annotated[
+    int | None, typer.Option(help="Round answers to so many digits after the point.")
+]
+Noise = Annotated[
+    float | None,
+    typer.Option(help="Let answers be off by up to this, the same each time for a question."),
+]
+ClippedAt = Annotated[
+    float | None, typer.Option("--max-norm", help="Shorten longer tokens to this norm.")
 ]
 Processes = Annotated[
     int, typer.Option(help="Work in this many processes; 0 is this one, as a GPU wants.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,24 +30,50 @@ from keyhole.results import dump, exit_code
 _UNIT = "queries, the judge's included"
 
 
+def _for(option: str, about: str, **more: Any) -> Any:
+    """An option that some methods have; its help names them, and others refuse it."""
+    takers = ", ".join(entry.name for entry in METHODS.values() if option in entry.options)
+    return typer.Option(help=f"{about} ({takers}).", **more)
+
+
 @app.command(
     epilog="\b\nExample:\n"
     "  keyhole plant target.safetensors --dim 32 --rank 4\n"
-    "  keyhole extract target.safetensors --method low-rank --ledger run.db --json",
+    "  keyhole extract target.safetensors --method low-rank --ledger run.db --json\n"
+    "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
+    "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10",
 )
 def extract(
     target: Target,
     method: Annotated[
         str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
     ] = "auto",
-    rank: Annotated[
-        int | None, typer.Option(help="Rank of W, if known (low-rank, nuclear-norm).")
+    rank: Annotated[int | None, _for("rank", "Rank of W, if known")] = None,
+    heads: Annotated[int | None, _for("heads", "The number of heads, if known")] = None,
+    bases: Annotated[
+        Path | None,
+        _for("bases", "A .safetensors file with a basis of each head's subspace", metavar="FILE"),
     ] = None,
     answer_error: Annotated[
-        float | None, typer.Option(help="How far an answer may be off (tolerant, fitted).")
+        float | None, _for("answer_error", "How far an answer may be off")
     ] = None,
     max_norm: Annotated[
-        float | None, typer.Option(help="Norm of the longest token the target takes (tolerant).")
+        float | None, _for("max_norm", "Norm of the longest token the target takes")
+    ] = None,
+    bound: Annotated[float | None, _for("bound", "An upper bound on the norm of W")] = None,
+    margin: Annotated[
+        float | None,
+        _for("margin", "The least non-zero entry of v (for signs: of a v of length 1)"),
+    ] = None,
+    repeats: Annotated[
+        int | None, _for("repeats", "Measure everything so many times, with other probes")
+    ] = None,
+    accuracy: Annotated[float | None, _for("accuracy", "How exact the result must be")] = None,
+    values: Annotated[
+        str | None, _for("values", "How v is read: bisect, or average as in the paper")
+    ] = None,
+    oversampling: Annotated[
+        float | None, _for("oversampling", "Questions for each unknown, about")
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
@@ -65,7 +91,9 @@ def extract(
     with interruptible(lambda: _kept(ledger)), bars("extract", _UNIT, each=False) as track:
         result = run(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
-            budget=budget, ledger=ledger, seed=seed, track=track,
+            accuracy=accuracy, values=values, bound=bound, margin=margin, repeats=repeats,
+            bases=bases, oversampling=oversampling, heads=heads, budget=budget, ledger=ledger,
+            seed=seed, track=track,
         )  # fmt: skip
         if out is not None:
             result.save(out)

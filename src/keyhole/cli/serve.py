@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.app import Json, app
+from keyhole.cli.app import ClippedAt, Decimals, Json, Noise, Seed, SignOnly, app
 from keyhole.cli.console import show
 from keyhole.errors import MissingExtra
+from keyhole.oracle.degraded import Degradation
 from keyhole.results import dump
 
 
@@ -18,6 +19,7 @@ from keyhole.results import dump
     epilog="\b\nExample:\n"
     "  keyhole plant target.safetensors\n"
     "  keyhole serve target.safetensors --port 8080 --name head\n"
+    "  keyhole serve target.safetensors --port 8081 --name rounded --decimals 3\n"
     "  keyhole extract http://127.0.0.1:8080/v2/models/head",
 )
 def serve(
@@ -27,9 +29,15 @@ def serve(
     name: Annotated[str, typer.Option(help="The model's name on the server.")] = "target",
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
+    sign_only: SignOnly = False,
+    decimals: Decimals = None,
+    noise: Noise = None,
+    max_norm: ClippedAt = None,
+    seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Put a planted target behind a real inference server (MLServer)."""
+    degradation = Degradation(max_norm, noise, decimals, sign_only, seed)
     try:
         from keyhole.oracle.server import serve as run
     except ModuleNotFoundError as missing:
@@ -42,7 +50,8 @@ def serve(
         if as_json:
             typer.echo(dump({"url": url}))
         else:
-            show(f"serving {target} at {url} (Ctrl-C ends it)")
+            done = f", {degradation}," if degradation else ""
+            show(f"serving {target}{done} at {url} (Ctrl-C ends it)")
         sys.stdout.flush()
 
-    run(target, name=name, host=host, port=port, begun=begun)
+    run(target, name=name, host=host, port=port, degradation=degradation, begun=begun)

@@ -1,4 +1,4 @@
-"""Flip a prediction by cutting a little attention: Part IV. One module per idea."""
+"""Flip a prediction by cutting a little attention (docs/disrupt.md). One module per idea."""
 
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Control, Disruption, Outcome

@@ -1,4 +1,7 @@
-"""Weights from black-box answers: one module per theorem. Each method is called on an oracle."""
+"""Weights from black-box answers: one module per theorem. Each method is called on an oracle.
+
+docs/mathematics.md has all of it in one notation.
+"""
 
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.extraction import Check, Extraction
@@ -14,8 +17,10 @@ from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
+from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.results import Status
 
 __all__ = [
@@ -32,9 +37,11 @@ __all__ = [
     "OrthogonalHeads",
     "ReluNetwork",
     "SignOnly",
+    "SignOnlyAsPublished",
     "SingleHead",
     "Status",
     "Tolerant",
+    "TolerantAsPublished",
     "canonical",
     "choose",
     "judge",

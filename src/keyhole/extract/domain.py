@@ -39,6 +39,12 @@ _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be
 
 CHANGED = "had other answers: the target changes, or answers at random"
 Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
+Explained = Callable[[Tensor, Tensor], bool]  # questions and answers: by the model's proved errors
+
+
+def never(sequences: Tensor, answers: Tensor) -> bool:  # noqa: ARG001
+    """Nothing is proved of the model's errors, so they excuse nothing."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class Explorer:
     error: float  # of the model, relative, at tokens of ordinary size
     stream: torch.Generator
     longest: float = math.inf  # of tokens, where the target is known to take no longer ones
+    explained: Explained = never
 
     def ask(self, length: int, factor: float, repeats: bool = False) -> tuple[Reply, Domain]:
         """One kind of question: tokens of norm about `factor` and about `factor·√d`.
@@ -128,7 +135,9 @@ class Explorer:
             given = ask(self.model, sequences)
         except OracleError:
             return Reply.DIFFERS, domain
-        same = given.shape == answers.shape and self.agrees(given, answers, error)
+        same = given.shape == answers.shape and (
+            self.agrees(given, answers, error) or self.explained(sequences, answers)
+        )
         return (Reply.AGREES if same else Reply.DIFFERS), Domain.of([sequences], [answers])
 
 
@@ -141,6 +150,7 @@ def explore(
     error: float,
     *,
     longest: float = math.inf,
+    explained: Explained = never,
 ) -> tuple[Domain, bool]:
     """The domain in which the model agrees, grown from `known`; does the target differ beyond it?
 
@@ -148,7 +158,7 @@ def explore(
     alone.
     """
     stream = torch.Generator().manual_seed(seed ^ _STREAM)
-    explorer = Explorer(oracle, model, agrees, error, stream, longest)
+    explorer = Explorer(oracle, model, agrees, error, stream, longest, explained)
     several = known.lengths[1] > 1
     domain, differs = known, False
     if several:
@@ -239,9 +249,11 @@ class Scope:
 
 def scope(
     witness: Witness, model: Oracle, seed: int, known: Domain, agrees: Agrees, error: float,
-    longest: float,
+    longest: float, explained: Explained = never,
 ) -> Scope:  # fmt: skip
     """Try a model that passed further out, and the target's early answers once more."""
     changed = witness.contradicted(agrees, error)
-    domain, differs = explore(witness.inner, model, seed, known, agrees, error, longest=longest)
+    domain, differs = explore(
+        witness.inner, model, seed, known, agrees, error, longest=longest, explained=explained
+    )
     return Scope(domain, differs, changed, len(witness.kept))

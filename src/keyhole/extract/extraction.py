@@ -15,6 +15,7 @@ from keyhole.results.finding import points
 from keyhole.results.json import environment
 from keyhole.results.result import Result
 from keyhole.results.status import Status
+from keyhole.results.typed import typed
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,28 @@ class Check:
     remembered: int = 0
 
 
+@dataclass(frozen=True)
+class Statement:
+    """What a theorem states before anything is asked: how exact, by how many queries, if what.
+
+    `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖; `guarantee` of an extraction is about single entries,
+    and follows from the answers. `needs` is what the theorem would ask for to state more.
+    """
+
+    theorem: str
+    accuracy: float
+    queries: int
+    provided: str
+    needs: str = ""
+
+    def __str__(self) -> str:
+        needs = f"; {self.needs}" if self.needs else ""
+        return (
+            f"{self.theorem} states: W and v within {self.accuracy:.1e} in norm, with at most "
+            f"{self.queries:,} queries, if {self.provided}{needs}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Extraction(Result):
     """What an extraction brought: a model to call like the oracle, and what it cost.
@@ -40,7 +63,8 @@ class Extraction(Result):
     error) along the way.
     `domain` is where the model was tried and agrees: lengths of sequences, norms of tokens.
     `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
-    one under the method's assumptions; None means that nothing is promised.
+    one under the method's assumptions; None means that nothing is promised. `stated` is what the
+    theorem says in advance, of methods that follow one to the letter.
     """
 
     status: Status
@@ -57,6 +81,7 @@ class Extraction(Result):
     trace: tuple[tuple[int, float], ...] = ()
     guarantee: float | None = None
     guarantee_v: float | None = None
+    stated: Statement | None = None
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "extraction"
@@ -69,8 +94,10 @@ class Extraction(Result):
     def summary(self) -> str:
         floor = "" if self.floor is None else f" (unknowns: {self.floor:,})"
         free = f", {self.remembered:,} of them remembered" if self.remembered else ""
+        stated = "" if self.stated is None else f"{self.stated}\n"
         return (
             f"{self.status}: {self.reason}\n"
+            f"{stated}"
             f"{self.queries:,} queries{free}{floor}, {self.seconds:.2f} s\n"
             f"{self.advice}"
         )
@@ -96,6 +123,7 @@ class Extraction(Result):
             check=None if data["check"] is None else Check(**data["check"]),
             domain=None if data["domain"] is None else _domain(data["domain"]),
             trace=points(data["trace"]),
+            stated=typed(Statement | None, data.get("stated"), "stated"),
             model=model,
             **{name: data[name] for name in _PLAIN},
         )

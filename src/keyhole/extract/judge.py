@@ -20,9 +20,10 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
-from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.extraction import Check, Extraction, Statement
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
+from keyhole.oracle.ledger import remembered
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
 from keyhole.percent import percent
@@ -44,7 +45,8 @@ class Step:
     proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
     questions: how many answers speak against it, of how many. `numbers` is how many an answer
     holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
-    found out besides the weights; it joins the reason of a judged result.
+    found out besides the weights; it joins the reason of a judged result. `stated` is what the
+    method's theorem says in advance.
     """
 
     model: Planted
@@ -56,6 +58,7 @@ class Step:
     remark: str = ""
     assumed: str = ""
     confirm: Callable[[Oracle], tuple[int, int]] | None = None
+    stated: Statement | None = None
 
 
 class Method(Protocol):
@@ -86,6 +89,10 @@ class Examination(Protocol):
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Are a model's answers the target's, but for a relative error?"""
+        ...
+
+    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
+        """Can what is proved of a model's errors have caused all that it is off here?"""
         ...
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]: ...
@@ -137,6 +144,9 @@ class Exam:
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         return bool((given - answers).abs().max() <= allowed * answers.abs().max())
+
+    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:  # noqa: ARG002
+        return False
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002
         return verdict(check, accepted, self.excused)
@@ -198,7 +208,7 @@ def settle(
             limit = method.tolerance if accepted is None else accepted
             status, reason = exam.verdict(checks[-1], last, limit)
             if status in (Status.RECOVERED, Status.INEXACT):
-                where = _scope(method, witness, exam, last.model, checks[-1], limit)
+                where = _scope(method, witness, exam, last, checks[-1], limit)
                 domain = where.domain
                 status, reason = where.applied(status, reason)
                 if where.differs:
@@ -225,17 +235,21 @@ def settle(
         trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
         guarantee=last.guarantee if last else None,
         guarantee_v=last.guarantee_v if last else None,
+        stated=last.stated if last else None,
     )
 
 
 def _scope(
-    method: Method, witness: Witness, exam: Examination, model: Oracle, check: Check,
+    method: Method, witness: Witness, exam: Examination, step: Step, check: Check,
     accepted: float,
 ) -> Scope:  # fmt: skip
     """Try a model that passed further out, and the target's early answers once more."""
     error = max(accepted, 4 * check.worst)
     longest = float(getattr(method, "max_norm", None) or math.inf)
-    return scope(witness, model, method.seed, exam.domain, exam.agrees, error, longest)
+    return scope(
+        witness, step.model, method.seed, exam.domain, exam.agrees, error, longest,
+        lambda sequences, answers: exam.explained(step, sequences, answers),
+    )  # fmt: skip
 
 
 def _unproved(step: Step, why: str = "") -> Step:
@@ -302,12 +316,3 @@ def _explained(status: Status, reason: str, last: Step | None) -> str:
         reason += f"; W is within {last.guarantee:.1e} and v within {last.guarantee_v:.1e}, proved"
         reason += f" if {last.assumed}" if last.assumed else ""
     return reason
-
-
-def remembered(oracle: Oracle) -> int:
-    """Questions that a ledger somewhere in the stack of wrappers has answered for free."""
-    total, layer = 0, oracle
-    while layer is not None:
-        total += int(getattr(layer, "remembered", 0))
-        layer = getattr(layer, "inner", None)
-    return total

@@ -1,4 +1,4 @@
-"""Many heads, exactly, with about H(d² + d) queries, or H(2rd − r² + d) if their rank is r.
+"""Many heads, exactly: H(d² + d) queries, or H(2rd − r² + d) for rank r, and about H(2d + 130).
 
 The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
 Fix the asking token x and put `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and

@@ -5,8 +5,13 @@ Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), af
 
     W = argmin ‖Z‖_*   subject to   δ_kᵀ Z x_k = logit((f([x_k+δ_k ; x_k]) − vᵀx_k) / vᵀδ_k).
 
-Kept as the baseline for low_rank.py, which needs fewer queries and no program. Departures: pairs
-are normalised (the logit's scale is adapted anyway), and pairs with |vᵀδ| tiny are drawn again.
+Published as it stands: δ_k and x_k are independent standard Gaussian vectors, none is turned,
+chosen or drawn again (Theorem A.2 is about such pairs alone), and every pair is one measurement.
+Kept as the baseline for low_rank.py, which needs fewer queries and no program.
+
+One departure, in the numerics: a pair is sent as (sδ_k, sx_k), and the form divided by s², since a
+form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. A pair whose
+vᵀδ is small keeps fewer digits; almost surely none is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ class NuclearNorm:
     """Low-rank extraction as in the paper: `oversampling · rank · d` random measurements."""
 
     rank: int
-    oversampling: float = 5.0
+    oversampling: float = 6.0
     seed: int = 0
     tolerance: float = 1e-6
     solver: str = "CLARABEL"
@@ -48,6 +53,7 @@ class NuclearNorm:
             raise InputError(f"expected a positive oversampling, got {self.oversampling}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
+        expect_rank(self.rank, oracle.dim)
         _cvxpy()  # before anything is paid for
         expect_rank(self.rank, oracle.dim)
         return settle(self, oracle)
@@ -64,29 +70,24 @@ class NuclearNorm:
         floor = unknowns(d, self.rank)
         v = read_values(oracle)
         yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, floor=floor)
-        deltas, xs = self._draw(v, self._measurements(d))
+        deltas, xs = self._draw(d, self._measurements(d))
         y = BilinearForms(oracle, v).pairs(deltas, xs)
         yield Step(Head(self._program(deltas, xs, y), v), known=floor, floor=floor)
 
-    def _draw(self, v: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
+        """`m` independent pairs of standard Gaussian vectors."""
         stream = torch.Generator().manual_seed(self.seed)
-
-        def unit(count: int) -> Tensor:
-            raw = torch.randn(count, len(v), generator=stream, dtype=torch.float64)
-            return raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
-
-        deltas = unit(2 * m)
-        # The better half by |vᵀδ|, with the sign that makes it positive: both leave W's forms as
-        # random as they were and keep the logit's denominator away from zero.
-        signal = deltas @ v
-        best = signal.abs().argsort(descending=True)[:m]
-        return deltas[best] * signal[best].sign().unsqueeze(1), unit(m)
+        deltas, xs = torch.randn(2, m, d, generator=stream, dtype=torch.float64)
+        return deltas, xs
 
     def _program(self, deltas: Tensor, xs: Tensor, y: Tensor) -> Tensor:
         cp = _cvxpy()
         d = deltas.shape[1]
+        # The same equations, each divided by ‖δ‖‖x‖: solvers stop on absolute residuals.
+        lengths = [torch.linalg.vector_norm(t, dim=1, keepdim=True) for t in (deltas, xs)]
+        deltas, xs, y = deltas / lengths[0], xs / lengths[1], y / (lengths[0] * lengths[1])[:, 0]
         rows = torch.einsum("ki,kj->kij", deltas, xs).reshape(len(y), d * d)
-        scale = float(y.abs().max()) or 1.0  # solvers stop on absolute residuals
+        scale = float(y.abs().max()) or 1.0
         Z = cp.Variable((d, d))
         fits = rows.numpy() @ cp.vec(Z, order="C") == (y / scale).numpy()
         problem = cp.Problem(cp.Minimize(cp.normNuc(Z)), [fits])

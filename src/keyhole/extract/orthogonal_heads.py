@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogona
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
 from keyhole.extract.judge import Step, settle
+from keyhole.files import read_tensors
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.results import Status, Unsuccessful
@@ -278,6 +280,17 @@ def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
     if not (parts and finite):
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
     return MultiHead([W for W, _ in parts], [v for _, v in parts])
+
+
+def load_bases(path: str | Path) -> list[Tensor]:
+    """The tensors of a .safetensors file, one d×k matrix with orthonormal columns for each head."""
+    _, tensors = read_tensors(path, "a .safetensors file of bases")
+    bases = [tensors[name] for name in sorted(tensors)]
+    try:
+        _check_bases(bases)
+    except InputError as error:
+        raise InputError(f"{error} in {path}") from error
+    return bases
 
 
 def _check_bases(bases: Sequence[Tensor]) -> None:

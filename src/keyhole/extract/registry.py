@@ -21,8 +21,10 @@ from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
+from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.oracle import Clipped, Oracle, Rounded
 from keyhole.oracle import SignOnly as Thresholded
 from keyhole.registry import Entry, Registry
@@ -56,9 +58,21 @@ _LABEL = "Count queries per client: a label is one bit, and the attack needs the
 _VECTOR = "Return a score or a label; a vector tells as many numbers as it has."
 
 
-def tolerant(answer_error: float, max_norm: float | None = None, seed: int = 0) -> Tolerant:
+def tolerant(
+    answer_error: float, max_norm: float | None = None, bound: float | None = None,
+    margin: float | None = None, repeats: int = 1, seed: int = 0,
+) -> Tolerant:  # fmt: skip
     """`answer_error` is how far an answer may be off, `max_norm` the longest token allowed."""
-    return Tolerant(answer_error, max_norm=max_norm, seed=seed)
+    return Tolerant(
+        answer_error, bound=bound, margin=margin, max_norm=max_norm, repeats=repeats, seed=seed
+    )
+
+
+def tolerant_as_published(
+    answer_error: float, bound: float, margin: float, accuracy: float | None = None, seed: int = 0
+) -> TolerantAsPublished:
+    """The theorem's own τ is about one `accuracy`, if that is given."""
+    return TolerantAsPublished(answer_error, bound, margin, accuracy, seed)
 
 
 _full = partial(Line, reads=Kind.HEAD, remedy=_COARSER)
@@ -81,10 +95,12 @@ METHODS: Registry[Method, Line] = Registry(
             settings={"answer_error": 5e-4, "max_norm": 10.0},
         ),
     ), Tolerant),
+    Entry("tolerant-as-published", tolerant_as_published, method=TolerantAsPublished),
     Entry("sign-only", SignOnly, (
         Line("signs", Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
         Line("labels", Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
     )),
+    Entry("sign-only-as-published", SignOnlyAsPublished),
     Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),

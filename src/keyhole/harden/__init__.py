@@ -1,4 +1,4 @@
-"""Training against attacks on attention, Part V: one module per defence. Needs the extra `models`.
+"""Training against attacks on attention (docs/disrupt.md), one module per defence; extra `models`.
 
 A defence is a frozen dataclass of hyperparameters; `train` trains with it, and so does any loop
 that differentiates its `losses`.

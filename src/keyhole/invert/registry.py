@@ -47,7 +47,7 @@ class Line:
 
 _OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
 _MAPS = "Do not return attention maps beside outputs: together they are linear equations."
-_ROUNDED = "Rounding costs the attacker digits, no more: keep the outputs of layers inside."
+_ROUNDED = "Rounding hides the input of a badly conditioned layer only: keep the outputs inside."
 _BRIEF = {"starts": 16, "seconds": 60.0}
 
 

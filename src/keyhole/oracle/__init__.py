@@ -1,13 +1,14 @@
 """What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
 
 from keyhole.oracle.counted import Counted
-from keyhole.oracle.degraded import Clipped, Failing, Noisy, Rounded, SignOnly
+from keyhole.oracle.degraded import Clipped, Degradation, Failing, Noisy, Rounded, SignOnly
 from keyhole.oracle.http import Limits
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
-from keyhole.oracle.storage import KINDS, Planted, load, plant, save
+from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
+from keyhole.oracle.subspaces import plant_orthogonal
 
 __all__ = [
     "KINDS",
@@ -15,6 +16,7 @@ __all__ = [
     "BudgetExhausted",
     "Clipped",
     "Counted",
+    "Degradation",
     "Failing",
     "Head",
     "Ledger",
@@ -32,6 +34,8 @@ __all__ = [
     "ask",
     "identity_of",
     "load",
+    "load_plain",
     "plant",
+    "plant_orthogonal",
     "save",
 ]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
 
@@ -116,3 +119,68 @@ class Failing(_Degraded):
             raise OracleError("expected an answer, got none: the endpoint is down")
         self.after -= len(sequences)
         return ask(self.inner, sequences)
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """What a server does to questions and answers, as a file or a command line says it.
+
+    Tokens are clipped to `max_norm`; answers are off by up to `noise` (the same for the same
+    question and `seed`), then rounded to `decimals`, then told by their sign alone.
+    """
+
+    max_norm: float | None = None
+    noise: float | None = None
+    decimals: int | None = None
+    sign_only: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expect_number("a norm", self.max_norm, above=0)
+        expect_number("a noise", self.noise, least=0)
+        expect_count("decimals", self.decimals, 0, 15)
+        expect_seed(self.seed)
+
+    def __bool__(self) -> bool:
+        return self != Degradation(seed=self.seed)
+
+    def __str__(self) -> str:
+        parts = (
+            f"tokens of norm {self.max_norm:g} at most" if self.max_norm is not None else "",
+            f"answers within ±{self.noise:g}" if self.noise is not None else "",
+            f"answers rounded to {self.decimals} decimals" if self.decimals is not None else "",
+            "signs only" if self.sign_only else "",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def applied(self, oracle: Oracle) -> Oracle:
+        if self.max_norm is not None:
+            oracle = Clipped(oracle, self.max_norm)
+        if self.noise is not None:
+            oracle = Noisy(oracle, self.noise, self.seed)
+        if self.decimals is not None:
+            oracle = Rounded(oracle, self.decimals)
+        return SignOnly(oracle) if self.sign_only else oracle
+
+    def flags(self) -> dict[str, str]:
+        """What a target's file says of it; `of` reads it."""
+        if not self:
+            return {}
+        return {name: repr(value) for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, flags: Mapping[str, str]) -> Degradation:
+        """From a target's file, which may be anybody's."""
+
+        def number(name: str, kind: type[float] | type[int]) -> float | int | None:
+            try:
+                return None if name not in flags else kind(flags[name])
+            except ValueError as error:
+                raise InputError(f"expected {name} as a number, got {flags[name]!r}") from error
+
+        decimals, seed = number("decimals", int), number("seed", int)
+        return cls(
+            number("max_norm", float), number("noise", float),
+            None if decimals is None else int(decimals),
+            flags.get("sign_only") == "True", int(seed or 0),
+        )  # fmt: skip

@@ -21,6 +21,7 @@ from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
 from keyhole.errors import InputError, KeyholeError
+from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.protocol import check_sequences
 from keyhole.oracle.storage import load
 
@@ -34,7 +35,7 @@ class TargetRuntime(MLModel):
         parameters = self.settings.parameters
         if parameters is None or parameters.uri is None:
             raise InputError("expected the path of a target in the model's settings, got none")
-        self._target = load(parameters.uri)
+        self._target = Degradation.of(parameters.extra or {}).applied(load(parameters.uri))
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -53,9 +54,13 @@ def serve(
     name: str,
     host: str = "127.0.0.1",
     port: int = 8080,
+    degradation: Degradation | None = None,
     begun: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong."""
+    """Serve the target in `path` until interrupted; `begun` is called when nothing is wrong.
+
+    `degradation` is done to its answers, on top of what the file says.
+    """
     target = load(path)
     if not _NAME.fullmatch(name):
         raise InputError(f"expected a name of letters, digits, '.', '_' and '-', got {name}")
@@ -71,7 +76,9 @@ def serve(
     model = ModelSettings(
         name=name,
         implementation=TargetRuntime,
-        parameters=ModelParameters(uri=str(Path(path).resolve())),
+        parameters=ModelParameters(
+            uri=str(Path(path).resolve()), extra=(degradation or Degradation()).flags()
+        ),
         inputs=[
             MetadataTensor(name="sequences", datatype=Datatype.FP64, shape=[-1, -1, target.dim])
         ],

@@ -12,11 +12,15 @@ from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors
 from keyhole.memory import expect_room
+from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
+from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.subspaces import plant_orthogonal
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
-KINDS = ("head", "multi-head", "one-layer", "relu", "attention")
+KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
+_STORED = KINDS[:-1]  # heads in orthogonal subspaces are stored as heads like any other
 
 
 def plant(
@@ -32,7 +36,10 @@ def plant(
     causal: bool = False,
     seed: int = 0,
 ) -> Planted:
-    """A random target of known weights; every `W` has spectral norm about `2 · scale`."""
+    """A random target of known weights; every `W` has spectral norm about `2 · scale`.
+
+    `plant_orthogonal` (subspaces.py) gives the bases of orthogonal heads as well.
+    """
     if kind not in KINDS:
         raise InputError(f"expected a kind among {', '.join(KINDS)}, got {kind}")
     for name, size in {"dim": dim, "heads": heads, "width": width}.items():
@@ -42,6 +49,10 @@ def plant(
     expect_number("scale", scale, least=0)
     expect_seed(seed)
     expect_room(16 * _numbers(kind, dim, heads, width, outputs or dim), f"{kind} of d = {dim:,}")
+    if kind == "orthogonal-heads":
+        if rank is not None:
+            raise InputError("expected no rank for orthogonal-heads, whose subspaces set it")
+        return plant_orthogonal(dim, heads, scale=scale, seed=seed)[0]
     stream = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -73,7 +84,7 @@ def _numbers(kind: str, dim: int, heads: int, width: int, outputs: int) -> int:
     match kind:
         case "head":
             return dim * dim + dim
-        case "multi-head":
+        case "multi-head" | "orthogonal-heads":
             return heads * (dim * dim + dim)
         case "one-layer":
             return heads * (dim * dim + width * dim) + width
@@ -83,9 +94,15 @@ def _numbers(kind: str, dim: int, heads: int, width: int, outputs: int) -> int:
             return heads * (dim * dim + dim * outputs)
 
 
-def save(target: Planted | Linked, path: str | Path) -> None:
-    """Write a target; `load` gives back one that answers the same bit for bit."""
-    write_tensors(path, target.tensors(), metadata_of(target))
+def save(
+    target: Planted | Linked, path: str | Path, degradation: Degradation | None = None
+) -> None:
+    """Write a target; `load` gives back one that answers the same bit for bit.
+
+    With a `degradation`, one that answers as a server would that does this to its answers.
+    """
+    flags = {} if degradation is None else degradation.flags()
+    write_tensors(path, target.tensors(), {**metadata_of(target), **flags})
 
 
 def metadata_of(target: Planted | Linked) -> dict[str, str]:
@@ -93,10 +110,16 @@ def metadata_of(target: Planted | Linked) -> dict[str, str]:
     return {"keyhole": "1", "kind": target.kind, **target.flags()}
 
 
-def load(path: str | Path) -> Planted | Linked:
-    """Read a target that `save` (or `keyhole plant`) wrote."""
+def load(path: str | Path) -> Oracle:
+    """Read a target that `save` (or `keyhole plant`) wrote, with what is done to its answers."""
+    target, degradation = load_plain(path)
+    return degradation.applied(target)
+
+
+def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
+    """The target of `load` as it is, and what is done to its answers."""
     metadata, tensors = read_tensors(path)
-    if metadata.get("keyhole") != "1" or metadata.get("kind") not in KINDS:
+    if metadata.get("keyhole") != "1" or metadata.get("kind") not in _STORED:
         raise InputError(
             f"expected a target written by `keyhole plant`, got {path} with "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
@@ -104,7 +127,10 @@ def load(path: str | Path) -> Planted | Linked:
     target = from_tensors(metadata, tensors, path)
     if target.dim < 1:
         raise InputError(f"expected tokens of one dimension or more in {path}, got none")
-    return target
+    try:
+        return target, Degradation.of(metadata)
+    except InputError as error:
+        raise InputError(f"{error} in {path}") from error
 
 
 def _each(tensor: Tensor) -> list[Tensor]:

@@ -57,7 +57,9 @@ def describe(name: str, surfaces: dict[str, Oracle]) -> str:
     if not surfaces:
         return name
     oracle = surfaces[""]
-    kind = getattr(oracle, "kind", None)
+    layer, kind = oracle, None
+    while kind is None and layer is not None:  # behind degraded answers
+        layer, kind = getattr(layer, "inner", None), getattr(layer, "kind", None)
     if kind:
         return f"planted {kind}, d = {oracle.dim} ({name})"
     return f"{urlsplit(name).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({name})"

@@ -12,7 +12,7 @@ import reference
 from keyhole import oracle
 from keyhole.errors import InputError
 from keyhole.extract import canonical, same_function
-from keyhole.extract.heads.canonical import remarks
+from keyhole.extract.heads.canonical import difference, remarks
 
 
 def heads(dim: int, count: int, seed: int) -> oracle.MultiHead:
@@ -109,3 +109,47 @@ def test_other_dimensions_and_other_numbers_of_heads_differ():
 def test_a_tolerance_must_be_one():
     with pytest.raises(InputError, match="expected a tolerance"):
         canonical(heads(2, 1, 0), tolerance=-1.0)
+
+
+def test_two_tokens_do_not_tell_opposite_heads_apart_and_three_do():
+    """Why the proof needs copies of a token: σ(z) + σ(−z) = 1."""
+    W, u = heads(3, 1, 4).W[0], heads(3, 1, 5).v[0]
+    opposite = oracle.MultiHead([W, -W], [u, u])
+    uniform = oracle.MultiHead([torch.zeros_like(W)], [2 * u])
+    stream = torch.Generator().manual_seed(0)
+    for length, equal in ((1, True), (2, True), (3, False)):
+        X = torch.randn(20, length, 3, generator=stream, dtype=torch.float64)
+        assert torch.allclose(opposite(X), uniform(X), atol=1e-12) == equal
+    assert not same_function(opposite, uniform)
+
+
+def test_copies_of_a_token_show_the_values_of_every_head():
+    """The proof as a computation: 1/(k + t_h) is inverted, and v_hᵀδ comes out."""
+    model = heads(4, 3, 6)
+    stream = torch.Generator().manual_seed(1)
+    x, delta = torch.randn(2, 4, generator=stream, dtype=torch.float64)
+    W, v = torch.stack(list(model.W)), torch.stack(list(model.v))
+    t = torch.exp(-(delta @ W @ x))
+    base = float(model(x.view(1, 1, 4)))
+    counts = torch.arange(1, 4, dtype=torch.float64)
+    rows = [torch.cat([(x + delta).expand(int(k), 4), x[None]])[None] for k in counts]
+    answers = torch.stack([model(row)[0] - base for row in rows]) / counts
+    cauchy = 1 / (counts[:, None] + t)
+    assert torch.allclose(torch.linalg.solve(cauchy, answers), v @ delta, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda W, v: (W[:1], v[:1]), "1 against 2 heads in canonical form"),
+        (lambda W, v: (W, [v[0], 2 * v[1]]), "v differs by"),
+        (lambda W, v: ([W[0], W[1] + 1], v), "W differs by"),
+        (lambda W, v: ([W[0], W[0] + 1e-6], v), "heads of one have no partner in the other"),
+    ],
+)
+def test_a_difference_is_named(change, said):
+    model = heads(3, 2, 7)
+    W, v = change(list(model.W), list(model.v))
+    assert difference(oracle.MultiHead(W, v), model).startswith(said)
+    assert difference(model, heads(4, 2, 7)) == "d = 3 against d = 4"
+    assert difference(model, disguised(model, 1)) == ""

@@ -2,7 +2,16 @@
 
 Proposition 7.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): heads with equal W
 act as one with the summed v, and a head with v = 0 is invisible. Merged and without invisible
-heads, two sets of heads are the same function exactly when they agree up to order.
+heads, two sets of heads are the same function exactly when they agree up to order (ours; the paper
+asks whether this can be decided). Proof: let heads with different W_h add up to the function 0.
+Ask `[x+δ, k times ; x]` for k = 0 … H. The attention to the copies is `k/(k + e^−z_h)`,
+z_h = δᵀW_hx, so
+
+    Σ_h v_hᵀδ · k / (k + e^−z_h) = 0   for k = 1 … H.
+
+For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is Cauchy's and
+has an inverse, and v_hᵀδ = 0; so v_h = 0. Two canonical forms of one function, one less the other,
+are such heads once equal W are merged: nothing may be left. docs/papers.md says what it answers.
 """
 
 from __future__ import annotations
@@ -10,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.bounds import expect_number
 from keyhole.oracle.planted import MultiHead
 
 
@@ -46,27 +55,31 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
 
     `tolerance` is relative to the largest entries of W and v.
     """
+    return not difference(a, b, tolerance)
+
+
+def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
+    """In what two sets of heads differ as functions; empty if they are the same."""
+    expect_number("a tolerance", tolerance, least=0)
     if a.dim != b.dim:
-        return False
+        return f"d = {a.dim} against d = {b.dim}"
     (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
     if len(W) != len(W2):
-        return False
-    limit_W, limit_v = (
-        tolerance * float(max(t.abs().max(), u.abs().max())) for t, u in ((W, W2), (v, v2))
-    )
+        return f"{len(W)} against {len(W2)} heads in canonical form"
     # Canonical heads differ in W, so each has at most one partner.
     partner = _distances(W, W2).argmin(1)
-    return (
-        len(partner.unique()) == len(W)
-        and float((W - W2[partner]).abs().max()) <= limit_W
-        and float((v - v2[partner]).abs().max()) <= limit_v
-    )
+    if len(partner.unique()) < len(W):
+        return "heads of one have no partner in the other"
+    for name, one, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
+        apart, largest = (one - other).abs().max(), max(one.abs().max(), other.abs().max())
+        if float(apart) > tolerance * float(largest):
+            return f"{name} differs by {float(apart / largest):.1e} of its largest entry"
+    return ""
 
 
 def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
     """Heads with equal W, and for each group whether anything of it is visible."""
-    if not tolerance >= 0:
-        raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+    expect_number("a tolerance", tolerance, least=0)
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
     groups: list[list[int]] = []

@@ -1,8 +1,8 @@
 """The direction of v from the signs of single tokens: learning a halfspace (Appendix B).
 
-Two ways, for sign_only.py: the average of *Provably Learning Attention with Queries* (arXiv
-2601.16873), whose error falls with the root of the number of queries, and bisection, which gains
-a bit of one coordinate with every query.
+Two ways, for sign_only.py and sign_only_as_published.py: the average of *Provably Learning
+Attention with Queries* (arXiv 2601.16873), whose error falls with the root of the number of
+queries, and bisection, which gains a bit of one coordinate with every query.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from keyhole.results import Status, Unsuccessful
 EPSILON = torch.finfo(torch.float64).eps
 _LEVELS = 200  # of bisection: an oracle may be anything
 CHANCE = 0.01  # that an average of signs is further off than promised
+_MOST_SAMPLES = 10**10  # hours, even of a target in memory
+_SAMPLES_AT_ONCE = 1 << 14
 
 
 class Direction(Protocol):
@@ -50,36 +52,72 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
     return answers == 1
 
 
-def samples(d: int, accuracy: float) -> int:
-    return math.ceil(math.pi * d * math.log(2 * d / CHANCE) / accuracy**2)
+def mean_length(d: int) -> float:
+    """`E|x_1|` for x uniform on the sphere: then `E[sign(vᵀx)·x]` is that times v/‖v‖."""
+    return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
+
+
+def samples_for_entries(d: int, error: float, chance: float) -> int:
+    """Queries after which no entry of the average is further off than `error` (Hoeffding)."""
+    return math.ceil(2 * math.log(2 * d / chance) / (mean_length(d) * error) ** 2)
+
+
+def samples_for_length(d: int, error: float, chance: float) -> int:
+    """The same for the length of the error (Pinelis: vectors of length 1, any dimension)."""
+    angle = 2 * math.asin(min(1.0, error / 2))
+    return math.ceil(2 * math.log(2 / chance) / (mean_length(d) * math.sin(angle)) ** 2)
 
 
 class Average:
     """The paper's estimate of v: `E[sign(vᵀx)·x]` points along v for x uniform on the sphere.
 
-    By Hoeffding each coordinate is within `error`, except with probability 1%.
+    `error` bounds the length of its error, except with probability 1%.
     """
 
-    def __init__(self, oracle: Oracle, accuracy: float, stream: torch.Generator) -> None:
-        d = oracle.dim
-        left = count = samples(d, accuracy)
-        total = torch.zeros(d, dtype=torch.float64)
-        while left:
-            rows = min(left, batch_rows(1, d))
-            x = torch.randn(rows, d, generator=stream, dtype=torch.float64)
+    def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
+        self._oracle, self._stream = oracle, stream
+        self._total = torch.zeros(oracle.dim, dtype=torch.float64)
+        self._count = 0
+        self._sharpened = 0
+        self.error = math.inf
+
+    @property
+    def average(self) -> Tensor:
+        """The mean over its expected length: v to the same error in every entry."""
+        return self._total / (self._count * mean_length(len(self._total)))
+
+    @property
+    def v(self) -> Tensor:
+        return self._total / torch.linalg.vector_norm(self._total)
+
+    def sample(self, count: int) -> None:
+        """Go on until the average is one of `count` signs."""
+        d = len(self._total)
+        if count > _MOST_SAMPLES:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
+            )
+        while self._count < count:
+            rows = min(count - self._count, _SAMPLES_AT_ONCE)
+            x = torch.randn(rows, d, generator=self._stream, dtype=torch.float64)
             x /= torch.linalg.vector_norm(x, dim=1, keepdim=True)
-            total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
-            left -= rows
-        norm = float(torch.linalg.vector_norm(total)) / count
-        if norm * math.sqrt(d) < 0.4:  # it is about √(2/π) = 0.8 for a halfspace
+            self._total += (signs(self._oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
+            self._count += rows
+        if float(torch.linalg.vector_norm(self.average)) < 0.5:  # it is about 1 for a halfspace
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
             )
-        self.v = total / (norm * count)
-        self.error = accuracy
 
     def sharpen(self, error: float) -> None:
-        """What it has is all it gets: each further bit would cost four times as much."""
+        """Each further bit costs four times as much as all before."""
+        if error >= self.error:
+            return
+        self._sharpened += 1
+        # Each bound may fail with half the chance of the one before: together 1% at most.
+        chance = CHANCE / 2**self._sharpened
+        self.sample(samples_for_length(len(self._total), error, chance))
+        self.error = error
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """No label decides alone, so none is worth asking again but the direction's own."""

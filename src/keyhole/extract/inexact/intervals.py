@@ -190,6 +190,8 @@ class Forms:
             self._ask(rows, self._short(sizes[rows]))
 
     def _ask(self, indices: Tensor, xi: Tensor) -> None:
+        if not len(indices):  # in few dimensions the scouts have asked for everything
+            return
         rows = batch_rows(2, self.X.shape[1])
         for part, short in zip(indices.split(rows), xi.split(rows), strict=True):
             i, j = part // len(self.X), part % len(self.X)

@@ -87,6 +87,9 @@ class SignExam:
         clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
 
+    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:  # noqa: ARG002
+        return False
+
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         # Scores of the longer tokens may be off by guarantee · d, and answers, which are small
         # differences of values, by several times that: then a coarse match is all to expect.
@@ -197,26 +200,30 @@ class AmplifiedExam:
             return verdict(check, accepted)
         if step.guarantee is None or step.guarantee_v is None:
             return verdict(check, accepted)
-        model, error, error_v = step.model, step.guarantee, step.guarantee_v
+        model, error = step.model, step.guarantee
         longest = min(self.limit, math.sqrt(model.dim))
         if error >= max(float(model.W.abs().max()) / 2, 1 / longest**2):
             return Status.NOT_IDENTIFIABLE, (
                 f"±{self.tolerance:g} hides W: nothing narrower than ±{error:.1e} can be proved"
             )
-        explained = all(
-            self._explains(model, error, error_v, paper[0], paper[1]) for paper in self.papers
-        )
+        explained = all(self.explained(step, paper[0], paper[1]) for paper in self.papers)
         return verdict(check, accepted, math.inf if explained else NEARLY)
 
-    def _explains(
-        self, model: Head, error: float, error_v: float, sequences: Tensor, answers: Tensor
-    ) -> bool:
-        """Can τ and the proved errors, taken as errors in norm, have caused what is wrong?"""
-        lengths = torch.linalg.vector_norm(sequences, dim=-1)
+    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
+        """Can τ and the proved errors have caused what is wrong?
+
+        An entrywise error e of W moves a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most, and scores that move
+        by s move tanh(s/2) of the attention: that much of the spread of the values, 2·max|vᵀx_i|.
+        """
+        model, error, error_v = step.model, step.guarantee, step.guarantee_v
+        if not isinstance(model, Head) or error is None or error_v is None:
+            return False
+        sizes = sequences.abs().sum(-1)
         values = (sequences @ model.v).abs().amax(-1)
-        scores = error * lengths.amax(-1) * lengths[:, -1]
+        scores = error * sizes.amax(-1) * sizes[:, -1]
         if sequences.shape[1] == 1:
             scores = torch.zeros_like(scores)
-        allowed = self.tolerance + error_v * lengths.amax(-1) + 2 * values * scores.clamp(max=1)
+        moved = 2 * values * torch.tanh(scores / 2)
+        allowed = self.tolerance + error_v * sizes.amax(-1) + moved
         small = NEARLY * answers.abs().max()
         return bool(((ask(model, sequences) - answers).abs() <= allowed + small).all())

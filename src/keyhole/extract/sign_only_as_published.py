@@ -1,0 +1,244 @@
+"""Theorem B.1 as published: one head from signs, an average for v, a bisection for each entry.
+
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in advance:
+‖W‖ ≤ B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. With c = ∓1/B, so that
+c·v_i·v_j < 0, and the unit vectors,
+
+    v̂ = mean of sign(vᵀx)·x / E|x_1|,  x uniform on the sphere                     m queries
+    f([λe_j + (c/λ)e_i ; λe_j]) changes its sign at  λ² = σ(z)·|v_i| / (B·|v_j|),  z = c·W_ij
+
+and |z| ≤ 1 puts that λ between √(σ(−1)η/B) and √(σ(1)/(ηB)): bisect there, once for each entry.
+Then σ(ẑ) = clip(λ̂²·B·r̂) with r̂ = |v̂_j|/|v̂_i|, cut to [η, 1/η], and Ŵ_ij = logit(σ(ẑ))/c. With κ the
+slope of the logit between σ(±1), an error of ε_v in each entry of v̂ and of ε_λ in λ̂ leave
+
+    |Ŵ_ij − W_ij| ≤ Bκ·( (B/η)·2λ_max·ε_λ + σ(1)·2u/(1 − u) ),   u = ε_v/η.
+
+Half of ε/d for each gives ε_λ and ε_v, and with them the number of queries:
+
+    m + d²·⌈log₂((λ_max − λ_min)/2ε_λ)⌉,   m = 2·ln(2d/p) / (E|x_1|·ε_v)²   (Hoeffding),
+
+for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` says so in advance;
+`guarantee` follows from the brackets, entry by entry. The constants are those of the proof's own
+steps, which the paper sums up as O(·). sign_only.py is our version: no B, no η,
+no chance, far fewer queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.bounds import expect_number
+from keyhole.errors import InputError
+from keyhole.extract.extraction import Extraction, Statement
+from keyhole.extract.inexact.asked_again import labels_again
+from keyhole.extract.inexact.halfspace import (
+    CHANCE,
+    Average,
+    bisect,
+    centre,
+    samples_for_entries,
+    signs,
+)
+from keyhole.extract.inexact.intervals import Interval
+from keyhole.extract.inexact.judge import SignExam
+from keyhole.extract.judge import Examination, Step, settle
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.percent import percent
+from keyhole.results import Status, Unsuccessful
+
+_LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
+_SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
+_EXACT = 1e-6  # error on fresh queries up to which nothing is missing
+_ASIDE = 1e-9  # of λ: where a bracket's end is asked again, clear of rounding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the theorem asks for, before anything is: errors of v̂ and λ̂, brackets, queries."""
+
+    values_error: float  # ε_v
+    scale_error: float  # ε_λ
+    least: float  # λ_min
+    most: float  # λ_max
+    samples: int
+    levels: int
+
+    @classmethod
+    def of(cls, accuracy: float, bound: float, margin: float, dim: int, chance: float) -> Plan:
+        entry = accuracy / dim
+        share = entry / (2 * bound * _SLOPE)
+        u = (share / _HIGH) / (2 + share / _HIGH)
+        values_error = min(margin * u, accuracy / math.sqrt(dim))
+        least, most = math.sqrt(_LOW * margin / bound), math.sqrt(_HIGH / (margin * bound))
+        scale_error = share * margin / (2 * bound * most)
+        levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
+        samples = samples_for_entries(dim, values_error, chance)
+        return cls(values_error, scale_error, least, most, samples, levels)
+
+    def queries(self, dim: int) -> int:
+        return self.samples + dim * dim * self.levels
+
+
+@dataclass(frozen=True)
+class SignOnlyAsPublished:
+    """Extraction of one head from signs, as Theorem B.1 does it; the model's v has length about 1.
+
+    `accuracy` (ε) bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. `bound`: ‖W‖ is at most this (B). `margin`: every
+    |v_i| is at least this, for ‖v‖ = 1 (η). `chance`: that v̂ is further off than stated (p).
+    """
+
+    bound: float
+    margin: float
+    accuracy: float = 0.1
+    chance: float = CHANCE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expect_number("a bound", self.bound, above=0)
+        if not 0 < self.margin <= 1:
+            raise InputError(f"expected a margin above 0 and at most 1, got {self.margin}")
+        for name in ("accuracy", "chance"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise InputError(f"expected {name} between 0 and 1, got {value}")
+
+    @property
+    def tolerance(self) -> float:
+        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
+        return min(100 * self.accuracy, 1e-2)
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):
+            raise InputError(
+                f"expected a margin of at most 1/√d = {1 / math.sqrt(oracle.dim):.3g}, since "
+                f"‖v‖ = 1, got {self.margin}"
+            )
+        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:
+        return SignExam.draw(oracle, seed, step, self.tolerance)
+
+    def plan(self, dim: int) -> Plan:
+        return Plan.of(self.accuracy, self.bound, self.margin, dim, self.chance)
+
+    def expected(self, dim: int) -> int:
+        return self.plan(dim).queries(dim)
+
+    def stated(self, dim: int) -> Statement:
+        """The theorem, with these numbers in it."""
+        return Statement(
+            "Theorem B.1",
+            self.accuracy,
+            self.expected(dim),
+            f"no label is wrong, ‖W‖ ≤ {self.bound:g}, every |v_i| ≥ {self.margin:g} of ‖v‖ = 1 "
+            f"and the average is not among the {percent(self.chance)} furthest off",
+        )
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d, plan = oracle.dim, self.plan(oracle.dim)
+        stream = torch.Generator().manual_seed(self.seed)
+        direction = Average(oracle, stream)
+        direction.sample(plan.samples)
+        v = direction.average
+        if float(v.abs().min()) < self.margin - plan.values_error:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"the margin {self.margin:g} does not hold: some |v_i| is about "
+                f"{float(v.abs().min()):.1e} of ‖v‖",
+            )
+        entries = _Entries(self, oracle, v, plan)
+        yield self._step(direction, entries, d)
+        try:
+            for _ in entries.bisect():
+                pass
+        except BudgetExhausted:
+            yield self._step(direction, entries, d)
+            raise
+        yield self._step(direction, entries, d)
+
+    def _step(self, direction: Average, entries: _Entries, d: int) -> Step:
+        W, interval = entries.solve()
+        bits = math.log2(1 / self.accuracy)
+        known = d * bits + float((-entries.relative_width.log2()).clamp(0, bits).sum())
+        stated = self.stated(d)
+        return Step(
+            Head(W, entries.v),
+            known=round(known),
+            floor=math.ceil((d * d + d) * bits),
+            guarantee=interval.furthest(W),
+            guarantee_v=entries.plan.values_error,
+            assumed=stated.provided,
+            confirm=lambda oracle: labels_again(oracle, *direction.ends(), *entries.ends()),
+            stated=stated,
+        )
+
+
+class _Entries:
+    """A bracket for the λ of every entry (i, j), flattened."""
+
+    def __init__(self, method: SignOnlyAsPublished, oracle: Oracle, v: Tensor, plan: Plan) -> None:
+        d = len(v)
+        self.v, self.plan = v, plan
+        self._bound, self._margin, self._oracle = method.bound, method.margin, oracle
+        self._i, self._j = torch.arange(d * d) // d, torch.arange(d * d) % d
+        self._c = -(v[self._i] * v[self._j]).sign() / method.bound
+        self._low = torch.full((d * d,), plan.least, dtype=torch.float64)
+        self._high = torch.full((d * d,), plan.most, dtype=torch.float64)
+
+    @property
+    def relative_width(self) -> Tensor:
+        return (self._high - self._low) / (self.plan.most - self.plan.least)
+
+    def bisect(self) -> Iterator[int]:
+        width = 2 * self.plan.scale_error * (1 + 1e-12)
+        return bisect(self._low, self._high, lambda: width, centre, self._above)
+
+    def _above(self, rows: Tensor, scales: Tensor) -> Tensor:
+        """Which entries change their sign beyond these λ: there v_j's does not prevail yet."""
+        positive = signs(self._oracle, self._pairs(rows, scales))
+        return positive != (self.v[self._j[rows]] > 0)
+
+    def _pairs(self, rows: Tensor, scales: Tensor) -> Tensor:
+        units = torch.eye(len(self.v), dtype=torch.float64)
+        scale = scales[rows, None]
+        last = scale * units[self._j[rows]]
+        return torch.stack([last + self._c[rows, None] / scale * units[self._i[rows]], last], 1)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Both ends of every bracket as pairs of tokens, and which of them are positive."""
+        rows = torch.arange(len(self._low))
+        low, high = self._low * (1 - _ASIDE), self._high * (1 + _ASIDE)
+        with_v = self.v[self._j] > 0
+        return torch.cat([self._pairs(rows, low), self._pairs(rows, high)]), torch.cat(
+            [~with_v, with_v]
+        )
+
+    def solve(self) -> tuple[Tensor, Interval]:
+        """Ŵ as the theorem has it, and what the brackets prove."""
+        ratio, least, most = self._ratios()
+        W, one, other = (
+            (self._bound * scale.square() * r).clamp(_LOW, _HIGH).logit() / self._c
+            for scale, r in (
+                (centre(self._low, self._high), ratio), (self._low, least), (self._high, most),
+            )
+        )  # fmt: skip
+        shape = len(self.v), len(self.v)
+        rounding = 64 * torch.finfo(torch.float64).eps * self._bound
+        low, high = torch.minimum(one, other) - rounding, torch.maximum(one, other) + rounding
+        return W.view(shape), Interval(low.view(shape), high.view(shape))
+
+    def _ratios(self) -> tuple[Tensor, Tensor, Tensor]:
+        """|v_j|/|v_i|: estimated, and at least and at most what it is; 1 where i = j."""
+        size, error = self.v.abs(), self.plan.values_error
+        below, above = (size - error).clamp(min=self._margin), (size + error).clamp(max=1.0)
+        same = self._i == self._j
+        i, j, limits = self._i, self._j, (self._margin, 1 / self._margin)
+        ratios = (size[j] / size[i], below[j] / above[i], above[j] / below[i])
+        ratio, least, most = (r.clamp(*limits).masked_fill(same, 1.0) for r in ratios)
+        return ratio, least, most

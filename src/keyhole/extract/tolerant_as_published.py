@@ -1,0 +1,227 @@
+"""Theorem 6.1 as published: one head from answers within ±τ, by unit probes and d² + d queries.
+
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. Known in advance:
+‖W‖ ≤ B, and η, below which no |v_i| lies but 0. With a = ½, b = 1/B and the unit vectors,
+
+    v̂_i = f([e_i]) ± τ, and 0 where |v̂_i| < η/2                                  d queries
+    α̂ = (f([b·e_j + a·u ; b·e_j]) − b·v̂_j) / (a·v̂ᵀu),   u = e_i, or e_i + e_k where v_i = 0
+    uᵀWe_j = 2B·logit(clip(α̂))                                                    d² queries
+
+where |v̂_k| is the largest; W_ij is the form, or the form less Ŵ_kj. Since |ab·W_ij| ≤ ½ (for sums
+1/√2, as ‖e_i + e_k‖ = √2), α stays where the slope of the logit is κ = 2 + 2·cosh(1/√2) at most
+(Lemma A.1). With |v̂ᵀu| ≥ η/2 the steps of the proof add up to
+
+    |α̂ − α| ≤ (τ + bτ + aτ)·2/(aη),   |Ŵ_ij − W_ij| ≤ 2·2B·κ·|α̂ − α| = 2κ(12B + 8)·τ/η =: ε/d,
+
+a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤ ε, and ‖v̂ − v‖ ≤ √d·τ ≤ ε:
+
+    τ(ε, B, η, d) = ε / max(2κ·d·(12B + 8)/η, √d).
+
+`tolerance_for` is that, `accuracy_for` its inverse: they are known before anything is asked, and
+every result says them (`stated`). Beside it stands `guarantee`, which follows from the answers by
+intervals, entry by entry, and is never larger than ε/d. tolerant.py is our version: no B and no η,
+longer probes, far smaller errors.
+
+Where the paper says O(·) the constants here are those of its own steps; it takes ‖W‖ for any norm
+that bounds |uᵀWx|, and so does this. What it does not say: τ < η/2 is needed to tell zeros of v,
+and for ε ≤ 1 it follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.bounds import expect_number
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
+from keyhole.extract.extraction import Extraction, Statement
+from keyhole.extract.inexact.asked_again import asked_again
+from keyhole.extract.inexact.gauss_newton import Pairs, Singles
+from keyhole.extract.inexact.intervals import Interval
+from keyhole.extract.inexact.judge import AmplifiedExam
+from keyhole.extract.judge import Examination, Step, settle
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.results import Status, Unsuccessful
+
+_EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
+_EPSILON = torch.finfo(torch.float64).eps
+_DELTA = 0.5  # a, the length of δ
+_SINGLE, _SUM = 0.5, math.sqrt(0.5)  # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
+_SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: of the logit, where α of either may be
+
+
+def accuracy_for(tolerance: float, bound: float, margin: float, dim: int) -> float:
+    """ε, what the theorem states for answers within ±τ."""
+    return tolerance * max(2 * _SLOPE * dim * (12 * bound + 8) / margin, math.sqrt(dim))
+
+
+def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> float:
+    """τ(ε, B, η, d): how exact answers must be for the theorem to state ε."""
+    return accuracy / accuracy_for(1.0, bound, margin, dim)
+
+
+@dataclass(frozen=True)
+class TolerantAsPublished:
+    """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it.
+
+    `bound`: ‖W‖ is at most this (B). `margin`: every |v_i| is 0 or at least this (η).
+    `accuracy`: an ε for which to say how exact answers would have to be; it changes no question.
+    """
+
+    tolerance: float
+    bound: float
+    margin: float
+    accuracy: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        expect_number("a tolerance", self.tolerance, least=0)
+        expect_number("a bound", self.bound, above=0)
+        expect_number("a margin", self.margin, above=0)
+        if self.accuracy is not None and not 0 < self.accuracy < 1:
+            raise InputError(f"expected an accuracy between 0 and 1, got {self.accuracy}")
+        if not self.tolerance < self.margin / 2:
+            raise InputError(
+                f"expected answers within less than half the margin, ±{self.margin / 2:g}, got "
+                f"±{self.tolerance:g}: zeros of v could not be told"
+            )
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
+        return AmplifiedExam.draw(oracle, seed, self.tolerance, reach=1.0, max_norm=None)
+
+    def expected(self, dim: int) -> int:
+        return dim * dim + dim
+
+    def stated(self, dim: int) -> Statement:
+        """The theorem, with these numbers in it."""
+        known = self.bound, self.margin, dim
+        needs = ""
+        if self.accuracy is not None:
+            enough = tolerance_for(self.accuracy, *known)
+            needs = f"for {self.accuracy:g} they must be within ±{enough:.1e}"
+        return Statement(
+            "Theorem 6.1",
+            accuracy_for(self.tolerance, *known),
+            self.expected(dim),
+            f"answers are within ±{self.tolerance:g}, ‖W‖ ≤ {self.bound:g} and "
+            f"|v_i| ≥ {self.margin:g} or 0",
+            needs,
+        )
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        tokens = torch.eye(d, dtype=torch.float64)
+        singles = Singles(tokens, ask_scores(oracle, tokens.unsqueeze(1)))
+        zero = self._zeros(singles.answers)
+        v = singles.answers.masked_fill(zero, 0.0)
+        if bool(zero.all()):
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, f"v = 0: no answer is above half the margin {self.margin}"
+            )
+        probes = _Probes(self, v)
+        yield self._step(v, probes, [singles])
+        try:
+            probes.ask(oracle)
+        except BudgetExhausted:
+            yield self._step(v, probes, [singles])
+            raise
+        yield self._step(v, probes, [singles, probes.asked])
+
+    def _zeros(self, v: Tensor) -> Tensor:
+        """Which entries are 0; one that is neither that nor beyond the margin contradicts it."""
+        rounding = 8 * _EPSILON * float(v.abs().max())
+        between = (v.abs() > self.tolerance + rounding) & (
+            v.abs() < self.margin - self.tolerance - rounding
+        )
+        if bool(between.any()):
+            value = float(v[between].abs().min())
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"the margin {self.margin:g} does not hold: some |v_i| is {value:.1e}",
+            )
+        return v.abs() < self.margin / 2
+
+    def _step(self, v: Tensor, probes: _Probes, asked: list[Singles | Pairs]) -> Step:
+        W, interval = probes.solve()
+        d, complete = len(v), bool(W.isfinite().all())
+        return Step(
+            Head(W.nan_to_num(0.0), v),
+            known=d + int(W.isfinite().sum()),
+            floor=d * d + d,
+            guarantee=interval.furthest(W) if complete else None,
+            guarantee_v=self.tolerance + _EPSILON if complete else None,
+            assumed=f"every answer is within ±{self.tolerance:g} of one head with ‖W‖ ≤ "
+            f"{self.bound:g} and |v_i| ≥ {self.margin:g} or 0",
+            confirm=lambda oracle: asked_again(oracle, asked, self.tolerance, _EPSILON),
+            stated=self.stated(d),
+        )
+
+
+class _Probes:
+    """The d² length-two probes; answers not asked for yet are NaN."""
+
+    def __init__(self, method: TolerantAsPublished, v: Tensor) -> None:
+        self._method, self._v = method, v
+        d = len(v)
+        self._pivot = int(v.abs().argmax())
+        self._sums = v == 0
+        tokens = torch.eye(d, dtype=torch.float64)
+        u = tokens + self._sums.unsqueeze(1) * tokens[self._pivot]
+        index = torch.arange(d * d)
+        answers = torch.full((d * d,), math.nan, dtype=torch.float64)
+        xi, g = torch.full_like(answers, 1 / method.bound), torch.full_like(answers, _DELTA)
+        self.asked = Pairs(u, tokens, index // d, index % d, xi, g, answers)
+
+    def ask(self, oracle: Oracle) -> None:
+        rows, answers = batch_rows(2, oracle.dim), self.asked.answers
+        for start in range(0, len(answers), rows):
+            part = slice(start, start + rows)
+            try:
+                answers[part] = scalar(ask(oracle, self.asked.questions(part)))
+            except BudgetExhausted as end:
+                if end.answers is not None:
+                    answers[start : start + len(end.answers)] = scalar(end.answers)
+                raise
+
+    def solve(self) -> tuple[Tensor, Interval]:
+        """Ŵ as the theorem has it, and what the answers prove."""
+        alpha, error = self._gates()
+        reach = torch.where(self._sums, _SUM, _SINGLE).to(torch.float64).unsqueeze(1)
+        low, high = torch.sigmoid(-reach), torch.sigmoid(reach)
+        if bool(((alpha - error > high) | (alpha + error < low)).any()):
+            raise Unsuccessful(
+                Status.MISMATCH,
+                f"the answers leave the range that one head with ‖W‖ ≤ {self._method.bound:g} "
+                f"allows within ±{self._method.tolerance:g}",
+            )
+        forms, least, most = (
+            self._method.bound / _DELTA * torch.logit(gate.clamp(low, high))
+            for gate in (alpha, alpha - error, alpha + error)
+        )
+        other, rows = self._pivot, self._sums.unsqueeze(1)
+        W = torch.where(rows, forms - forms[other], forms)
+        rounding = 16 * _EPSILON * self._method.bound
+        least = torch.where(rows, least - most[other], least) - rounding
+        most = torch.where(rows, most - least[other], most) + rounding
+        return W, Interval(least, most)
+
+    def _gates(self) -> tuple[Tensor, Tensor]:
+        """α̂ and a bound on its error, entry (i, j) for u_i and e_j."""
+        v, d = self._v, len(self._v)
+        b, tau = 1 / self._method.bound, self._method.tolerance
+        radius = torch.where(v == 0, 0.0, tau)  # zeros of v are known exactly
+        signal = _DELTA * (self.asked.deltas @ v).unsqueeze(1)
+        answers = self.asked.answers.view(d, d)
+        alpha = (answers - b * v) / signal
+        noise = tau + b * radius + _DELTA * tau
+        rounding = (d + 16) * _EPSILON * (answers.abs() + b * v.abs() + signal.abs())
+        return alpha, (noise + rounding) / signal.abs()
