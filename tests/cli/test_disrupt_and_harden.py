@@ -328,6 +328,10 @@ WRONG = {
         ["disrupt", "my-classifier", "--method", "random", "--ranking", "removal"],
         "expected --ranking with strongest or rerank or as-released, got random",
     ),
+    "continuation of a class": (
+        ["disrupt", "my-classifier", "--continuation", "2"],
+        "expected --continuation with a language model, got classification",
+    ),
     "weight": (
         ["harden", "my-classifier", "--out", "o", "--method", "sattend", "--weight", "1"],
         "expected --weight with strongest or .* or attack-masks, got sattend",

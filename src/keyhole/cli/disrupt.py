@@ -96,8 +96,8 @@ def disrupt(
     spare: Annotated[
         Spare | None,
         typer.Option(
-            help="What is never cut: units of special tokens, units with a special key, or only "
-            "those of padding."
+            help="What is never cut: units of special tokens, units with a special key, units of "
+            "the first token (as released), or only those of padding."
         ),
     ] = None,
     target: Annotated[

@@ -79,6 +79,8 @@ def run(
             spare=spare, target=target, continuation=continuation, seed=seed,
         )  # fmt: skip
     source = _source(str(model), task, device, longest, allow_pickle)
+    if continuation is not None and source.task not in GENERATES:
+        raise InputError(f"expected --continuation with a language model, got {source.task}")
     chosen = _examples(source, data, text, label, classes, examples)
     with cluster(dask) as (executor, size):
         result = sweep(
