@@ -18,7 +18,6 @@ from keyhole.disrupt.certificate.jacobians import jacobian, spectral
 from keyhole.errors import InputError
 from keyhole.models.demo import EXAMPLES, load_demo
 
-
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 
 

@@ -22,9 +22,9 @@ with D what a cut adds to its row. No product of Lipschitz constants weighs any 
 - **Feed-forward, pooler**: `Σ_m w_m |Δ_m||Δ'_m| ≤ q q'`, q² = Σ_m w_m Δ_m² over hidden units m, w_m
   the slope behind m times the largest second derivative.
 - **Attention**: scores of a row change by θ, their range by 2T at most, so that probabilities
-  change by factors within e^±2T. With t² the variance of θ, s² = Σ_j a_j r_j², W = max_j |G·(v_j−o)|
-  and W₂ its root mean square: `(W + (e^2T−1)W₂) t t' + |VᵀG|(t s' + t' s) + γW₂(r_i s' + r'_i s)`,
-  times e^2T.
+  change by factors within e^±2T. With t² the variance of θ, s² = Σ_j a_j r_j², W = max_j
+  |G·(v_j−o)| and W₂ its root mean square, e^2T times
+  `(W + (e^2T−1)W₂) t t' + |VᵀG|(t s' + t' s) + γW₂(r_i s' + r'_i s)`.
 - **D**: keys S of a row together give `Σ_{j∈S} a_j (o − v_j)/(1 − a(S))`: each what it gives alone
   times λ_j, `Λ_j = (1−a_j)/(1−a_j−(k−1 largest others))`. In a row that cuts below have changed,
   odds have changed by factors within e^±2T, and values and output by what moves them.
