@@ -123,7 +123,7 @@ def ablation_curve() -> str:
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     module = importlib.import_module("disrupt_ablations")
     html = module.figure(module.read([DOCS / "disrupt-ablations.json"])).to_html(full_html=False)
-    return f"<body style='margin: 0'>{html}</body>"
+    return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 
 @dataclass(frozen=True)

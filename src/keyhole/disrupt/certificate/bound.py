@@ -24,7 +24,8 @@ with D what a cut adds to its row. No product of Lipschitz constants weighs any 
 - **Attention**: scores of a row change by θ, their range by 2T at most, so that probabilities
   change by factors within e^±2T. With t² the variance of θ, s² = Σ_j a_j r_j², W = max_j
   |G·(v_j−o)| and W₂ its root mean square, e^2T times
-  `(W + (e^2T−1)W₂) t t' + |VᵀG|(t s' + t' s) + γW₂(r_i s' + r'_i s)`.
+  `(W + W̄) t t' + |VᵀG|(t s' + t' s) + γW₂(r_i s' + r'_i s)`, with how far the row's mean
+  has moved, W̄ = (e^2T−1)W₂ + e^2T|VᵀG|Σ a_j r_j.
 - **D**: keys S of a row together give `Σ_{j∈S} a_j (o − v_j)/(1 − a(S))`: each what it gives alone
   times λ_j, `Λ_j = (1−a_j)/(1−a_j−(k−1 largest others))`. In a row that cuts below have changed,
   odds have changed by factors within e^±2T, and values and output by what moves them.
@@ -155,7 +156,9 @@ class _Changed:
         self.t = move.t + both * (x * sR + 2 * self.R * self.s)
         largest = self.E.amax(1).view(-1, 1, 1) if len(E) else E
         self.ranges = move.T + size.by_key * largest + size.by_query.amax(-1) * E
-        self.T = (sweep.most(self.ranges) + both * self.R * self.R.amax()) * size.seen
+        # Twice: scores are bilinear, and Λ times a move has Λ² times that part.
+        self.bilinear = 2 * both * self.R * self.R.amax()
+        self.T = (sweep.most(self.ranges) + self.bilinear) * size.seen
         if float(self.T.max()) > _MOST_SCORE:
             raise Unbounded
         self.factor = (2 * self.T).exp()
@@ -171,7 +174,8 @@ class _Changed:
         mean = (self.size.a * wide.square()).sum(-1).sqrt()
         sweep, t, tE, s, sE = self.sweep, self.t, self.tE, self.s, self.sE
         x, E = self.x.unsqueeze(1), self.E.unsqueeze(1)
-        near = (wide.amax(-1) + (self.factor - 1) * mean) * sweep.pairs(t, tE)
+        centre = (self.factor - 1) * mean + self.factor * value * (self.size.a @ self.R)
+        near = (wide.amax(-1) + centre) * sweep.pairs(t, tE)
         far = value * sweep.products(t, tE, s, sE)
         bilinear = self.both * mean * sweep.products(x, E, s, sE)
         return self.factor * self.size.seen * (near + far + bilinear)
@@ -179,9 +183,8 @@ class _Changed:
     def turned(self, value: Tensor, reach: Tensor) -> Tensor:
         """How far odds·(v_j − o_i) moves, for odds of 1, if k−1 others have changed the row."""
         sweep = self.sweep
-        T = sweep.others(self.ranges) + self.both * self.R * self.R.amax()
-        factor = (2 * T).exp()
-        shift = factor * (1 + T.exp()) * sweep.others(self.t + self.tE)
+        factor = (2 * (sweep.others(self.ranges) + self.bilinear)).exp()
+        shift = factor * (1 + factor) * sweep.others(self.t + self.tE)
         mean = (self.size.a * reach.square()).sum(-1).sqrt()
         keys = sweep.others(self.s + self.sE) * (1 + shift)
         moved = value.unsqueeze(-1) * sweep.others(self.x + self.E)

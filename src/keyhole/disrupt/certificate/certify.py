@@ -16,6 +16,7 @@ and, as measured and not as proved, the 1e-5 by which float32 differs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +88,17 @@ def certify(
     model: Any, batch: Batch, label: int, k: int = 1, *, spare: str = "special", name: str = "0"
 ) -> Certificate:
     """`batch` holds one text, without padding, as the tokenizer makes it."""
-    if k < 1:
-        raise InputError(f"expected k of at least 1, got {k}")
+    return certify_each(model, batch, label, [k], spare=spare, name=name)[0]
+
+
+def certify_each(
+    model: Any, batch: Batch, label: int, ks: Sequence[int], *, spare: str = "special",
+    name: str = "0",
+) -> list[Certificate]:  # fmt: skip
+    """The same for several k at once: the single cuts, most of the work, are made once."""
+    for k in ks:
+        if k < 1:
+            raise InputError(f"expected k of at least 1, got {k}")
     if len(batch["input_ids"]) != 1:
         raise InputError(f"expected one text to certify, got {len(batch['input_ids'])}")
     classifier = written_out(model)
@@ -104,30 +114,36 @@ def certify(
     right = bool(lead.min() > 0)
     if not right or not bool(free.any()):
         margin = float(lead.min())
-        return Certificate(name, right, k, margin, margin, int(free.sum()))
-    return _Proof(classifier, logits, traces, free, label, k).certificate(name, float(lead.min()))
+        return [Certificate(name, right, k, margin, margin, int(free.sum())) for k in ks]
+    proof = _Proof(classifier, logits, traces, free, label)
+    return proof.certificates(name, float(lead.min()), ks)
 
 
 class _Proof:
     """All that the certificate of one text is made of."""
 
     def __init__(
-        self, classifier: Classifier, logits: Tensor, traces: list[Trace], free: Tensor,
-        label: int, k: int,
-    ) -> None:  # fmt: skip
-        self.classifier, self.free, self.label, self.k = classifier, free, label, k
+        self, classifier: Classifier, logits: Tensor, traces: list[Trace], free: Tensor, label: int
+    ) -> None:
+        self.classifier, self.free, self.label = classifier, free, label
         self.logits, self.graph = logits, traces
         self.traces = [trace.detached() for trace in traces]
 
-    def certificate(self, name: str, margin: float) -> Certificate:
+    def certificates(self, name: str, margin: float, ks: Sequence[int]) -> list[Certificate]:
         others = [number for number in range(len(self.logits)) if number != self.label]
-        size = self._sizes() if self.k > 1 else []
-        against = [self._against(other, size) for other in others]
+        size = self._sizes() if max(ks) > 1 else []
+        against = [self._against(other, size, ks) for other in others]
         alone, unit, _ = min(against, key=lambda proof: proof[0])
-        bounds = [min(column) for column in zip(*(proof[2] for proof in against), strict=True)]
-        whole, *layers = [None if bound == -torch.inf else bound for bound in bounds] or [None]
-        count = int(self.free.sum())
-        return Certificate(name, True, self.k, margin, alone, count, unit, whole, tuple(layers))
+        made: list[Certificate] = []
+        for place, k in enumerate(ks):
+            columns = zip(*(bounds[place] for _, _, bounds in against), strict=True)
+            least = [min(column) for column in columns]
+            whole, *layers = [None if bound == -torch.inf else bound for bound in least] or [None]
+            count = int(self.free.sum())
+            made.append(
+                Certificate(name, True, k, margin, alone, count, unit, whole, tuple(layers))
+            )
+        return made
 
     def _sizes(self) -> list[Sizes]:
         last, n = len(self.traces) - 1, self.free.shape[-1]
@@ -138,8 +154,10 @@ class _Proof:
             )
         ]
 
-    def _against(self, other: int, size: list[Sizes]) -> tuple[float, Unit, list[float]]:
-        """The least margin over one other class, its unit, and the bounds for k ≥ 2."""
+    def _against(
+        self, other: int, size: list[Sizes], ks: Sequence[int]
+    ) -> tuple[float, Unit, list[list[float]]]:
+        """The least margin over one other class, its unit, and the bounds for each k ≥ 2."""
         slope = slopes(self.classifier, self.graph, self.logits, self.label, other)
         weights, _ = self.classifier.classes
         bends = TANH_BEND * (weights[self.label] - weights[other]).abs()
@@ -147,27 +165,27 @@ class _Proof:
             alone = singles(self.classifier, self.traces, slope, bends, self.free, self.label)
             margins = alone.margins[:, other]
             least = Unit(*self.free.nonzero()[margins.argmin()].tolist())
-            if self.k == 1:
-                return float(margins.min()), least, []
             pooled = quadratic(bends, self.classifier.pooler[0]).sqrt()
-            everywhere = [alone, *(alone.of_layer(i, self.free) for i in range(len(self.free)))]
-            bounds: list[float] = []
-            for number, part in enumerate(everywhere, -1):
-                free = self.free.clone()
-                if number >= 0:
-                    free[torch.arange(len(free)) != number] = False
-                bounds.append(self._bound(other, size, slope, part, pooled, free))
+            parts = [(alone, self.free)]
+            for number in range(len(self.free)):
+                free = torch.zeros_like(self.free)
+                free[number] = self.free[number]
+                parts.append((alone.of_layer(number, self.free), free))
+            bounds = [
+                [self._bound(other, size, slope, *part, pooled, k) for part in parts if k > 1]
+                for k in ks
+            ]
         return float(margins.min()), least, bounds
 
     def _bound(
-        self, other: int, size: list[Sizes], slope: list[Slopes], alone: Singles, pooled: Tensor,
-        free: Tensor,
+        self, other: int, size: list[Sizes], slope: list[Slopes], alone: Singles, free: Tensor,
+        pooled: Tensor, k: int,
     ) -> float:  # fmt: skip
         """What k of the free units leave of the margin at least."""
         margin = float(self.logits[self.label] - self.logits[other])
         try:
-            cost, more = interplay(size, slope, alone, pooled, free, self.k)
+            cost, more = interplay(size, slope, alone, pooled, free, k)
         except Unbounded:
             return -torch.inf
         cost = cost + more * (margin - alone.margins[:, other]).clamp(min=0)
-        return margin - float(cost.topk(min(self.k, len(cost))).values.sum())
+        return margin - float(cost.topk(min(k, len(cost))).values.sum())
