@@ -67,7 +67,6 @@ def attacks(share: float, batch: int) -> dict[str, HackAttend]:
 TARGETS = {"random": ("<= 2%", lambda rate: rate <= 0.02),
            "stronger, 1% of each head": (">= 75%", lambda rate: rate >= 0.75),
            "stronger, 1% of the model": (">= 98%", lambda rate: rate >= 0.98),
-           # As the paper's code does, which cuts special tokens.
            "stronger, 1% of the model, sparing padding only": (
                ">= 98%", lambda rate: rate >= 0.98)}  # fmt: skip
 

@@ -118,6 +118,14 @@ def benchmark_figure(name: str) -> str:
     return f"<body style='margin: 0'>{html}</body>"
 
 
+def ablation_curve() -> str:
+    """The curve of benchmarks/disrupt_ablations.py, as it was last measured (hours on a CPU)."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    module = importlib.import_module("disrupt_ablations")
+    html = module.figure(module.read([DOCS / "disrupt-ablations.json"])).to_html(full_html=False)
+    return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
+
+
 @dataclass(frozen=True)
 class Picture:
     """A page, from a heading (or the top) on, down to a height."""
@@ -135,6 +143,7 @@ PICTURES = {
     "error-against-queries.png": Picture(error_plot, 560),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
+    "disrupt-shares.png": Picture(ablation_curve, 460),
 }
 
 

@@ -124,7 +124,7 @@ def test_the_audit_tries_what_the_registry_says():
         HackAttend(schedule=Rerank(prefixes=8, refine=4), seed=7),
         HackAttend(schedule=Rerank(prefixes=8, refine=4), scope="model", seed=7),
         HackAttend.as_released(seed=7),
-        HackAttend.as_released(ranking="random", order="random", seed=7),
+        HackAttend.as_released(ranking="random", order="random", spare="special", seed=7),
     ]
     assert [attacker.control for attacker in made] == [False, False, False, True]
 

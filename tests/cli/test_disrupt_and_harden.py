@@ -85,6 +85,24 @@ def test_any_method_by_its_name(keyhole, place):
         )  # fmt: skip
 
 
+def test_certificates_by_the_command(keyhole, place, tmp_path):
+    view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--examples", 3, "--certify", 2)
+    done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
+    data = json.loads(done.stdout)
+    assert json.loads((tmp_path / "c.json").read_text()) == data
+    found = disrupt.Certification.load(tmp_path / "c.json")
+    assert found == disrupt.Certification.from_dict(data)
+    assert len(found.certificates) == 3
+    open_ = len(found.right) - found.certified
+    assert done.exit_code == (1 if found.flipped else 3 if open_ or not found.right else 0)
+    for proof in found.right:
+        assert proof.units in (2 * 4 * 7**2, 2 * 4 * 8**2)  # layers, heads, words
+        assert proof.alone <= proof.margin
+    said = keyhole(*view, cwd=place).stdout
+    assert "right answers stand whichever single unit is cut" in said
+    assert "whichever 2 units of one layer are cut" in said
+
+
 def test_from_python_without_the_command_line(place, tmp_path):
     """The commands' functions, with an attacker and a defence of one's own."""
     model, rows = place / "my-classifier", []
@@ -327,6 +345,15 @@ WRONG = {
     "ranking of chance": (
         ["disrupt", "my-classifier", "--method", "random", "--ranking", "removal"],
         "expected --ranking with strongest or rerank or as-released, got random",
+    ),
+    "an attack's option": (
+        ["disrupt", "my-classifier", "--certify", "1", "--share", "0.1"],
+        "expected --share without --certify, got both",
+    ),
+    "no unit": (["disrupt", "my-classifier", "--certify", "0"], "--certify of 1 or more, got 0"),
+    "continuation of a class": (
+        ["disrupt", "my-classifier", "--continuation", "2"],
+        "expected --continuation with a language model, got classification",
     ),
     "weight": (
         ["harden", "my-classifier", "--out", "o", "--method", "sattend", "--weight", "1"],

@@ -22,6 +22,8 @@ def code_of(line):
     """How an example ends here, where its files are tiny."""
     if line.split()[1] in SUCCEED:
         return 1
+    if "--certify 1" in line:
+        return 0  # every unit is tried, and none flips these
     if line.strip().startswith(("keyhole disrupt ./my-class", "keyhole disrupt ./hardened")):
         return 3  # 1% of so few tokens is no unit at all: nothing could be checked
     return 0

@@ -382,7 +382,9 @@ def test_a_results_method_is_the_attack_again(method):
 def test_attacks_say_what_they_cut():
     released = HackAttend.as_released
     assert released(0.005).words == "0.5% of each head's attention cut, as released"
-    assert released(ranking="magnitude").words.endswith("cut, ranked by magnitude")
+    magnitude = released(ranking="magnitude", scale="half", order="random head").words
+    assert magnitude.endswith("as released, ranked by magnitude, random head order, half scale")
+    assert released(spare="special").words.endswith("cut, ranked by gradient")
     assert HackAttend(schedule=Greedy()).words == "1% of each head's attention cut"
     by_chance = HackAttend(ranking="random", scope="model")
     assert by_chance.words == "1% of all attention cut at random"

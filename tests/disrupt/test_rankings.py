@@ -100,5 +100,8 @@ def test_a_new_ranking_is_one_function_and_one_line(monkeypatch):
     found = HackAttend.as_released(0.1, ranking="least attention")(
         model, batch, tiny_heads.own_labels(model, batch)
     )
-    assert found.method["words"] == "10% of each head's attention cut, ranked by least attention"
+    assert (
+        found.method["words"]
+        == "10% of each head's attention cut, as released, ranked by least attention"
+    )
     assert all(outcome.masked for outcome in found.outcomes)

@@ -87,7 +87,7 @@ def test_bad_arguments(arguments):
 def test_a_rank_that_no_such_matrix_has_is_refused_before_anything_is_asked(method):
     target = oracle.Counted(oracle.plant(dim=4, seed=1))
     for asked in (lambda: method(target), lambda: method.expected(4)):
-        with pytest.raises(InputError, match=r"expected a rank of at most 4, .* got 99"):
+        with pytest.raises(InputError, match=r"expected a rank of at most d = 4, .* got 99"):
             asked()
     assert target.queries == 0
 

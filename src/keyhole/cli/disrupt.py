@@ -29,6 +29,7 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import show
+from keyhole.disrupt.certificate.certification import certify_all
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
@@ -45,7 +46,8 @@ _RELEASED = "as-released"
 @app.command(
     epilog="\b\nExample:\n"
     "  keyhole disrupt demo --examples 2 --out flips.json --page flips.html\n"
-    "  keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json"
+    "  keyhole disrupt ./my-classifier --data dev.tsv --examples 4 --resume run.jsonl --json\n"
+    "  keyhole disrupt ./my-classifier --data dev.tsv --examples 2 --certify 1"
 )
 def disrupt(
     model: ModelName,
@@ -96,8 +98,8 @@ def disrupt(
     spare: Annotated[
         Spare | None,
         typer.Option(
-            help="What is never cut: units of special tokens, units with a special key, or only "
-            "those of padding."
+            help="What is never cut: units of special tokens, units with a special key, units of "
+            "the first token (as released), or only those of padding."
         ),
     ] = None,
     target: Annotated[
@@ -107,6 +109,14 @@ def disrupt(
         int | None,
         typer.Option(
             help="How many tokens of a language model's answer to look at; a flip changes one."
+        ),
+    ] = None,
+    certify: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Attack nothing, but prove which answers stand whichever units are cut, up to K "
+            "of them: by trying every unit for 1, by a bound for more (BERT classifiers).",
         ),
     ] = None,
     task: Annotated[
@@ -139,6 +149,25 @@ def disrupt(
     """Flip predictions by cutting a small share of attention, the text left alone."""
     expect_folder(out, page, resume)
     expect_new(out, page, force=force)
+    if certify is not None:
+        _expect_none(
+            method=method, as_released=as_released or None, share=share, scope=scope,
+            ranking=ranking, order=order, scale=scale, target=target, continuation=continuation,
+            task=task, processes=processes or None, dask=dask, resume=resume, page=page,
+        )  # fmt: skip
+        with interruptible(), bars("disrupt", "examples") as track:
+            proofs = certify_all(
+                model, data, certify, spare=spare, text=text or (), label=label,
+                classes=classes.split(",") if classes else (), examples=examples, longest=longest,
+                device=device, allow_pickle=allow_pickle, track=track,
+            )  # fmt: skip
+            if out is not None:
+                proofs.save(out)
+        if as_json:
+            typer.echo(dump(proofs.to_dict()))
+        else:
+            show(f"{model}: up to {certify} units of attention cut\n{proofs.summary()}")
+        raise typer.Exit(exit_code([proofs.outcome]))
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
@@ -158,6 +187,13 @@ def disrupt(
     else:
         show(f"{model}: {result.method['words']}\n{result.summary()}")
     raise typer.Exit(exit_code([result.status]))
+
+
+def _expect_none(**options: object) -> None:
+    """What belongs to an attack says nothing to a certificate."""
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"expected --{name.replace('_', '-')} without --certify, got both")
 
 
 def _method(name: str | None, as_released: bool) -> str:

@@ -1,6 +1,8 @@
 """Flip a prediction by cutting a little attention (docs/disrupt.md). One module per idea."""
 
 from keyhole.disrupt.attacker import Attacker
+from keyhole.disrupt.certificate import Certificate, certify
+from keyhole.disrupt.certificate.certification import Certification, certify_all
 from keyhole.disrupt.disruption import Control, Disruption, Outcome
 from keyhole.disrupt.greedy import Greedy
 from keyhole.disrupt.hack_attend import HackAttend
@@ -16,6 +18,8 @@ __all__ = [
     "ATTACKERS",
     "RANKINGS",
     "Attacker",
+    "Certificate",
+    "Certification",
     "Control",
     "Disruption",
     "Greedy",
@@ -24,6 +28,8 @@ __all__ = [
     "Outcome",
     "Rerank",
     "Unit",
+    "certify",
+    "certify_all",
     "run",
     "sweep",
 ]

@@ -34,7 +34,7 @@ from keyhole.errors import InputError
 Scope = Literal["head", "model"]
 HeadUnits = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
-Spare = Literal["special", "special keys", "padding"]
+Spare = Literal["special", "special keys", "first token", "padding"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class HackAttend:
     lose in any case, even where the share of a short text is none. `target` is the class to flip
     to, None for any other. `continuation` is the number of tokens that a language model is asked
     for. `spare`: no unit of a special token is cut, as query or key ("special"); only none with a
-    special key ("special keys"); or "padding". `batch` is the most sequences in one pass, which
+    special key ("special keys"); none of the first token, as query or key ("first token", as
+    released); or "padding". `batch` is the most sequences in one pass, which
     bounds memory. `one_at_a_time` asks as the released code does, to compare speed.
     """
 
@@ -81,10 +82,10 @@ class HackAttend:
         cls, share: float = 0.01, scale: Scale = "full", ranking: str = "gradient",
         order: Order = "importance", *, scope: Scope = "head", head_units: HeadUnits = "paper",
         least: int = 1, loss: Loss = "cross-entropy", target: int | None = None,
-        continuation: int = 1, spare: Spare = "special", batch: int = 64,
+        continuation: int = 1, spare: Spare = "first token", batch: int = 64,
         one_at_a_time: bool = False, seed: int = 0,
     ) -> HackAttend:  # fmt: skip
-        """The paper's: `−grad`, one unit a head at least, cumulative greedy over ranked heads."""
+        """The released code's: greedy.py. `ranking="magnitude"` is what the paper's text says."""
         return cls(
             share, ranking, Greedy(order, scale), scope, head_units, least, loss, target,
             continuation, spare, batch, one_at_a_time, seed,
@@ -133,13 +134,17 @@ class HackAttend:
     def words(self) -> str:
         """How attention is cut, in people's words."""
         what = "each head's attention" if self.scope == "head" else "all attention"
+        return f"{100 * self.share:g}% of {what} cut{self._how()}"
+
+    def _how(self) -> str:
         if self.control:
-            how = " at random"
-        elif isinstance(self.schedule, Greedy) and self.ranking == "gradient":
-            how = ", as released"
-        else:
-            how = "" if self.ranking == "removal" else f", ranked by {self.ranking}"
-        return f"{100 * self.share:g}% of {what} cut{how}"
+            return " at random"
+        schedule = self.schedule
+        if not isinstance(schedule, Greedy) or self.spare != "first token":
+            return "" if self.ranking == "removal" else f", ranked by {self.ranking}"
+        ranked = "" if self.ranking == "gradient" else f", ranked by {self.ranking}"
+        order = "" if schedule.order == "importance" else f", {schedule.order} order"
+        return f", as released{ranked}{order}{', half scale' * (schedule.scale == 'half')}"
 
     @property
     def control(self) -> bool:

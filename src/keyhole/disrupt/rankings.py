@@ -3,8 +3,8 @@
 *Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Section 3.4 and its ablations. With
 `g_ij = ∂loss/∂a_ij`, taken at zeros added to the post-softmax probabilities, a unit scores
 
-    gradient            −g            as released
-    magnitude           |g|           ablation
+    gradient            −g            as the released code ranks
+    magnitude           |g|           as the paper's text ranks
     attention           a             ablation
     random              uniform       ablation
     gradient*attention  −g·a          the effect of setting a to zero without renormalising

@@ -42,7 +42,10 @@ _BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # an audit looks at many 
 
 _STRONGEST = "Ours: ranked by the effect of removal, re-ranked often, with swaps and a restart."
 _RERANK = "Ours, shorter: the same schedule with fewer rankings and no restart."
-_RELEASED = "HackAttend as released: ranked once by the gradient, heads added one by one."
+_RELEASED = (
+    "HackAttend as released: ranked once by the gradient, heads added one by one; all may be cut "
+    "but the first token and padding."
+)
 _RANDOM = "The control: heads and units in a random order."
 
 ATTACKERS: Registry[Attacker, Line] = Registry(

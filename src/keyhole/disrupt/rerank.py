@@ -92,7 +92,7 @@ class _Walk:
         size, device = len(self.cut), self.cut.device
         self.flipped = torch.zeros(size, dtype=torch.bool, device=device)
         self.active = torch.ones_like(self.flipped) if standing is None else standing.clone()
-        self.least = torch.full((size,), torch.inf, device=device)
+        self.least = torch.full((size,), torch.inf, dtype=torch.float64, device=device)
         self.lowest = self.cut.clone()
         self.clean: Tensor | None = None
         self.worth: Tensor | None = None
@@ -158,7 +158,7 @@ class _Walk:
         units, cut = self.queries.units.part(indices), self.cut[indices]
         worth = self._worth(units, indices)
         if self.worth is None:
-            self.worth = torch.zeros_like(self.noise)
+            self.worth = worth.new_zeros(self.noise.shape)
             self.worth[indices] = worth
         worth = _MEMORY * self.worth[indices] + (1 - _MEMORY) * worth
         self.worth[indices] = worth
@@ -212,7 +212,7 @@ class _Walk:
     def _settle(self, indices: Tensor, hit: Tensor, margin: Tensor, cut: Tensor) -> None:
         better = hit | (margin < self.least[indices])
         chosen = indices[better]
-        self.least[chosen] = margin[better]
+        self.least[chosen] = margin[better].double()
         self.lowest[chosen] = cut[better]
         self.flipped[indices[hit]] = True
         self.active[indices[hit]] = False
@@ -225,7 +225,7 @@ class _Walk:
             self.cut[indices], indices, self.search.loss, self.attempt // 2
         )
         if self.clean is None:
-            self.clean = torch.zeros_like(self.noise)
+            self.clean = a.new_zeros(self.noise.shape)
             self.clean[indices] = a
         return a, g
 

@@ -78,8 +78,10 @@ def run(
             method, share=share, scope=scope, ranking=ranking, order=order, scale=scale,
             spare=spare, target=target, continuation=continuation, seed=seed,
         )  # fmt: skip
-    source = _source(str(model), task, device, longest, allow_pickle)
-    chosen = _examples(source, data, text, label, classes, examples)
+    source = source_of(str(model), task, device, longest, allow_pickle)
+    if continuation is not None and source.task not in GENERATES:
+        raise InputError(f"expected --continuation with a language model, got {source.task}")
+    chosen = examples_of(source, data, text, label, classes, examples)
     with cluster(dask) as (executor, size):
         result = sweep(
             method, source, chosen, executor, workers=size or processes, resume=resume,
@@ -95,9 +97,10 @@ def _digest(data: str | Path | None) -> str:
     return digest(read_text(data, "data")) if is_file(data) else str(data)
 
 
-def _source(
+def source_of(
     model: str, task: Task | None, device: str, longest: int, allow_pickle: bool
 ) -> ModelSource:
+    """Where a MODEL of the command line is loaded from, and with which head."""
     name = folder_of(model)
     head = task_of(name) if task is None else task
     if head == "base":
@@ -108,7 +111,7 @@ def _source(
     return ModelSource(name, head, device, longest, allow_pickle)
 
 
-def _examples(
+def examples_of(
     source: ModelSource,
     data: str | Path | None,
     text: Sequence[str],
@@ -116,6 +119,7 @@ def _examples(
     classes: Sequence[str],
     limit: int | None,
 ) -> list[Example]:
+    """The examples of a file as the model takes them, or those that ship with Keyhole."""
     expect_count("--examples", limit)
     if data is None:
         if source.name != str(FOLDER):

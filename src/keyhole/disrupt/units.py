@@ -10,10 +10,12 @@ site, so that a mask is a row of booleans and a budget a sum over it.
   included.
 - A unit is **free** (may be cut) where it exists and neither query nor key is special. A weaker
   promise is to spare special keys only: nothing is hidden but words, yet [CLS] may be kept from
-  looking at some of them. The weakest spares padding alone.
-- The paper counts a head's units as `(n−1)²`: without the row and the column of the first token.
-  The same is done to causal and to cross attention, whose counts are then `n(n−1)/2` and
-  `(m−1)(n−1)`. It is the smaller number, so a share of it is a share of all of them too.
+  looking at some of them. The released code spares the first token alone, as query and as key, so
+  that [SEP] is cut like a word. The weakest promise spares nothing but padding.
+- The paper counts a head's units as `(n−1)²`: without the row and the column of the first token,
+  the very units that its code may cut. The same is done to causal and to cross attention, whose
+  counts are then `n(n−1)/2` and `(m−1)(n−1)`. It is the smaller number, so a share of it is a
+  share of all of them too.
 
 Multiple choice puts several sequences of an example into the model: each is its own matrix.
 Windows (Swin) are sequences in that sense too.
@@ -116,10 +118,7 @@ class Units:
             return self.per_head(self.exists)
         counts: list[Tensor] = []
         for place, (query, key) in zip(self.places, self.firsts, strict=True):
-            kept = self.at(self.exists, place).clone()
-            positions = [torch.arange(size, device=kept.device) for size in place.shape[2:]]
-            kept &= (positions[0] != query[..., None])[:, :, None, :, None]
-            kept &= (positions[1] != key[..., None])[:, :, None, None, :]
+            kept = self.at(self.exists, place) & ~_of_first(query, key, place.shape[2:])
             counts.append(kept.sum((-1, -2)).flatten(1))
         return torch.cat(counts, 1)
 
@@ -167,15 +166,24 @@ def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
         start = places[-1].stop
         query, key = _ends(site, sides, each)
         present = (each > 0) & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
+        firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
         spared = torch.zeros_like(present)
-        if spare != "padding":
+        if spare in ("special", "special keys"):
             spared |= key.special[:, :, None, None, :]
         if spare == "special":
             spared |= query.special[:, :, None, :, None]
+        if spare == "first token":
+            spared |= _of_first(*firsts[-1], (each.shape[3], each.shape[4]))
         exists.append(present.flatten(1))
         free.append((present & ~spared).flatten(1))
-        firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
     return Units(tuple(places), torch.cat(exists, 1), torch.cat(free, 1), tuple(firsts))
+
+
+def _of_first(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
+    """The row and the column (b, rows, 1, queries, keys) of the first tokens, (b, rows)."""
+    rows, columns = (torch.arange(length, device=query.device) for length in size)
+    row = (rows == query[..., None])[:, :, None, :, None]
+    return row | (columns == key[..., None])[:, :, None, None, :]
 
 
 def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:

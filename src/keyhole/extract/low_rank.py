@@ -82,7 +82,7 @@ class LowRank:
 def expect_rank(rank: int | None, d: int) -> None:
     """Refuse a rank that no d×d matrix has."""
     if rank is not None and rank > d:
-        raise InputError(f"expected a rank of at most {d}, the target's dimension, got {rank}")
+        raise InputError(f"expected a rank of at most d = {d}, the dimension, got {rank}")
 
 
 def unknowns(d: int, r: int) -> int:

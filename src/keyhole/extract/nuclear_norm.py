@@ -55,7 +55,6 @@ class NuclearNorm:
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)
         _cvxpy()  # before anything is paid for
-        expect_rank(self.rank, oracle.dim)
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int:

@@ -1,0 +1,76 @@
+"""HackAttend as released, against the attack written out in loops, on real sentences."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import reference_disrupt as reference
+
+import tiny_heads
+from keyhole.data import Example, encode
+from keyhole.disrupt import HackAttend
+from keyhole.models.demo import EXAMPLES, load_demo
+
+FULL = os.environ.get("KEYHOLE_FULL") == "1"
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+
+
+def sentences(count):
+    """Reviews, and clauses of a text that does not change."""
+    clauses = re.split(r"(?<=[.;:,])\s+", " ".join(LICENSE.read_text().lower().split()))
+    plain = [clause for clause in clauses if 6 <= len(clause.split()) <= 11]
+    texts = [example.text for example in EXAMPLES[::2]] + plain
+    assert len(texts) >= count
+    return [Example(str(number), 0, text) for number, text in enumerate(texts[:count])]
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    loaded = load_demo("classification")
+    return loaded.model.double(), loaded.tokenizer
+
+
+@pytest.mark.parametrize(
+    ("ranking", "share", "count"),
+    [("gradient", 0.02, 50 if FULL else 10), ("magnitude", 0.2, 5)],
+)
+def test_the_same_units_as_the_attack_in_loops(classifier, ranking, share, count):
+    model, tokenizer = classifier
+    batch, _ = encode(tokenizer, sentences(count))
+    labels = tiny_heads.own_labels(model, batch)
+    found = HackAttend.as_released(share, ranking=ranking)(model, batch, labels)
+    assert len({outcome.flipped for outcome in found.outcomes}) == 2  # both ends of the loop
+    for row, outcome in enumerate(found.outcomes):
+        ids = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
+        cut, flipped = reference.as_released(model, ids, int(labels[row]), share, ranking)
+        units = [(unit.layer, unit.head, unit.query, unit.key) for unit in outcome.cut]
+        assert sorted(units) == sorted(cut)
+        assert outcome.flipped == flipped
+
+
+def test_all_but_the_first_token_and_padding_may_be_cut():
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(3)
+    labels = tiny_heads.own_labels(model, batch)
+    everything = HackAttend.as_released(1.0, ranking="attention")(model, batch, labels)
+    for row, outcome in enumerate(everything.outcomes):
+        n = int(batch["attention_mask"][row].sum())
+        assert outcome.worst_head == 1
+        first = [unit for unit in outcome.cut if (unit.layer, unit.head) == (0, 0)]
+        expected = {(query, key) for query in range(1, n) for key in range(1, n)}
+        if first:
+            assert {(unit.query, unit.key) for unit in first} == expected
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_first_token_of_a_padded_text_is_the_first_real_one(left):
+    model = tiny_heads.model("gpt2", "causal", seed=9)
+    batch = tiny_heads.texts(3, framed=False, left=left, seed=9)
+    found = HackAttend.as_released(1.0)(model, batch)
+    for row, outcome in enumerate(found.outcomes):
+        real = batch["attention_mask"][row].nonzero().flatten().tolist()
+        assert {unit.key for unit in outcome.cut} == set(real[1:])
+        assert {unit.query for unit in outcome.cut} == set(real[1:])
