@@ -179,7 +179,7 @@ def test_a_killed_worker_loses_nothing_and_a_deadly_check_ends(tmp_path):
 
 def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):
     opened(4)
-    monkeypatch.setattr(stores, "_AT_ONCE", 2)
+    monkeypatch.setitem(stores._AT_ONCE, "cpu", 2)
     monkeypatch.setattr("keyhole.audit.stores.read", partial(briefly, stores.read))
     here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "all")

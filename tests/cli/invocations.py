@@ -50,6 +50,9 @@ BASES: dict[str, dict[str, str]] = {
     "capture": {
         "model": _CLASSIFIER, "expose": "hidden:1", "text": "w1 w2", "out": "o.safetensors",
     },
+    "corpus": {
+        "model": f"{WORLD}/decoder", "texts": "2", "longest": "8", "begin": "w1", "out": "o.txt",
+    },
     "disrupt": {
         "model": _CLASSIFIER, "data": f"{WORLD}/dev.tsv", "method": "random", "longest": "60",
     },

@@ -34,6 +34,7 @@ COMMANDS = {
     "extract": "Read the weights back from black-box answers.",
     "invert": "Read inputs back: of one attention layer, or the text of a model.",
     "capture": "Write down what a model leaks about a text, to try an attack on.",
+    "corpus": "Draw sentences from a language model, to read embeddings with as a --corpus.",
     "disrupt": "Flip predictions by cutting a small share of attention, the text left alone.",
     "harden": "Train a model against the attack on attention, and measure whether it helped.",
     "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
@@ -142,9 +143,8 @@ CorpusFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="For embeddings and logits: texts like those that are looked for (.txt, .tsv, .csv, "
-        ".jsonl); by default, for embeddings of an encoder, a small one that ships. On a GPU a "
-        "reader is learnt from them in minutes, on a CPU tokens and their order are counted, "
-        "which reads short texts.",
+        ".jsonl); by default, for embeddings of an encoder, a small one that ships. Their tokens "
+        "and the order of those are counted; for logits a reader is learnt from them.",
     ),
 ]
 SignOnly = Annotated[

@@ -32,7 +32,6 @@ from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import Audit, dump
 from keyhole.resume import records_in
-from keyhole.stores import names_store
 
 
 def _count(number: str | int) -> int:
@@ -79,8 +78,8 @@ def audit(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Keep what is learnt from --corpus in this file, and take it from there if it is "
-            "there already; by default it is kept until the findings are written.",
+            help="Learn a reader from --corpus, minutes on a GPU, instead of counting it; keep it "
+            "in this file, and take it from there if it is there already.",
         ),
     ] = None,
     data: Annotated[
@@ -135,17 +134,14 @@ def audit(
     command goes on from there.
     """
     journal = json_file.with_name(f"{json_file.name}.journal")
-    # On a CPU, and of a model, the corpus is counted, which is quick.
-    learns = corpus and not reader and device != "cpu" and names_store(target)
-    unfinished = json_file.with_name(f"{json_file.name}.reader") if learns else None
     expect_folder(json_file, page, reader)
     expect_new(json_file, page, force=force)
     with (
-        interruptible(lambda: _kept(journal, ledger, reader or unfinished)),
+        interruptible(lambda: _kept(journal, ledger, reader)),
         bars("audit", "checks") as track,
     ):
         result = run(
-            target, model=model, known=known, corpus=corpus, reader=reader or unfinished,
+            target, model=model, known=known, corpus=corpus, reader=reader,
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
             journal=journal, force=force, seed=seed, track=track, resuming=_say_resuming,
@@ -153,8 +149,6 @@ def audit(
         result.save(json_file)
         write_text(page, report.render(result))
     again = _unanswered(result, journal)
-    if unfinished is not None and not again:
-        unfinished.unlink(missing_ok=True)
     if as_json:
         typer.echo(dump(result.to_dict()))
     else:

@@ -121,6 +121,7 @@ ATTACKS: Registry[Attack, Line] = Registry(
             "pooled", False, "pooled embedding", _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
+        _unasked(causal=True),
     )),
     Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
     # Minutes of search or of learning, and a corpus for it: nothing that an audit tries unasked.
