@@ -46,6 +46,7 @@ def test_help_ends_with_an_example(name, here):
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "serve"])
 def test_the_examples_run(name, tmp_path, here):
     tiny.save("bert", tmp_path / "my-model")  # the examples' own
+    tiny.save("llama", tmp_path / "language-model", head="AutoModelForCausalLM")
     classifier(tmp_path)
     (tmp_path / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
     (tmp_path / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")

@@ -27,8 +27,9 @@ from keyhole.resume import records_in
 
 @app.command(
     epilog="\b\nExample:\n"
-    "  keyhole corpus ./language-model --texts 20000 --device cuda --out texts.txt\n"
-    '  keyhole corpus ./model.gguf --begin "The film" --begin "This movie" --out reviews.txt'
+    "  keyhole corpus ./language-model --texts 20 --out drawn.txt\n"
+    '  keyhole corpus ./language-model --begin "The film" --begin "This movie" --texts 20 '
+    "--out reviews.txt"
 )
 def corpus(
     model: ModelName,
