@@ -24,7 +24,9 @@ def test_sentences_that_end_are_kept():
     text = "It rains. Who knows?\nNobody does! And then it"
     whole = ["It rains.", "Who knows?", "Nobody does!"]
     assert list(drawn._whole_sentences(text, ended=False)) == whole
-    assert list(drawn._whole_sentences(text, ended=True)) == [*whole, "And then it"]
+    assert list(drawn._whole_sentences(f"A headline\n{text}", ended=True)) == whole
+    assert list(drawn._whole_sentences("no stop", ended=True)) == ["no stop"]
+    assert list(drawn._whole_sentences("no end", ended=False)) == []
     assert list(drawn._whole_sentences("... \n 12 .", ended=True)) == []
 
 

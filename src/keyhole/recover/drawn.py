@@ -105,11 +105,13 @@ def _batch(loaded: Loaded, begins: Sequence[str], longest: int, seed: int) -> li
 
 
 def _whole_sentences(text: str, ended: bool) -> Iterator[str]:
-    """The sentences of a text; the last one was cut off, unless it or the text has `ended`."""
-    *whole, last = [" ".join(part.split()) for part in _ENDS.split(text)]
-    if ended or last.endswith((".", "!", "?")):
-        whole.append(last)
-    yield from (sentence for sentence in whole if any(map(str.isalpha, sentence)))
+    """The sentences of a text, no headlines; a text of one that has `ended` needs no full stop."""
+    parts = [" ".join(part.split()) for part in _ENDS.split(text)]
+    for part in parts:
+        if (part.endswith((".", "!", "?")) or (ended and len(parts) == 1)) and any(
+            map(str.isalpha, part)
+        ):
+            yield part
 
 
 def _first_words() -> list[str]:
