@@ -13,7 +13,7 @@ from layers import Kind, draw, normal, plain_loss, planted
 
 from keyhole import invert
 from keyhole.errors import InputError
-from keyhole.invert.derivatives.bounds import paper_gamma
+from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
@@ -22,6 +22,7 @@ from keyhole.results import Status
 
 def errors(method, problem, X0, steps):
     """Distance to the optimum (found by many exact steps) after each of a method's steps."""
+    method = replace(method, radius=radius(problem, X0))
     exact = replace(method, slack=0.0)
     equations = Equations.of([exact.regularized(problem)])
     best = exact.begin(equations, X0.unsqueeze(0))
@@ -63,8 +64,9 @@ def test_iterations_grow_with_the_logarithm_of_the_accuracy():
 
 def test_the_optimum_is_one_and_every_start_leads_there():
     problem, X = planted(4, 4)
-    regularized = RegularizedNewton().regularized(problem)
-    results = [RegularizedNewton()(problem, start=start).X for start in (X, -3 * X, 0 * X)]
+    method = RegularizedNewton(radius=radius(problem, 3 * X))
+    regularized = method.regularized(problem)
+    results = [method(problem, start=start).X for start in (X, -3 * X, 0 * X)]
     for result in results:
         assert (result - results[0]).abs().max() <= 1e-11
         result = result.clone().requires_grad_()
@@ -72,12 +74,36 @@ def test_the_optimum_is_one_and_every_start_leads_there():
         assert slope.abs().max() <= 1e-11 * 2 * regularized.gamma
 
 
-def test_the_paper_gamma_makes_the_hessian_definite():
-    for seed in range(3):
+def test_the_paper_gamma_makes_the_hessian_definite_inside_the_radius():
+    for seed in range(20):
         problem, X = planted(4, 4, seed=seed)
-        regularized = RegularizedNewton().regularized(problem)
-        assert regularized.gamma == paper_gamma(problem) > 0
-        assert torch.linalg.eigvalsh(invert.hessian(regularized, X))[0] > 0
+        for R in (radius(problem), radius(problem, X), radius(problem, 4 * X)):
+            regularized = RegularizedNewton(radius=R).regularized(problem)
+            assert regularized.gamma == paper_gamma(problem, R) > 0
+            inside = X * R / np.linalg.norm(X, 2)
+            assert torch.linalg.eigvalsh(invert.hessian(regularized, inside))[0] > 0
+
+
+def test_the_radius_covers_the_start():
+    problem, X = planted(4, 4)
+    result = RegularizedNewton()(problem, start=5 * X)
+    assert f"radius={radius(problem, 5 * X)}" in result.method
+    with pytest.raises(InputError, match=r"radius of at least .* covers the start"):
+        RegularizedNewton(radius=radius(problem))(problem, start=50 * X)
+    with pytest.raises(InputError, match="covers the weights and the output, got 1"):
+        RegularizedNewton(radius=1.0)(problem)
+
+
+@pytest.mark.parametrize("options", [(), ("known",)])
+def test_its_own_starts_are_drawn_inside(options):
+    problem, X = draw(Kind(options=frozenset(options)))
+    method = RegularizedNewton(radius=2 + 2 * radius(problem))
+    equations = Equations.of([method.regularized(problem)])
+    X = equations.impose(torch.stack([0.1 * X, 100 * X]))
+    state = method.begin(equations, X)
+    assert (state.X[0] == X[0]).all()
+    assert np.linalg.norm(state.X[1], 2) <= method.radius * (1 + 1e-12)
+    assert (equations.impose(state.X) == state.X).all()
 
 
 def test_the_reason_says_that_the_optimum_is_not_the_input():

@@ -6,8 +6,10 @@
     X ← X − H̃⁻¹ ∇L(X),      (1 − ε₀) ∇²L ⪯ H̃ ⪯ (1 + ε₀) ∇²L
 
 come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. Departures: the paper's
-`γ = O(−ndR⁸)` has the wrong sign; `gamma="paper"` takes +ndR⁸ with R from the problem and the
-constant 1 (bounds.py). The theorem allows a Hessian that is only known within ε₀, which makes its
+`γ = O(−ndR⁸)` has the wrong sign and no constant, and its R leaves X out; `gamma="paper"` has both
+(bounds.py), which is proved to make the Hessian definite while ‖X‖ ≤ R. That R is `radius`, by
+default the least over the weights, the output and the start; starts of its own are drawn inside.
+The theorem allows a Hessian that is only known within ε₀, which makes its
 rate linear; `slack` is ε₀ and takes the worst that it admits, `H̃ = (1 + ε₀)∇²L`, so that each
 step leaves ε₀/(1 + ε₀) of the error. `slack=0` is Newton's own method, and quadratic.
 
@@ -25,15 +27,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_number
 from keyhole.errors import InputError
-from keyhole.invert.derivatives.bounds import paper_gamma
+from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import held, hessian_of
 from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import solve, solve_all
+from keyhole.invert.solvers.solver import solve
 from keyhole.progress import Progress, silent
 
 
@@ -43,6 +46,7 @@ class RegularizedNewton:
 
     gamma: float | str = "paper"
     slack: float = 0.1
+    radius: float | None = None
     accuracy: float = 1e-12
     starts: int = 1
     steps: int = 100
@@ -59,28 +63,46 @@ class RegularizedNewton:
             raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
         if not 0 <= self.slack < 1:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+        expect_number("radius", self.radius, least=1)
 
     def __call__(
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
-        regularized = self.regularized(problem)
-        return self._explained(
-            regularized, solve(self, regularized, start=start, progress=progress)
+        if problem.fault:
+            return solve(self, problem, start=start, progress=progress)  # which says what is wrong
+        inside = replace(self, radius=self._radius(problem, start))
+        regularized = inside.regularized(problem)
+        return inside._explained(
+            regularized, solve(inside, regularized, start=start, progress=progress)
         )
 
     def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
-        regularized = [self.regularized(problem) for problem in problems]
-        results = solve_all(self, regularized, progress=progress)
-        return [self._explained(*pair) for pair in zip(regularized, results, strict=True)]
+        """One after the other: each has a γ of its own, and no batch is shared."""
+        return [self(problem, progress=progress) for problem in problems]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""
-        if problem.fault:
-            return problem  # the search says what is wrong with it
-        gamma = paper_gamma(problem) if isinstance(self.gamma, str) else self.gamma
-        return replace(problem, gamma=gamma)
+        if isinstance(self.gamma, str):
+            return replace(problem, gamma=paper_gamma(problem, self._radius(problem, None)))
+        return replace(problem, gamma=self.gamma)
+
+    def _radius(self, problem: Problem, start: Tensor | None) -> float:
+        """R: over the weights, the output and the start, with room beside what is known of X."""
+        least = max(radius(problem), 2 * _known_norm(problem.known))
+        size = 0.0 if start is None else float(torch.linalg.matrix_norm(start, 2).max())
+        if self.radius is None:
+            return max(least, size)
+        for what, value in (("the weights and the output", least), ("the start", size)):
+            if value > self.radius and isinstance(self.gamma, str):
+                raise InputError(
+                    f"expected a radius of at least {value:.6g}, which covers {what}, "
+                    f"got {self.radius:g}"
+                )
+        return self.radius
 
     def begin(self, equations: Equations, X: Tensor) -> State:
+        if isinstance(self.gamma, str) and self.radius is not None:
+            X = _inside(X, equations.fixed, self.radius)
         loss = equations.loss(X)
         return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
 
@@ -116,3 +138,18 @@ class RegularizedNewton:
                 f"{self.steps} steps, and that is not the input either: {off}"
             )
         return replace(result, reason=reason)
+
+
+def _known_norm(known: Tensor | None) -> float:
+    return 0.0 if known is None else float(torch.linalg.matrix_norm(known.nan_to_num(nan=0.0), 2))
+
+
+def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
+    """Inputs shortened until ‖X‖ ≤ R, their known entries left as they are."""
+    known = torch.zeros_like(X) if fixed is None else fixed.nan_to_num(nan=0.0).expand_as(X)
+    free = X - known
+    room = R - torch.linalg.matrix_norm(known, 2)
+    size = torch.linalg.matrix_norm(free, 2).clamp(min=1e-300)
+    shorter = known + (room / size)[:, None, None] * free
+    outside = torch.linalg.matrix_norm(X, 2) > R
+    return torch.where(outside[:, None, None], shorter, X)
