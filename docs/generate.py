@@ -29,7 +29,8 @@ from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 ORDER = (
-    "audit", "extract", "invert", "invert problem", "invert text", "capture", "disrupt", "harden",
+    "audit", "extract", "invert", "invert problem", "invert text", "invert bounds",
+    "capture", "disrupt", "harden",
     "canonical", "same", "report", "plant", "serve",
 )  # fmt: skip
 

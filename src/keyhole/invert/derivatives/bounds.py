@@ -26,6 +26,7 @@ mask changes nothing. All values are those of the loss without γ, which adds 2�
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -38,8 +39,10 @@ from keyhole.errors import InputError
 from keyhole.invert.derivatives.hessian import hessian
 from keyhole.invert.derivatives.loss import prepared
 from keyhole.invert.problem import Problem
+from keyhole.memory import expect_room
 from keyhole.results.result import Result
 
+MOST_NEIGHBOURS = 100_000  # a Hessian and its eigenvalues for each
 _RADII = (1e-3, 1e-2, 1e-1, 1.0)  # of the neighbours, relative to ‖X‖
 _HALVINGS = 30  # of a step to a neighbour that would leave the ball ‖X‖ ≤ R
 _INPUT = "‖X‖"
@@ -132,7 +135,8 @@ def bounds(
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
     if neighbours < 1:
         raise InputError(f"expected at least one neighbour, got {neighbours}")
-    expect_count("neighbours", neighbours)
+    expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
+    expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
     expect_number("R", R, least=1)
     problem = replace(problem, gamma=0.0)
     _, inputs, _ = prepared(problem, X)
@@ -148,10 +152,10 @@ def bounds(
         R_without_input=without,
         norms=sizes,
         beyond=_beyond(problem),
-        lipschitz_bound=unknowns**3 * R**10,
-        lowest_bound=-unknowns * R**8,
+        lipschitz_bound=unknowns**3 * _power(R, 10),
+        lowest_bound=-unknowns * _power(R, 8),
         lowest_proved=-_curvature(problem, R),
-        lowest_bound_without_input=-unknowns * without**8,
+        lowest_bound_without_input=-unknowns * _power(without, 8),
         lowest=float(eigenvalues[0]),
         highest=float(eigenvalues[-1]),
         lipschitz=_steepest(problem, X, R, here, seed, neighbours),
@@ -191,9 +195,17 @@ def paper_gamma(problem: Problem, R: float) -> float:
 def _curvature(problem: Problem, R: float) -> float:
     """No eigenvalue of ∇²L is below minus this while everything is at most R."""
     heads, n, m = problem.heads, problem.length, problem.outputs
-    second = heads * (7.0 if problem.key_bias is None else 13.0 * n) * R**6
-    off = (heads + 1 + problem.residual) * (n * m) ** 0.5 * R**2
-    return 2 * second * off
+    second = heads * (7.0 if problem.key_bias is None else 13.0 * n)  # times R⁶
+    off = (heads + 1 + problem.residual) * (n * m) ** 0.5  # times R²
+    return 2 * second * off * _power(R, 8)
+
+
+def _power(R: float, exponent: int) -> float:
+    """Infinite where Python would give up."""
+    try:
+        return R**exponent
+    except OverflowError:
+        return math.inf
 
 
 def _beyond(problem: Problem) -> tuple[str, ...]:
