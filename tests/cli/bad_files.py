@@ -581,6 +581,9 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "target.safetensors": lambda path: oracle.save(oracle.plant(dim=3, seed=SEED), path),
     "problem.safetensors": lambda path: invert.plant(3, 2, seed=SEED)[0].save(path),
     "input.safetensors": lambda path: write_tensors(path, {"X": invert.plant(3, 2, seed=SEED)[1]}),
+    "stack.safetensors": lambda path: invert.save_layers(
+        invert.plant_layers(2, 3, 2, residual=True, seed=SEED)[0], path
+    ),
     "classifier": _classifier,
     "headless": lambda path: tiny_models.save("bert", path),
     "decoder": _decoder,

@@ -25,6 +25,8 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show
 from keyhole.cli.invert_bounds import EXAMPLE as BOUNDS_EXAMPLE
 from keyhole.cli.invert_bounds import invert_bounds
+from keyhole.cli.invert_layers import EXAMPLE as LAYERS_EXAMPLE
+from keyhole.cli.invert_layers import invert_layers
 from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
@@ -156,4 +158,5 @@ def _weight(gamma: str | None) -> float | str | None:
 
 
 group.command("text", epilog=EXAMPLE)(invert_text)
+group.command("layers", epilog=LAYERS_EXAMPLE)(invert_layers)
 group.command("bounds", epilog=BOUNDS_EXAMPLE)(invert_bounds)

@@ -17,8 +17,10 @@ from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.proofs.certify import certify as prove
-from keyhole.invert.registry import METHODS
+from keyhole.invert.registry import METHODS, STACK_METHODS
 from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
+from keyhole.invert.structure.layers_file import load_layers
 from keyhole.progress import Track, untracked
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
@@ -73,6 +75,36 @@ def run(
     if certify and result.X is not None:
         result = replace(result, certificate=prove(asked, result.X))
     return result
+
+
+def run_layers(
+    stack: str | Path | Layers,
+    method: str | SolveLayers = "peel",
+    *,
+    starts: int | None = None,
+    solutions: int | None = None,
+    branches: int | None = None,
+    seconds: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    track: Track = untracked,
+) -> LayersInversion:
+    """Read the input of a stack of layers back from all weights and the last output.
+
+    `stack` is a .safetensors file (structure/layers_file.py) or a stack; the options are for the
+    named methods that have them, `seconds` for each search of one layer.
+    """
+    asked = stack if isinstance(stack, Layers) else load_layers(stack)
+    if asked.fault:
+        raise InputError(asked.fault)
+    if isinstance(method, str):
+        _check(starts, solutions, seconds, device)
+        expect_count("branches", branches)
+        method = STACK_METHODS.make(
+            method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
+            seed=seed, device=None if device == "cpu" else device,
+        )  # fmt: skip
+    return method(asked, progress=track("invert layers"))
 
 
 def measure_bounds(
