@@ -59,6 +59,9 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
     [
         ("--gamma 1", "expected --gamma with regularized-newton, got auto"),
         ("--slack 0.1 --method lbfgs", "expected --slack with regularized-newton, got lbfgs"),
+        ("--rate 0.1", "expected --rate with adam or gradient-descent-as-published, got"),
+        ("--rate 0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
+        ("--rate nan --method adam", "expected rate above 0, got nan"),
         ("--start near.safetensors", "expected --start with levenberg-marquardt or "),
         ("--start near.safetensors --method token-by-token", "expected --start with "),
         ("--start near.safetensors --starts 3 --method adam", "expected --starts or --start"),

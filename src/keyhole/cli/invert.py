@@ -98,6 +98,13 @@ def invert(
             "0.1 by default."
         ),
     ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="The learning rate, for adam and gradient-descent-as-published (fixed, 0.01 by "
+            "default)."
+        ),
+    ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -135,7 +142,7 @@ def invert(
 
         result = run(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
-            seed=seed, gamma=_weight(gamma), slack=slack, start=start, certify=certify,
+            seed=seed, gamma=_weight(gamma), slack=slack, rate=rate, start=start, certify=certify,
             track=begun,
         )  # fmt: skip
         if out is not None:

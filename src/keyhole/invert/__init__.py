@@ -19,6 +19,7 @@ from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.end_to_end import EndToEnd
 from keyhole.invert.solvers.gradient_descent import GradientDescent
+from keyhole.invert.solvers.gradient_descent_as_published import GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
@@ -43,6 +44,7 @@ __all__ = [
     "ClosedForm",
     "EndToEnd",
     "GradientDescent",
+    "GradientDescentAsPublished",
     "HiddenStates",
     "Inversion",
     "KeyValues",

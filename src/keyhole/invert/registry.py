@@ -15,6 +15,7 @@ from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.end_to_end import EndToEnd
 from keyhole.invert.solvers.gradient_descent import GradientDescent
+from keyhole.invert.solvers.gradient_descent_as_published import GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
@@ -97,6 +98,7 @@ METHODS: Registry[Solve, Line] = Registry(
     _search("lbfgs", LBFGS),
     _search("adam", Adam),
     _search("gradient-descent", GradientDescent),
+    _search("gradient-descent-as-published", GradientDescentAsPublished),
     Entry("closed-form", closed_form, method=ClosedForm),
     Entry("token-by-token", TokenByToken),
     Entry("residual-stream", ResidualStream),

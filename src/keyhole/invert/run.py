@@ -37,6 +37,7 @@ def run(
     seed: int = 0,
     gamma: float | str | None = None,
     slack: float | None = None,
+    rate: float | None = None,
     start: str | Path | Tensor | None = None,
     certify: bool = False,
     track: Track = untracked,
@@ -45,10 +46,9 @@ def run(
 
     `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
     or a method with hyperparameters of your own. `starts`, `solutions` (different exact inputs that
-    end the search), `seconds`, `device`, `seed`, `gamma` and `slack` are for the named methods that
-    have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the place of the starts of
-    a method that has any.
-    `certify` adds a proof of how close an exact input is to the one found.
+    end the search), `seconds`, `device`, `seed`, `gamma`, `slack` and `rate` are for the named
+    methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the place of
+    the starts of a method that has any. `certify` adds a proof of how close an exact input is to the one found.
     """
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
     if asked.fault:
@@ -56,11 +56,12 @@ def run(
     if isinstance(method, str):
         name = method
         _check(starts, solutions, seconds, device)
+        expect_number("rate", rate, above=0)
         if starts is not None and start is not None:
             raise InputError("expected --starts or --start, got both")
         method = METHODS.make(
             name, starts=starts, solutions=solutions, seconds=seconds, seed=seed,
-            gamma=gamma, slack=slack,
+            gamma=gamma, slack=slack, rate=rate,
             device=None if device == "cpu" else device,  # where all methods compute
         )  # fmt: skip
     else:
