@@ -50,6 +50,9 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
     paper = json.loads(here(*newton, "--gamma", "paper").stdout)
     assert "is not the input" in paper["reason"]
     assert "gamma='paper', slack=0.1" in paper["method"]
+    drawn = json.loads(here(*newton, "--delta", 0.05).stdout)
+    assert "delta=0.05" in drawn["method"]
+    assert drawn["iterations"] != paper["iterations"]
     slow = json.loads(here(*newton, "--slack", 0.5).stdout)
     assert slow["iterations"] > paper["iterations"]
 
@@ -61,6 +64,8 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
         ("--slack 0.1 --method lbfgs", "expected --slack with regularized-newton, got lbfgs"),
         ("--rate 0.1", "expected --rate with adam or gradient-descent-as-published, got"),
         ("--rate 0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
+        ("--delta 0.1", "expected --delta with regularized-newton, got auto"),
+        ("--delta 1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
         ("--rate nan --method adam", "expected rate above 0, got nan"),
         ("--start near.safetensors", "expected --start with levenberg-marquardt or "),
         ("--start near.safetensors --method token-by-token", "expected --start with "),

@@ -98,6 +98,13 @@ def invert(
             "0.1 by default."
         ),
     ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw the Hessian at random within the slack, except with this probability, for "
+            "regularized-newton; by default the worst that the slack allows is taken."
+        ),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
@@ -142,8 +149,8 @@ def invert(
 
         result = run(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
-            seed=seed, gamma=_weight(gamma), slack=slack, rate=rate, start=start, certify=certify,
-            track=begun,
+            seed=seed, gamma=_weight(gamma), slack=slack, delta=delta, rate=rate,
+            start=start, certify=certify, track=begun,
         )  # fmt: skip
         if out is not None:
             result.save(out)

@@ -37,6 +37,7 @@ def run(
     seed: int = 0,
     gamma: float | str | None = None,
     slack: float | None = None,
+    delta: float | None = None,
     rate: float | None = None,
     start: str | Path | Tensor | None = None,
     certify: bool = False,
@@ -46,9 +47,10 @@ def run(
 
     `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
     or a method with hyperparameters of your own. `starts`, `solutions` (different exact inputs that
-    end the search), `seconds`, `device`, `seed`, `gamma`, `slack` and `rate` are for the named
-    methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the place of
-    the starts of a method that has any. `certify` adds a proof of how close an exact input is to the one found.
+    end the search), `seconds`, `device`, `seed`, `gamma`, `slack`, `delta` and `rate` are for the
+    named methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the
+    place of the starts of a method that has any. `certify` adds a proof of how close an exact input
+    is to the one found.
     """
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
     if asked.fault:
@@ -61,7 +63,7 @@ def run(
             raise InputError("expected --starts or --start, got both")
         method = METHODS.make(
             name, starts=starts, solutions=solutions, seconds=seconds, seed=seed,
-            gamma=gamma, slack=slack, rate=rate,
+            gamma=gamma, slack=slack, delta=delta, rate=rate,
             device=None if device == "cpu" else device,  # where all methods compute
         )  # fmt: skip
     else:

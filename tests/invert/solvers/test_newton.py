@@ -23,7 +23,7 @@ from keyhole.results import Status
 def errors(method, problem, X0, steps):
     """Distance to the optimum (found by many exact steps) after each of a method's steps."""
     method = replace(method, radius=radius(problem, X0))
-    exact = replace(method, slack=0.0)
+    exact = replace(method, slack=0.0, delta=None)
     equations = Equations.of([exact.regularized(problem)])
     best = exact.begin(equations, X0.unsqueeze(0))
     for _ in range(30):
@@ -144,11 +144,66 @@ def test_many_problems_have_a_gamma_each():
         assert result.reason == alone.reason
 
 
+def test_a_drawn_hessian_is_within_the_slack_but_for_delta():
+    """Over whole runs of T steps: at most δ of them may have a step outside."""
+    for delta, rows, steps in ((0.01, 1, 10), (0.5, 2, 2), (0.9, 3, 1)):
+        outside = 0
+        for seed in range(200):
+            method = RegularizedNewton(delta=delta, steps=steps, seed=seed)
+            stream = torch.Generator().manual_seed(seed)
+            norms = [
+                np.linalg.norm(method.perturbation(normal(stream, rows, 2)), 2)
+                for _ in range(steps)
+            ]
+            outside += max(norms) > 1
+            assert max(norms) > 0.1  # far from nothing: it is the slack that is used
+        assert outside <= delta * 200
+
+
+def test_a_drawn_hessian_is_symmetric_and_the_same_again():
+    _, X = planted(3, 2)
+    S = RegularizedNewton(delta=0.1, seed=4).perturbation(X)
+    assert torch.equal(S, S.mT)
+    assert torch.equal(S, RegularizedNewton(delta=0.1, seed=4).perturbation(X))
+    assert not torch.equal(S, RegularizedNewton(delta=0.1, seed=5).perturbation(X))
+    assert not torch.equal(S, RegularizedNewton(delta=0.1, seed=4).perturbation(X + 1e-9))
+
+
+@pytest.mark.parametrize("slack", [0.1, 0.3])
+def test_theorem_1_3_with_a_drawn_hessian(slack):
+    """Within ε in T = log(‖X₀ − X*‖/ε)/log((1 − ε₀)/ε₀) steps, in all but δ of the runs."""
+    problem, X = planted(4, 4)
+    delta, runs, accuracy, late = 0.1, 10, 1e-9, 0
+    for seed in range(runs):
+        method = RegularizedNewton(slack=slack, delta=delta, steps=40, seed=seed)
+        distances, _ = errors(method, problem, X, 30)
+        # The rate holds in the norm of the Hessian, whose condition is near 1 with this γ.
+        allowed = math.ceil(math.log(distances[0] / accuracy) / math.log((1 - slack) / slack)) + 1
+        late += min(distances[: allowed + 1]) > accuracy
+        worst = slack / (1 - slack)
+        ratios = [b / a for a, b in itertools.pairwise(distances) if b > 1e-13]
+        assert max(ratios[1:]) <= 1.02 * worst
+        assert max(ratios[1:]) > 0.05 * worst  # an exact Hessian would do far better
+    assert late <= delta * runs
+
+
+def test_known_entries_stay_with_a_drawn_hessian():
+    problem, X = draw(Kind(options=frozenset({"known"})))
+    method = RegularizedNewton(delta=0.1, radius=2 + 2 * radius(problem))
+    equations = Equations.of([method.regularized(problem)])
+    state = method.begin(equations, equations.impose(X.unsqueeze(0)))
+    for _ in range(3):
+        state = method.step(equations, state)
+        assert torch.allclose(equations.impose(state.X), state.X, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"gamma": "small"}, 'expected gamma "paper" or a number'),
         ({"gamma": -1.0}, "expected gamma of 0 or more"),
+        ({"delta": 0.0}, "expected delta between 0 and 1"),
+        ({"delta": math.nan}, "expected delta between 0 and 1"),
         ({"slack": 1.0}, "expected slack from 0 to below 1"),
     ],
 )

@@ -13,6 +13,13 @@ The theorem allows a Hessian that is only known within ε₀, which makes its
 rate linear; `slack` is ε₀ and takes the worst that it admits, `H̃ = (1 + ε₀)∇²L`, so that each
 step leaves ε₀/(1 + ε₀) of the error. `slack=0` is Newton's own method, and quadratic.
 
+The theorem's δ is the probability that it fails: an H̃ that is made at random is within ε₀ of ∇²L
+only with some probability. The paper does not say how H̃ is made. With `delta`, it is drawn here:
+∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, S symmetric Gaussian of N = nd rows, off its diagonal of variance
+σ², on it 2σ². H̃ is within ε₀ exactly if ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`; so with
+`1/σ = 2√N + 2√ln(2T/δ)` all of T steps are within it with probability at least 1 − δ. A step then
+leaves at most ε₀/(1 − ε₀) of the error in the norm of ∇²L.
+
 The optimum that is reached is not the input: a γ that large draws X to 0. The result's reason says
 how far its output is from the one that was given. For the input itself there are
 modified_newton.py and levenberg_marquardt.py, whose damping vanishes at the solution.
@@ -46,6 +53,7 @@ class RegularizedNewton:
 
     gamma: float | str = "paper"
     slack: float = 0.1
+    delta: float | None = None
     radius: float | None = None
     accuracy: float = 1e-12
     starts: int = 1
@@ -63,6 +71,8 @@ class RegularizedNewton:
             raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
         if not 0 <= self.slack < 1:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+        if self.delta is not None and not 0 < self.delta < 1:
+            raise InputError(f"expected delta between 0 and 1, got {self.delta}")
         expect_number("radius", self.radius, least=1)
 
     def __call__(
@@ -107,34 +117,62 @@ class RegularizedNewton:
         return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
 
     def step(self, equations: Equations, state: State) -> State:
-        p, definite = self._step(equations, state.X)
-        X = torch.where(definite[:, None, None], state.X + p, state.X)
-        return State(X, equations.loss(X), self._arrived(p) | ~definite)
+        factor, p, definite = self._newton(equations, state.X)
+        arrived = self._arrived(p)
+        ahead = state.X + self._inexact(equations, state.X, factor, p)
+        X = torch.where(definite[:, None, None], ahead, state.X)
+        return State(X, equations.loss(X), arrived | ~definite)
 
-    def _step(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's step over 1 + ε₀, and whether the Hessian is positive definite."""
+    def _newton(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The Hessian's factor, Newton's own step, and whether the Hessian is definite."""
         factor, info = torch.linalg.cholesky_ex(held(equations, hessian_of(equations, X)))
         slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
-        p = -torch.cholesky_solve(slope, factor).reshape(X.shape) / (1 + self.slack)
-        return p, info == 0
+        p = -torch.cholesky_solve(slope, factor).reshape(X.shape)
+        return factor, p, info == 0
+
+    def _inexact(self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor) -> Tensor:
+        """The step with H̃ for the Hessian: the worst within the slack, or one drawn at random."""
+        if self.delta is None:
+            return p / (1 + self.slack)
+        S = torch.stack([self.perturbation(row) for row in X])
+        if equations.fixed is not None:
+            free = equations.fixed.isnan().flatten(1).to(S.dtype)
+            S = S * free.unsqueeze(1) * free.unsqueeze(2)
+        identity = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+        right = factor.mT @ p.flatten(1).unsqueeze(-1)
+        solved, info = torch.linalg.solve_ex(identity + self.slack * S, right)
+        step = torch.linalg.solve_triangular(factor.mT, solved, upper=True).reshape(p.shape)
+        return torch.where((info == 0)[:, None, None], step, p)
+
+    def perturbation(self, X: Tensor) -> Tensor:
+        """S for one input: of norm at most 1 at every step, except with probability δ.
+
+        Drawn by the seed and by where the input stands, so that a run can be repeated.
+        """
+        if self.delta is None:
+            raise InputError("expected delta, the probability of a failure, got none")
+        stream = torch.Generator().manual_seed(hash((self.seed, *X.flatten().tolist())) % 2**63)
+        size = X.numel()
+        drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(X.device)
+        width = 2 * math.sqrt(size) + 2 * math.sqrt(math.log(2 * self.steps / self.delta))
+        return (drawn + drawn.mT) / math.sqrt(2) / width
 
     def _arrived(self, p: Tensor) -> Tensor:
-        return (1 + self.slack) * p.flatten(1).norm(dim=1) <= self.accuracy
+        return p.flatten(1).norm(dim=1) <= self.accuracy
 
     def _explained(self, problem: Problem, result: Inversion) -> Inversion:
         if result.X is None or result.residual is None or result.solved or not problem.gamma:
             return result
         equations = Equations.of([problem], result.X.device)
-        p, definite = self._step(equations, result.X.unsqueeze(0))
+        _, p, definite = self._newton(equations, result.X.unsqueeze(0))
         off = f"its output is off by {result.residual:.1e}, relatively"
         if not definite:
             reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite here; {off}"
         elif self._arrived(p):
             reason = f"the optimum with γ = {problem.gamma:.1e} is not the input: {off}"
         else:
-            left = float((1 + self.slack) * p.norm())
             reason = (
-                f"{left:.1e} away from the optimum with γ = {problem.gamma:.1e} after "
+                f"{float(p.norm()):.1e} away from the optimum with γ = {problem.gamma:.1e} after "
                 f"{self.steps} steps, and that is not the input either: {off}"
             )
         return replace(result, reason=reason)
