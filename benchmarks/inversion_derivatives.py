@@ -18,6 +18,7 @@ from torch import Tensor
 
 import show
 from keyhole import attention, invert
+from keyhole.invert.derivatives.bounds import radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import gauss_newton_of
 from show import Row, relative
@@ -36,6 +37,7 @@ def run(quick: bool) -> list[Row]:
         *repaired(4, range(1 if quick else 5)),
         *the_bounds(4, 4),
         *([] if quick else the_bounds(8, 8)),
+        *the_assumption(8 if quick else 120),
     ]
 
 
@@ -186,6 +188,7 @@ def the_theorem(size: int, seeds: range) -> list[Row]:
 def distances_to_the_optimum(
     method: invert.RegularizedNewton, problem: invert.Problem, X: Tensor, steps: int
 ) -> list[float]:
+    method = replace(method, radius=radius(problem, X))
     equations = Equations.of([method.regularized(problem)])
     exact = replace(method, slack=0.0)
     best = exact.begin(equations, X.unsqueeze(0))
@@ -215,6 +218,7 @@ def repaired(size: int, seeds: range) -> list[Row]:
 
 
 def the_bounds(n: int, d: int) -> list[Row]:
+    """What the lemmas promise over what is measured, at one input."""
     problem, truth = plant(n, d)
     X = truth + 0.1 * plant(n, d, seed=1)[1]
     bounds = invert.bounds(problem, X)
@@ -225,13 +229,44 @@ def the_bounds(n: int, d: int) -> list[Row]:
             f"{bounds.lowest:.2g}",
             f">= -ndR^8 = {bounds.lowest_bound:.1e}",
             bounds.lowest >= bounds.lowest_bound,
-            f"greatest {bounds.highest:.2g}",
+            f"greatest {bounds.highest:.2g}; loose by {_orders(bounds.lowest_bound, bounds.lowest)}"
+            f"; with X left out of R, {bounds.lowest_bound_without_input:.1e}",
         ),
         Row(
             f"Lipschitz constant of ∇²L seen, {what}",
             f"{bounds.lipschitz:.2g}",
             f"<= n^3 d^3 R^10 = {bounds.lipschitz_bound:.1e}",
             bounds.lipschitz <= bounds.lipschitz_bound,
+            f"loose by {_orders(bounds.lipschitz_bound, bounds.lipschitz)}",
+        ),
+    ]
+
+
+def _orders(bound: float, value: float) -> str:
+    return f"{math.log10(abs(bound / value)):.1f} orders of magnitude"
+
+
+def the_assumption(draws: int) -> list[Row]:
+    """Lemma 4.5 with a constant of 1, X left out of R (Theorem 1.3 as stated) and taken in."""
+    broken = {"without": 0, "with": 0, "proved": 0}
+    for seed in range(draws):
+        problem, X = plant(4, 4, seed)
+        norms = [torch.linalg.matrix_norm(weights, 2) for weights in (problem.W, problem.V)]
+        W, V = problem.W / norms[0], problem.V / norms[1]
+        X = (1 + seed % 4) * X
+        bounds = invert.bounds(replace(problem, W=W, V=V, B=problem.B / 4), X, neighbours=1)
+        broken["without"] += bounds.lowest < bounds.lowest_bound_without_input
+        broken["with"] += bounds.lowest < bounds.lowest_bound
+        broken["proved"] += bounds.lowest < bounds.lowest_proved
+    what = "Lemma 4.5, n = d = 4, ‖W‖ = ‖V‖ = 1: violated"
+    return [
+        Row(f"{what} with ‖X‖ left out", f"{broken['without']} of {draws} draws"),
+        Row(f"{what} with ‖X‖ <= R", f"{broken['with']} of {draws} draws"),
+        Row(
+            f"{what} with ‖X‖ <= R and the proved constant",
+            f"{broken['proved']} of {draws} draws",
+            "0",
+            not broken["proved"],
         ),
     ]
 

@@ -21,6 +21,7 @@ from keyhole.invert import (
     LBFGS,
     Adam,
     GradientDescent,
+    GradientDescentAsPublished,
     LevenbergMarquardt,
     ModifiedNewton,
     ResidualStream,
@@ -33,6 +34,7 @@ METHODS = {
     "LBFGS": LBFGS(steps=10**4),
     "Adam": Adam(steps=4000),
     "GradientDescent": GradientDescent(steps=10**5),
+    "GradientDescentAsPublished": GradientDescentAsPublished(steps=10**5),
 }
 
 

@@ -29,8 +29,8 @@ from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 ORDER = (
-    "audit", "extract", "invert", "invert problem", "invert text", "capture", "corpus", "disrupt",
-    "harden",
+    "audit", "extract", "invert", "invert problem", "invert text", "invert layers",
+    "invert bounds", "capture", "corpus", "disrupt", "harden",
     "canonical", "same", "report", "plant", "serve",
 )  # fmt: skip
 
@@ -58,6 +58,9 @@ def cli_reference() -> str:
 REGISTRIES = {
     "Weights from answers: `keyhole extract --method`": "keyhole.extract.registry:METHODS",
     "The input of one layer: `keyhole invert --method`": "keyhole.invert.registry:METHODS",
+    "The input of several layers: `keyhole invert layers --method`": (
+        "keyhole.invert.registry:STACK_METHODS"
+    ),
     "Text from a leak: `keyhole invert text --method`": "keyhole.recover.registry:ATTACKS",
     "Flips by cutting attention: `keyhole disrupt --method`": "keyhole.disrupt.registry:ATTACKERS",
     "Training against it: `keyhole harden --method`": "keyhole.harden.registry:DEFENCES",

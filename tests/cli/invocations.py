@@ -46,6 +46,10 @@ BASES: dict[str, dict[str, str]] = {
     "audit": {"target": f"{WORLD}/target.safetensors"},
     "extract": {"target": f"{WORLD}/target.safetensors"},
     "invert problem": {"problem": f"{WORLD}/problem.safetensors", "starts": "4"},
+    "invert layers": {"stack": f"{WORLD}/stack.safetensors", "starts": "4"},
+    "invert bounds": {
+        "problem": f"{WORLD}/problem.safetensors", "at": f"{WORLD}/input.safetensors",
+    },
     "invert text": {"model": _CLASSIFIER, "leaks": f"{WORLD}/good.leak"},
     "capture": {
         "model": _CLASSIFIER, "expose": "hidden:1", "text": "w1 w2", "out": "o.safetensors",
@@ -210,6 +214,9 @@ def from_files() -> Iterator[Case]:
             yield _with(title, target=f"{WORLD}/{name}")
     for name in (*bad_files.PROBLEMS, *bad_files.TARGETS):
         yield _with("invert problem", problem=f"{WORLD}/{name}")
+        yield _with("invert bounds", problem=f"{WORLD}/{name}")
+        yield _with("invert layers", stack=f"{WORLD}/{name}")
+        yield _with("invert bounds", at=f"{WORLD}/{name}")
     for name in bad_files.LEAKS:
         codes = WRONG | DONE if name.startswith("float8") else WRONG  # of two kinds, one has a sign
         yield _with("invert text", codes, leaks=f"{WORLD}/{name}")

@@ -20,6 +20,8 @@ SUCCEED = ("audit", "extract", "invert")
 
 def code_of(line):
     """How an example ends here, where its files are tiny."""
+    if line.split()[1:3] == ["invert", "bounds"]:
+        return 0  # measures, and attacks nothing
     if line.split()[1] in SUCCEED:
         return 1
     if "--certify 1" in line:

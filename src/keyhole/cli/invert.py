@@ -23,6 +23,10 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show
+from keyhole.cli.invert_bounds import EXAMPLE as BOUNDS_EXAMPLE
+from keyhole.cli.invert_bounds import invert_bounds
+from keyhole.cli.invert_layers import EXAMPLE as LAYERS_EXAMPLE
+from keyhole.cli.invert_layers import invert_layers
 from keyhole.cli.invert_text import EXAMPLE, invert_text
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
@@ -79,6 +83,43 @@ def invert(
         float | None,
         typer.Option(help="Stop after this many seconds, with the best input found by then."),
     ] = None,
+    gamma: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER|paper",
+            help="The weight of the regulariser, for regularized-newton; by default paper, which "
+            "makes the Hessian positive definite.",
+        ),
+    ] = None,
+    slack: Annotated[
+        float | None,
+        typer.Option(
+            help="How far the Hessian is known, as a factor of 1 + slack, for regularized-newton; "
+            "0.1 by default."
+        ),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw the Hessian at random within the slack, except with this probability, for "
+            "regularized-newton; by default the worst that the slack allows is taken."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="The learning rate, for adam and gradient-descent-as-published (fixed, 0.01 by "
+            "default)."
+        ),
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Start from the tensor X of this .safetensors file, one input or several, with a "
+            "method that searches from starts.",
+        ),
+    ] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Prove how close an exact input is to the one found.")
     ] = False,
@@ -108,7 +149,8 @@ def invert(
 
         result = run(
             asked, method, starts=starts, solutions=solutions, seconds=seconds, device=device,
-            seed=seed, certify=certify, track=begun,
+            seed=seed, gamma=_weight(gamma), slack=slack, delta=delta, rate=rate,
+            start=start, certify=certify, track=begun,
         )  # fmt: skip
         if out is not None:
             result.save(out)
@@ -121,4 +163,14 @@ def invert(
     raise typer.Exit(exit_code([result.status]))
 
 
+def _weight(gamma: str | None) -> float | str | None:
+    """A number where it is one; the method refuses other words than its own."""
+    try:
+        return None if gamma is None else float(gamma)
+    except ValueError:
+        return gamma
+
+
 group.command("text", epilog=EXAMPLE)(invert_text)
+group.command("layers", epilog=LAYERS_EXAMPLE)(invert_layers)
+group.command("bounds", epilog=BOUNDS_EXAMPLE)(invert_bounds)

@@ -37,6 +37,7 @@ _APPLIES = {
     "tokens": ("inversion",),
     "residual": ("inversion",),
     "maps": ("inversion",),
+    "layers": ("inversion",),
     **dict.fromkeys(("sign_only", "decimals", "noise", "max_norm"), oracle.KINDS),
 }
 
@@ -89,6 +90,10 @@ def plant(
     maps: Annotated[
         bool, typer.Option("--maps", help="Leak the attention maps as well (inversion).")
     ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="A stack of so many layers, only the last output known (inversion)."),
+    ] = None,
     force: Force = False,
     seed: Seed = 0,
 ) -> None:
@@ -96,11 +101,16 @@ def plant(
     _expect_applicable(
         kind, rank=rank, heads=heads, width=width, every_token=every_token, causal=causal,
         sign_only=sign_only, decimals=decimals, noise=noise, max_norm=max_norm, bases=bases,
-        tokens=tokens, residual=residual, maps=maps,
+        tokens=tokens, residual=residual, maps=maps, layers=layers,
     )  # fmt: skip
     expect_folder(path, bases)
     expect_new(path, bases, force=force)
     count = 1 if heads is None else heads
+    if layers is not None:
+        if maps or heads is not None:
+            raise InputError("expected --layers without --maps and --heads, got both")
+        _plant_layers(path, dim, tokens, scale, layers, residual, causal, seed)
+        return
     if kind == "inversion":
         _plant_inversion(path, dim, tokens, scale, count, residual, causal, maps, seed)
         return
@@ -132,6 +142,19 @@ def _plant_inversion(
         problem = replace(problem, maps=problem.maps_of(secret))
     problem.save(path)
     show(f"{path}: the output of {tokens} secret tokens, d = {dim}")
+
+
+def _plant_layers(
+    path: Path, dim: int, tokens: int | None, scale: float, layers: int, residual: bool,
+    causal: bool, seed: int,
+) -> None:  # fmt: skip
+    tokens = 8 if tokens is None else tokens
+    expect_count("--tokens", tokens)
+    stack, _ = invert.plant_layers(
+        layers, tokens, dim, scale=scale, residual=residual, causal=causal, seed=seed
+    )
+    invert.save_layers(stack, path)
+    show(f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}")
 
 
 def _expect_applicable(kind: str, **given: object) -> None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number, expect_seed
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.invert.problem import Problem
+from keyhole.invert.structure.layers import Layer, Layers
 from keyhole.memory import expect_room
 
 
@@ -62,3 +63,26 @@ def plant(
     if problem.fault:
         raise InputError(f"{problem.fault}: try a smaller scale than {scale:g}")
     return problem, X
+
+
+def plant_layers(
+    depth: int,
+    length: int = 8,
+    dim: int = 8,
+    *,
+    scale: float = 0.3,
+    residual: bool = False,
+    causal: bool = False,
+    seed: int = 0,
+) -> tuple[Layers, Tensor]:
+    """A stack of layers and its input; V is as small as it is in deep models, 1/√(d·depth)."""
+    expect_count("layers", depth)
+    expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
+    layers: list[Layer] = []
+    first, X = plant(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
+    for number in range(depth):
+        problem = first if number == 0 else plant(length, dim, scale=scale, seed=seed + number)[0]
+        V = problem.V / math.sqrt(dim * depth)
+        layers.append(Layer(problem.W, V, residual=residual, causal=causal))
+    blank = Layers(tuple(layers), first.B)
+    return replace(blank, B=blank.output(X)), X

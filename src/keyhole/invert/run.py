@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.bounds import expect_count, expect_number
+import torch
+from torch import Tensor
+
+from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.devices import expect_device
 from keyhole.errors import InputError
+from keyhole.files import read_tensors
+from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.proofs.certify import certify as prove
-from keyhole.invert.registry import METHODS
+from keyhole.invert.registry import METHODS, STACK_METHODS
 from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
+from keyhole.invert.structure.layers_file import load_layers
 from keyhole.progress import Track, untracked
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
@@ -27,6 +35,11 @@ def run(
     seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
+    gamma: float | str | None = None,
+    slack: float | None = None,
+    delta: float | None = None,
+    rate: float | None = None,
+    start: str | Path | Tensor | None = None,
     certify: bool = False,
     track: Track = untracked,
 ) -> Inversion:
@@ -34,8 +47,10 @@ def run(
 
     `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
     or a method with hyperparameters of your own. `starts`, `solutions` (different exact inputs that
-    end the search), `seconds`, `device` and `seed` are for the named methods that have them.
-    `certify` adds a proof of how close an exact input is to the one found.
+    end the search), `seconds`, `device`, `seed`, `gamma`, `slack`, `delta` and `rate` are for the
+    named methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the
+    place of the starts of a method that has any. `certify` adds a proof of how close an exact input
+    is to the one found.
     """
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
     if asked.fault:
@@ -43,18 +58,102 @@ def run(
     if isinstance(method, str):
         name = method
         _check(starts, solutions, seconds, device)
+        expect_number("rate", rate, above=0)
+        if starts is not None and start is not None:
+            raise InputError("expected --starts or --start, got both")
         method = METHODS.make(
             name, starts=starts, solutions=solutions, seconds=seconds, seed=seed,
+            gamma=gamma, slack=slack, delta=delta, rate=rate,
             device=None if device == "cpu" else device,  # where all methods compute
         )  # fmt: skip
     else:
         name = type(method).__name__
+    given: dict[str, Tensor] = {}
+    if start is not None:
+        _expect_starts_taken(name, method)
+        given["start"] = start if isinstance(start, Tensor) else load_inputs(start, asked)
     progress = track("invert")
     progress(0, note=name)
-    result = method(asked, progress=progress)
+    result = method(asked, progress=progress, **given)
     if certify and result.X is not None:
         result = replace(result, certificate=prove(asked, result.X))
     return result
+
+
+def run_layers(
+    stack: str | Path | Layers,
+    method: str | SolveLayers = "peel",
+    *,
+    starts: int | None = None,
+    solutions: int | None = None,
+    branches: int | None = None,
+    seconds: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    track: Track = untracked,
+) -> LayersInversion:
+    """Read the input of a stack of layers back from all weights and the last output.
+
+    `stack` is a .safetensors file (structure/layers_file.py) or a stack; the options are for the
+    named methods that have them, `seconds` for each search of one layer.
+    """
+    asked = stack if isinstance(stack, Layers) else load_layers(stack)
+    if asked.fault:
+        raise InputError(asked.fault)
+    if isinstance(method, str):
+        _check(starts, solutions, seconds, device)
+        expect_count("branches", branches)
+        method = STACK_METHODS.make(
+            method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
+            seed=seed, device=None if device == "cpu" else device,
+        )  # fmt: skip
+    return method(asked, progress=track("invert layers"))
+
+
+def measure_bounds(
+    problem: str | Path | Problem,
+    X: str | Path | Tensor,
+    *,
+    R: float | None = None,
+    seed: int = 0,
+    neighbours: int = 32,
+) -> Bounds:
+    """The paper's bounds beside what is measured at X, both as they are or from files."""
+    asked = problem if isinstance(problem, Problem) else Problem.load(problem)
+    expect_seed(seed)
+    inputs = X if isinstance(X, Tensor) else load_inputs(X, asked)
+    return bounds(asked, inputs, R=R, seed=seed, neighbours=neighbours)
+
+
+def load_inputs(path: str | Path, problem: Problem) -> Tensor:
+    """The tensor X of a .safetensors file, such as the one beside a saved inversion."""
+    _, tensors = read_tensors(path, "a .safetensors file with X")
+    if "X" not in tensors:
+        raise InputError(
+            f"expected a tensor X in {path}, got {', '.join(sorted(tensors)) or 'nothing'}"
+        )
+    X, size = tensors["X"], (problem.length, problem.dim)
+    if X.ndim not in (2, 3) or 0 in X.shape or X.shape[-2:] != size:
+        raise InputError(
+            f"expected X of shape n×d = {size[0]}×{size[1]} in {path}, "
+            f"got {'×'.join(map(str, X.shape)) or 'a number'}"
+        )
+    if X.is_complex() or not X.to(torch.float64).isfinite().all():
+        raise InputError(f"expected finite real numbers in X of {path}, got others")
+    return X.to(torch.float64)
+
+
+def _expect_starts_taken(name: str, method: Solve) -> None:
+    if _takes_starts(type(method)):
+        return
+    takers = [
+        entry.name for entry in METHODS.values() if entry.method and _takes_starts(entry.method)
+    ]
+    raise InputError(f"expected --start with {' or '.join(takers)}, got {name}")
+
+
+def _takes_starts(method: type) -> bool:
+    return "start" in inspect.signature(method.__call__).parameters
 
 
 def _check(starts: int | None, solutions: int | None, seconds: float | None, device: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from layers import Kind, draw, plain_loss, planted, second
+from layers import Kind, draw, normal, plain_loss, planted, second
+from torch import Tensor
 
 from keyhole import invert
 from keyhole.errors import InputError
@@ -17,19 +19,116 @@ from keyhole.invert.derivatives.bounds import paper_gamma
 def test_the_radius_and_the_bounds_are_the_papers():
     problem, X = planted(4, 3)
     result = invert.bounds(problem, X)
-    norms = [np.linalg.norm(weights.numpy(), 2) for weights in (problem.W, problem.V)]
-    R = max(1.0, *norms, np.abs(problem.B.numpy()).max())
-    assert pytest.approx(float(R)) == result.R
-    assert result.R_with_input == pytest.approx(max(R, np.linalg.norm(X.numpy(), 2)))
+    norms = [np.linalg.norm(matrix.numpy(), 2) for matrix in (problem.W, problem.V, X)]
+    without = max(1.0, *norms[:2], np.abs(problem.B.numpy()).max())
+    R = max(without, norms[2])
+    assert without < R
+    assert pytest.approx(R) == result.R
+    assert result.R_without_input == pytest.approx(without)
+    assert list(result.norms.values())[-1] == pytest.approx(norms[2])
     assert result.lipschitz_bound == pytest.approx(4**3 * 3**3 * R**10)
     assert result.lowest_bound == pytest.approx(-4 * 3 * R**8)
-    assert result.gamma == pytest.approx(paper_gamma(problem))
+    assert result.lowest_bound_without_input == pytest.approx(-4 * 3 * without**8)
+    assert result.lowest_proved == pytest.approx(-28 * math.sqrt(4 * 3) * R**8)
+    assert result.gamma == pytest.approx(paper_gamma(problem, R))
 
 
 def test_the_radius_is_never_below_one():
     problem, X = planted(3, 2)
     small = replace(problem, W=problem.W / 100, V=problem.V / 100, B=problem.B / 100)
-    assert invert.bounds(small, X).R == 1.0
+    assert invert.bounds(small, X / 100).R == 1.0
+
+
+def drawn(number: int) -> tuple[invert.Problem, Tensor]:
+    """A problem of any kind, its weights, output and input of any size."""
+    stream = torch.Generator().manual_seed(number)
+    heads, options = ((None, ()), (None, ()), *((h, o) for h in (None, 2) for o in EXTRAS))[
+        number % (2 + 2 * len(EXTRAS))
+    ]
+    n, d, m = (int(torch.randint(1, 5, (), generator=stream)) for _ in range(3))
+    problem, X = draw(Kind(n, d, m, heads, frozenset(options)), seed=number)
+    sizes = torch.tensor([0.1, 0.5, 1.0, 2.0], dtype=torch.float64)
+    a, b, c, x = (sizes[int(torch.randint(4, (), generator=stream))] for _ in range(4))
+    return replace(problem, W=a * problem.W, V=b * problem.V, B=c * problem.B), x * X
+
+
+EXTRAS = (("causal",), ("residual",), ("key_bias",), ("output_bias",))
+
+
+def test_the_proved_bound_and_its_gamma_hold_for_every_draw():
+    for number in range(150):
+        problem, X = drawn(number)
+        result = invert.bounds(problem, X, neighbours=1)
+        values = torch.linalg.eigvalsh(invert.hessian(problem, X))
+        assert result.proved
+        assert result.lowest_proved <= float(values[0])
+        definite = replace(problem, gamma=paper_gamma(problem, result.R))
+        assert float(torch.linalg.eigvalsh(invert.hessian(definite, X))[0]) > 0
+
+
+def test_the_proved_bound_holds_where_a_search_for_the_worst_ends():
+    """R = 1, where the constant matters most: uphill to the most negative eigenvalue."""
+    stream = torch.Generator().manual_seed(0)
+    for n, d in ((2, 1), (2, 2)):
+        matrices, worst = None, 0.0
+        for number in range(200):
+            fresh = [normal(stream, *shape) for shape in ((d, d), (d, d), (n, d), (n, d))]
+            if matrices is not None and number > 20:
+                fresh = [old + 0.1 * new for old, new in zip(matrices, fresh, strict=True)]
+            W, V, X = (matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in fresh[:3])
+            problem = invert.Problem(W=W, V=V, B=fresh[3].sign())
+            lowest = float(torch.linalg.eigvalsh(invert.hessian(problem, X))[0])
+            if lowest < worst:
+                matrices, worst = fresh, lowest
+        assert -28 * math.sqrt(n * d) <= worst < -n * d  # and not with a constant of 1
+
+
+def test_lemma_4_5_fails_with_a_constant_of_one_although_x_is_inside():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    X = torch.full((2, 1), math.sqrt(0.5), dtype=torch.float64)
+    result = invert.bounds(invert.Problem(W=-one, V=-one, B=torch.ones(2, 1)), X)
+    assert pytest.approx(1) == result.R
+    assert result.lowest == pytest.approx(-2 - 2 * math.sqrt(2))
+    assert result.lowest_proved < result.lowest < result.lowest_bound
+    assert "Lemma 4.5, -n d R^8 = -2: VIOLATED" in result.summary()
+
+
+def test_leaving_x_out_breaks_the_lemma_and_taking_it_in_does_not():
+    broken = {"without": 0, "with": 0}
+    for seed in range(120):
+        stream = torch.Generator().manual_seed(seed)
+        W, V, X, B = (normal(stream, 3, 3) for _ in range(4))
+        problem = invert.Problem(W=W / np.linalg.norm(W, 2), V=V / np.linalg.norm(V, 2), B=B / 4)
+        result = invert.bounds(problem, 3 * X, neighbours=1)
+        broken["without"] += result.lowest < result.lowest_bound_without_input
+        broken["with"] += result.lowest < result.lowest_bound
+    assert broken["with"] == 0 < broken["without"]
+
+
+def test_a_small_radius_is_an_assumption_that_does_not_hold():
+    problem, X = planted(4, 3)
+    assert all(invert.bounds(problem, X).assumptions.values())
+    result = invert.bounds(problem, X, R=1.0)
+    assert not result.proved
+    assert not result.assumptions["‖X‖ ≤ R"]
+    assert result.assumptions["‖W‖ ≤ R"]
+    assert "does not hold: ‖X‖ ≤ R" in result.summary()
+    assert "not proved here" in result.summary()
+
+
+def test_what_goes_beyond_the_papers_layer_is_named():
+    problem, X = draw(Kind(heads=2, options=frozenset({"causal", "key_bias"})))
+    result = invert.bounds(problem, X)
+    assert result.beyond == ("2 heads", "a key bias", "a causal mask")
+    assert "residual connection (2 heads, a key bias, a causal mask)" in result.summary()
+    assert result.proved
+
+
+def test_bounds_come_back_from_their_file(tmp_path):
+    problem, X = planted(3, 3)
+    result = invert.bounds(problem, X)
+    result.save(tmp_path / "bounds.json")
+    assert invert.Bounds.load(tmp_path / "bounds.json") == result
 
 
 def test_eigenvalues_are_those_of_the_hessian_that_autodiff_finds():
@@ -53,7 +152,8 @@ def test_the_lipschitz_constant_is_one_that_a_neighbour_shows():
     problem, X = planted(3, 3)
     result = invert.bounds(problem, X, neighbours=1, seed=5)
     away = torch.randn(3, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    Y = X + away * (1e-3 * X.norm() / away.norm())
+    step = away * (1e-3 * X.norm() / away.norm())
+    Y = next(Y for Y in (X + step, X - step) if np.linalg.norm(Y, 2) <= result.R)
     change = invert.hessian(problem, Y) - invert.hessian(problem, X)
     assert result.lipschitz == pytest.approx(np.linalg.norm(change.numpy(), 2) / (Y - X).norm())
     assert result == invert.bounds(problem, X, neighbours=1, seed=5)

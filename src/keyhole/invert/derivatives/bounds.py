@@ -1,101 +1,251 @@
 """The paper's bounds on the Hessian, beside what is measured.
 
-*Unmasking Transformers*, with `‖W‖, ‖V‖ ≤ R`, `|b_ij| ≤ R`, `R > 1`:
+*Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms):
 
     Lemma 4.4   ‖∇²L(X) − ∇²L(Y)‖ ≤ O(n³d³R¹⁰) ‖X − Y‖_F       the Hessian is Lipschitz
     Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             and not too indefinite
 
-The lemmas give no constants; 1 is taken for each. Theorem 1.3 asks for `‖W‖_F, ‖V‖_F ≤ R` and says
-nothing about X; its lemmas rest on a "bounded parameter" assumption stated elsewhere (G.1), and a
-bound on X must be part of that: the second derivative of a score is W, its first grows with X, so
-the Hessian has no bound in R alone. R is therefore reported for the weights and the output, by
-spectral norms (no larger than Frobenius norms, so the bounds are the tighter ones), and again with
-`‖X‖` under it. All values are those of the loss without γ, which the lemmas are about; γ adds 2γ to
-every eigenvalue.
+Theorem 1.3 asks for bounds on W, V and B and says nothing about X; its lemmas rest on a "bounded
+parameter" assumption stated elsewhere (G.1). A bound on X must be part of it: the first derivative
+of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
+well; `lowest_bound_without_input` shows what leaving it out would give.
+
+The lemmas give no constants. With 1 for each, Lemma 4.5 fails even with X inside (R = 1, n = 2,
+d = 1 has an eigenvalue of −4.8 against −2), so here is one that is proved. Along E with ‖E‖_F = 1,
+for a row's softmax p of scores s with derivatives s′ and s″, S = XWXᵀ:
+
+    ‖S′‖_F ≤ 2R²,  ‖S″‖_F ≤ 2R,   p′ = (diag p − ppᵀ)s′,   ‖diag p − ppᵀ‖ ≤ ½   so  ‖P′‖_F ≤ R²
+    p″ = (diag p − ppᵀ)s″ + p∘((s′ − pᵀs′)² − var s′),   2 var s′ ≤ ‖s′‖²       so  ‖P″‖_F ≤ R + 4R⁴
+    ‖f″‖_F ≤ (‖P″‖_F R + 2‖P′‖_F) R = 4R⁶ + 3R³ ≤ 7R⁶,   ‖f − B‖_F ≤ √n R² + √(nm) R ≤ 2√(nm) R²
+    L″ = 2‖f′‖² + 2⟨f − B, f″⟩ ≥ −28 √(nm) R⁸
+
+which is the lemma, with √(nm) for nd. H heads give H times f and f″; a residual connection adds X
+to f − B; a key bias of norm at most R adds a row to S′, ‖S′‖_F ≤ 3√n R², and ‖f″‖_F ≤ 13n R⁶; a
+mask changes nothing. All values are those of the loss without γ, which adds 2γ to every eigenvalue.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_count, expect_number
 from keyhole.errors import InputError
 from keyhole.invert.derivatives.hessian import hessian
 from keyhole.invert.derivatives.loss import prepared
 from keyhole.invert.problem import Problem
+from keyhole.memory import expect_room
+from keyhole.results.result import Result
 
+MOST_NEIGHBOURS = 100_000  # a Hessian and its eigenvalues for each
 _RADII = (1e-3, 1e-2, 1e-1, 1.0)  # of the neighbours, relative to ‖X‖
+_HALVINGS = 30  # of a step to a neighbour that would leave the ball ‖X‖ ≤ R
+_INPUT = "‖X‖"
 
 
-@dataclass(frozen=True)
-class Bounds:
+@dataclass(frozen=True, repr=False)
+class Bounds(Result):
     """What the lemmas promise (`lipschitz_bound`, `lowest_bound`) and what was found."""
 
-    R: float  # the least R ≥ 1 over ‖W‖, ‖V‖ and |b_ij|
-    R_with_input: float  # and over ‖X‖
+    R: float
+    R_without_input: float  # the least of Theorem 1.3, which says nothing about X
+    norms: dict[str, float]  # of what the paper assumes to be at most R
+    beyond: tuple[str, ...]  # what the layer has that the paper's does not
     lipschitz_bound: float  # n³d³R¹⁰
     lowest_bound: float  # −ndR⁸
+    lowest_proved: float  # −28√(nm)R⁸, with its constant: see above
+    lowest_bound_without_input: float  # −ndR⁸ with that R
     lowest: float  # the eigenvalues of ∇²L(X) lie between
     highest: float
-    lipschitz: float  # the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F seen
+    lipschitz: float  # the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F seen, ‖Y‖ ≤ R
     neighbours: int
+
+    kind: ClassVar[str] = "bounds"
+
+    @property
+    def assumptions(self) -> dict[str, bool]:
+        """What the lemmas ask for, and whether it holds; the last is the paper's layer."""
+        held = {f"{name} ≤ R": size <= self.R for name, size in self.norms.items()}
+        return {**held, "one head, without biases, mask and residual connection": not self.beyond}
+
+    @property
+    def proved(self) -> bool:
+        """Whether `lowest_proved` is a theorem here: everything is at most R."""
+        return all(size <= self.R for size in self.norms.values())
 
     @property
     def gamma(self) -> float:
-        """The paper's regulariser, with the sign that makes the Hessian definite."""
-        return -self.lowest_bound
+        """The paper's regulariser, with the sign and constant that make the Hessian definite."""
+        return -self.lowest_proved
+
+    def summary(self) -> str:
+        norms = ", ".join(f"{name} = {size:.3g}" for name, size in self.norms.items())
+        lines = [f"R = {self.R:.3g}: {norms}", "assumptions of the paper:"]
+        for words, held in self.assumptions.items():
+            more = f" ({', '.join(self.beyond)})" if self.beyond and "head" in words else ""
+            lines.append(f"  {'holds' if held else 'does not hold'}: {words}{more}")
+        theorem = "" if self.proved else ", not proved here: R is too small"
+        return "\n".join([
+            *lines,
+            f"least eigenvalue of the Hessian {self.lowest:.3g} (greatest {self.highest:.3g})",
+            f"  Lemma 4.5, -n d R^8 = {self.lowest_bound:.3g}: "
+            f"{_kept(self.lowest >= self.lowest_bound)}",
+            f"  with a proved constant: {self.lowest_proved:.3g}: "
+            f"{_kept(self.lowest >= self.lowest_proved)}{theorem}",
+            f"  Theorem 1.3 as stated, ‖X‖ left out (R = {self.R_without_input:.3g}): "
+            f"{self.lowest_bound_without_input:.3g}: "
+            f"{_kept(self.lowest >= self.lowest_bound_without_input)}",
+            f"Lipschitz constant of the Hessian seen {self.lipschitz:.3g} "
+            f"(of {self.neighbours} neighbours)",
+            f"  Lemma 4.4, n^3 d^3 R^10 = {self.lipschitz_bound:.3g}: "
+            f"{_kept(self.lipschitz <= self.lipschitz_bound)}",
+            f"gamma that makes the Hessian positive definite while ‖X‖ ≤ R: {self.gamma:.3g}"
+            f"{theorem}",
+        ])  # fmt: skip
+
+    def contents(self) -> dict[str, Any]:
+        return {**asdict(self), "assumptions": self.assumptions, "gamma": self.gamma}
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        del tensors  # there are none
+        given: dict[str, Any] = {name: data[name] for name in (field.name for field in fields(cls))}
+        given["beyond"] = tuple(data["beyond"])
+        return cls(**given)
 
 
-def bounds(problem: Problem, X: Tensor, *, seed: int = 0, neighbours: int = 32) -> Bounds:
-    """Compare the lemmas with the Hessian at X (n×d) and at seeded random neighbours of X."""
+def _kept(kept: bool) -> str:
+    return "holds" if kept else "VIOLATED"
+
+
+def bounds(
+    problem: Problem, X: Tensor, *, R: float | None = None, seed: int = 0, neighbours: int = 32
+) -> Bounds:
+    """Compare the lemmas with the Hessian at X (n×d) and at seeded random neighbours of X.
+
+    `R` is the least that covers the weights, the output and X unless it is given; with a smaller
+    one the result says which assumption does not hold.
+    """
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
     if neighbours < 1:
         raise InputError(f"expected at least one neighbour, got {neighbours}")
+    expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
+    expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
+    expect_number("R", R, least=1)
     problem = replace(problem, gamma=0.0)
     _, inputs, _ = prepared(problem, X)
     X = inputs[0]
+    sizes = norms(problem, X)
+    R = max(1.0, *sizes.values()) if R is None else R
     here = hessian(problem, X)
     eigenvalues = torch.linalg.eigvalsh(here)
-    R = radius(problem)
-    n, d = X.shape
+    unknowns = float(X.numel())
+    without = radius(problem)
     return Bounds(
         R=R,
-        R_with_input=max(R, float(torch.linalg.matrix_norm(X, 2))),
-        lipschitz_bound=float(n * d) ** 3 * R**10,
-        lowest_bound=-float(n * d) * R**8,
+        R_without_input=without,
+        norms=sizes,
+        beyond=_beyond(problem),
+        lipschitz_bound=unknowns**3 * _power(R, 10),
+        lowest_bound=-unknowns * _power(R, 8),
+        lowest_proved=-_curvature(problem, R),
+        lowest_bound_without_input=-unknowns * _power(without, 8),
         lowest=float(eigenvalues[0]),
         highest=float(eigenvalues[-1]),
-        lipschitz=_steepest(problem, X, here, seed, neighbours),
+        lipschitz=_steepest(problem, X, R, here, seed, neighbours),
         neighbours=neighbours,
     )
 
 
-def radius(problem: Problem) -> float:
-    """The least R ≥ 1 with ‖W‖, ‖V‖ ≤ R (spectral, every head) and |b_ij| ≤ R."""
-    sizes = [torch.linalg.matrix_norm(weights, 2).max() for weights in (problem.W, problem.V)]
-    return max(1.0, *map(float, sizes), float(problem.B.abs().max()))
+def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
+    """What the paper bounds by R: the largest of every head, of the output's entries, and of X."""
+    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
+    sizes = {
+        "‖W‖": torch.linalg.matrix_norm(problem.W, 2).max(),
+        "‖V‖": torch.linalg.matrix_norm(problem.V, 2).max(),
+        "|b_ij|": B.abs().max(),
+    }
+    if problem.key_bias is not None:
+        sizes["‖key bias‖"] = problem.key_bias.norm(dim=-1).max()
+    if X is not None:
+        sizes[_INPUT] = torch.linalg.matrix_norm(X, 2).max()
+    return {name: float(size) for name, size in sizes.items()}
 
 
-def paper_gamma(problem: Problem) -> float:
-    """`ndR⁸`: Definition 4.6 with the sign turned, which it takes to make the Hessian definite."""
-    return problem.length * problem.dim * radius(problem) ** 8
+def radius(problem: Problem, X: Tensor | None = None) -> float:
+    """The least R ≥ 1 over W, V, the output and, where they are given, inputs (…, n, d)."""
+    return max(1.0, *norms(problem, X).values())
 
 
-def _steepest(problem: Problem, X: Tensor, here: Tensor, seed: int, neighbours: int) -> float:
+def paper_gamma(problem: Problem, R: float) -> float:
+    """Definition 4.6 with the sign turned and a constant proved above.
+
+    The Hessian of `L + γ‖X‖²` is positive definite wherever ‖X‖ ≤ R, if R covers the weights and
+    the output as well.
+    """
+    return _curvature(problem, R)
+
+
+def _curvature(problem: Problem, R: float) -> float:
+    """No eigenvalue of ∇²L is below minus this while everything is at most R."""
+    heads, n, m = problem.heads, problem.length, problem.outputs
+    second = heads * (7.0 if problem.key_bias is None else 13.0 * n)  # times R⁶
+    off = (heads + 1 + problem.residual) * (n * m) ** 0.5  # times R²
+    return 2 * second * off * _power(R, 8)
+
+
+def _power(R: float, exponent: int) -> float:
+    """Infinite where Python would give up."""
+    try:
+        return R**exponent
+    except OverflowError:
+        return math.inf
+
+
+def _beyond(problem: Problem) -> tuple[str, ...]:
+    extras = {
+        f"{problem.heads} heads": problem.heads > 1,
+        "a key bias": problem.key_bias is not None,
+        "an output bias": problem.output_bias is not None,
+        "a causal mask": problem.causal,
+        "a residual connection": problem.residual,
+    }
+    return tuple(name for name, there in extras.items() if there)
+
+
+def _steepest(
+    problem: Problem, X: Tensor, R: float, here: Tensor, seed: int, neighbours: int
+) -> float:
     stream = torch.Generator().manual_seed(seed)
     size = max(float(X.norm()), 1.0)
     steepest = 0.0
     for number in range(neighbours):
-        away = torch.randn(X.shape, generator=stream, dtype=X.dtype).to(X.device)
+        away = torch.randn(X.shape, generator=stream, dtype=torch.float64).to(X.device)
         if problem.known is not None:
             away = torch.where(problem.known.isnan(), away, 0.0)
         length = float(away.norm())
         if length == 0.0:
             break
-        step = away * (_RADII[number % len(_RADII)] * size / length)
+        step = _inward(X, away * (_RADII[number % len(_RADII)] * size / length), R)
         change = torch.linalg.eigvalsh(hessian(problem, X + step) - here).abs().max()
         steepest = max(steepest, float(change / step.norm()))
     return steepest
+
+
+def _inward(X: Tensor, step: Tensor, R: float) -> Tensor:
+    """The step, turned round and shortened until it ends where ‖Y‖ ≤ R: the lemma is about those.
+
+    An X outside stays outside: then the assumption does not hold, and the bounds say so.
+    """
+    for _ in range(_HALVINGS):
+        for signed in (step, -step):
+            if float(torch.linalg.matrix_norm(X + signed, 2)) <= R:
+                return signed
+        step = step / 2
+    return step * 2**_HALVINGS

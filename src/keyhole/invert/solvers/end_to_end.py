@@ -16,6 +16,7 @@ from torch import Tensor
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.structure.layers import Composed, Layers, LayersInversion, settle
 from keyhole.invert.structure.starts import SMALL, newton
+from keyhole.progress import Progress, silent
 from keyhole.results import Status
 
 
@@ -29,13 +30,14 @@ class EndToEnd:
 
     method: LevenbergMarquardt = field(default_factory=_default)
 
-    def __call__(self, stack: Layers) -> LayersInversion:
+    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion:
         began = time.perf_counter()
         if stack.fault:
             seconds = time.perf_counter() - began
             return LayersInversion(
                 Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
             )
+        progress(0, note=f"all {len(stack.layers)} layers at once")
         inputs, _ = self.method.descend(Composed.of(stack), self._starts(stack))
         seconds = time.perf_counter() - began
         tried = f"none of {len(inputs)} starts of at most {self.method.steps} steps came through"

@@ -1,8 +1,8 @@
-"""Gradient descent: the baseline of *Unmasking Transformers*, Section 3.2.
+"""Gradient descent with a step that adapts: ours, beside Section 3.2 of *Unmasking Transformers*.
 
 `X ← X − t ∇L(X)`, each start with a stride t of its own: a step that lowers the loss as its slope
-promises (Armijo) is taken and t grows, any other is not taken and t is halved. The paper fixes t
-by a Lipschitz constant that is far too careful (bounds.py).
+promises (Armijo) is taken and t grows, any other is not taken and t is halved. The paper's step is
+fixed: gradient_descent_as_published.py.
 """
 
 from __future__ import annotations

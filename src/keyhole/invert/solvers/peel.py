@@ -19,6 +19,7 @@ from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.structure.layers import Layers, LayersInversion, settle
+from keyhole.progress import Progress, silent
 from keyhole.results import Status
 
 
@@ -39,21 +40,23 @@ class Peel:
     method: OneLayer = field(default_factory=_default)
     branches: int = 8
 
-    def __call__(self, stack: Layers) -> LayersInversion:
+    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion:
         began = time.perf_counter()
         if stack.fault:
             seconds = time.perf_counter() - began
             return LayersInversion(
                 Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
             )
-        inputs, reason = self._inputs(stack)
+        inputs, reason = self._inputs(stack, progress)
         seconds = time.perf_counter() - began
         return settle(stack, inputs, repr(self), seconds, reason)
 
-    def _inputs(self, stack: Layers) -> tuple[list[Tensor], str]:
+    def _inputs(self, stack: Layers, progress: Progress) -> tuple[list[Tensor], str]:
         """Candidates for the input of the first layer, or the reason why there are none."""
         outputs, tolerance = [stack.B], stack.tolerance
-        for number in range(len(stack.layers), 0, -1):
+        depth = len(stack.layers)
+        for number in range(depth, 0, -1):
+            progress(depth - number, depth, f"layers, {len(outputs)} candidates")
             inputs: list[Tensor] = []
             ends: list[str] = []
             for B in outputs:
@@ -65,4 +68,5 @@ class Peel:
                 several = f" for any of {len(ends)} candidates" if len(ends) > 1 else ""
                 return [], f"no input of layer {number} found{several}: {ends[0]}"
             outputs, tolerance = distinct(inputs)[: self.branches], 0.0
+        progress(depth, depth, f"layers, {len(outputs)} candidates")
         return outputs, "peeled, but not exact when put through all layers again"

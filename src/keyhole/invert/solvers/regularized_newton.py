@@ -6,10 +6,19 @@
     X ← X − H̃⁻¹ ∇L(X),      (1 − ε₀) ∇²L ⪯ H̃ ⪯ (1 + ε₀) ∇²L
 
 come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. Departures: the paper's
-`γ = O(−ndR⁸)` has the wrong sign; `gamma="paper"` takes +ndR⁸ with R from the problem and the
-constant 1 (bounds.py). The theorem allows a Hessian that is only known within ε₀, which makes its
+`γ = O(−ndR⁸)` has the wrong sign and no constant, and its R leaves X out; `gamma="paper"` has both
+(bounds.py), which is proved to make the Hessian definite while ‖X‖ ≤ R. That R is `radius`, by
+default the least over the weights, the output and the start; starts of its own are drawn inside.
+The theorem allows a Hessian that is only known within ε₀, which makes its
 rate linear; `slack` is ε₀ and takes the worst that it admits, `H̃ = (1 + ε₀)∇²L`, so that each
 step leaves ε₀/(1 + ε₀) of the error. `slack=0` is Newton's own method, and quadratic.
+
+The theorem's δ is the probability that it fails: an H̃ that is made at random is within ε₀ of ∇²L
+only with some probability. The paper does not say how H̃ is made. With `delta`, it is drawn here:
+∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, S symmetric Gaussian of N = nd rows, off its diagonal of variance
+σ², on it 2σ². H̃ is within ε₀ exactly if ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`; so with
+`1/σ = 2√N + 2√ln(2T/δ)` all of T steps are within it with probability at least 1 − δ. A step then
+leaves at most ε₀/(1 − ε₀) of the error in the norm of ∇²L.
 
 The optimum that is reached is not the input: a γ that large draws X to 0. The result's reason says
 how far its output is from the one that was given. For the input itself there are
@@ -25,15 +34,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.bounds import expect_number
 from keyhole.errors import InputError
-from keyhole.invert.derivatives.bounds import paper_gamma
+from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import held, hessian_of
 from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import solve, solve_all
+from keyhole.invert.solvers.solver import solve
 from keyhole.progress import Progress, silent
 
 
@@ -43,6 +53,8 @@ class RegularizedNewton:
 
     gamma: float | str = "paper"
     slack: float = 0.1
+    delta: float | None = None
+    radius: float | None = None
     accuracy: float = 1e-12
     starts: int = 1
     steps: int = 100
@@ -59,60 +71,123 @@ class RegularizedNewton:
             raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
         if not 0 <= self.slack < 1:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+        if self.delta is not None and not 0 < self.delta < 1:
+            raise InputError(f"expected delta between 0 and 1, got {self.delta}")
+        expect_number("radius", self.radius, least=1)
 
     def __call__(
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
-        regularized = self.regularized(problem)
-        return self._explained(
-            regularized, solve(self, regularized, start=start, progress=progress)
+        if problem.fault:
+            return solve(self, problem, start=start, progress=progress)  # which says what is wrong
+        inside = replace(self, radius=self._radius(problem, start))
+        regularized = inside.regularized(problem)
+        return inside._explained(
+            regularized, solve(inside, regularized, start=start, progress=progress)
         )
 
     def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
-        regularized = [self.regularized(problem) for problem in problems]
-        results = solve_all(self, regularized, progress=progress)
-        return [self._explained(*pair) for pair in zip(regularized, results, strict=True)]
+        """One after the other: each has a γ of its own, and no batch is shared."""
+        return [self(problem, progress=progress) for problem in problems]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""
-        if problem.fault:
-            return problem  # the search says what is wrong with it
-        gamma = paper_gamma(problem) if isinstance(self.gamma, str) else self.gamma
-        return replace(problem, gamma=gamma)
+        if isinstance(self.gamma, str):
+            return replace(problem, gamma=paper_gamma(problem, self._radius(problem, None)))
+        return replace(problem, gamma=self.gamma)
+
+    def _radius(self, problem: Problem, start: Tensor | None) -> float:
+        """R: over the weights, the output and the start, with room beside what is known of X."""
+        least = max(radius(problem), 2 * _known_norm(problem.known))
+        size = 0.0 if start is None else float(torch.linalg.matrix_norm(start, 2).max())
+        if self.radius is None:
+            return max(least, size)
+        for what, value in (("the weights and the output", least), ("the start", size)):
+            if value > self.radius and isinstance(self.gamma, str):
+                raise InputError(
+                    f"expected a radius of at least {value:.6g}, which covers {what}, "
+                    f"got {self.radius:g}"
+                )
+        return self.radius
 
     def begin(self, equations: Equations, X: Tensor) -> State:
+        if isinstance(self.gamma, str) and self.radius is not None:
+            X = _inside(X, equations.fixed, self.radius)
         loss = equations.loss(X)
         return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
 
     def step(self, equations: Equations, state: State) -> State:
-        p, definite = self._step(equations, state.X)
-        X = torch.where(definite[:, None, None], state.X + p, state.X)
-        return State(X, equations.loss(X), self._arrived(p) | ~definite)
+        factor, p, definite = self._newton(equations, state.X)
+        arrived = self._arrived(p)
+        ahead = state.X + self._inexact(equations, state.X, factor, p)
+        X = torch.where(definite[:, None, None], ahead, state.X)
+        return State(X, equations.loss(X), arrived | ~definite)
 
-    def _step(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Newton's step over 1 + ε₀, and whether the Hessian is positive definite."""
+    def _newton(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The Hessian's factor, Newton's own step, and whether the Hessian is definite."""
         factor, info = torch.linalg.cholesky_ex(held(equations, hessian_of(equations, X)))
         slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
-        p = -torch.cholesky_solve(slope, factor).reshape(X.shape) / (1 + self.slack)
-        return p, info == 0
+        p = -torch.cholesky_solve(slope, factor).reshape(X.shape)
+        return factor, p, info == 0
+
+    def _inexact(self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor) -> Tensor:
+        """The step with H̃ for the Hessian: the worst within the slack, or one drawn at random."""
+        if self.delta is None:
+            return p / (1 + self.slack)
+        S = torch.stack([self.perturbation(row) for row in X])
+        if equations.fixed is not None:
+            free = equations.fixed.isnan().flatten(1).to(S.dtype)
+            S = S * free.unsqueeze(1) * free.unsqueeze(2)
+        identity = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
+        right = factor.mT @ p.flatten(1).unsqueeze(-1)
+        solved, info = torch.linalg.solve_ex(identity + self.slack * S, right)
+        step = torch.linalg.solve_triangular(factor.mT, solved, upper=True).reshape(p.shape)
+        return torch.where((info == 0)[:, None, None], step, p)
+
+    def perturbation(self, X: Tensor) -> Tensor:
+        """S for one input: of norm at most 1 at every step, except with probability δ.
+
+        Drawn by the seed and by where the input stands, so that a run can be repeated.
+        """
+        if self.delta is None:
+            raise InputError("expected delta, the probability of a failure, got none")
+        stream = torch.Generator().manual_seed(hash((self.seed, *X.flatten().tolist())) % 2**63)
+        size = X.numel()
+        drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(X.device)
+        width = 2 * math.sqrt(size) + 2 * math.sqrt(math.log(2 * self.steps / self.delta))
+        return (drawn + drawn.mT) / math.sqrt(2) / width
 
     def _arrived(self, p: Tensor) -> Tensor:
-        return (1 + self.slack) * p.flatten(1).norm(dim=1) <= self.accuracy
+        return p.flatten(1).norm(dim=1) <= self.accuracy
 
     def _explained(self, problem: Problem, result: Inversion) -> Inversion:
         if result.X is None or result.residual is None or result.solved or not problem.gamma:
             return result
         equations = Equations.of([problem], result.X.device)
-        p, definite = self._step(equations, result.X.unsqueeze(0))
+        _, p, definite = self._newton(equations, result.X.unsqueeze(0))
         off = f"its output is off by {result.residual:.1e}, relatively"
         if not definite:
             reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite here; {off}"
         elif self._arrived(p):
             reason = f"the optimum with γ = {problem.gamma:.1e} is not the input: {off}"
         else:
-            left = float((1 + self.slack) * p.norm())
             reason = (
-                f"{left:.1e} away from the optimum with γ = {problem.gamma:.1e} after "
+                f"{float(p.norm()):.1e} away from the optimum with γ = {problem.gamma:.1e} after "
                 f"{self.steps} steps, and that is not the input either: {off}"
             )
         return replace(result, reason=reason)
+
+
+def _known_norm(known: Tensor | None) -> float:
+    return 0.0 if known is None else float(torch.linalg.matrix_norm(known.nan_to_num(nan=0.0), 2))
+
+
+def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
+    """Inputs shortened until ‖X‖ ≤ R, their known entries left as they are."""
+    known = torch.zeros_like(X) if fixed is None else fixed.nan_to_num(nan=0.0).expand_as(X)
+    free = X - known
+    room = R - torch.linalg.matrix_norm(known, 2)
+    size = torch.linalg.matrix_norm(free, 2).clamp(min=1e-300)
+    shorter = known + (room / size)[:, None, None] * free
+    outside = torch.linalg.matrix_norm(X, 2) > R
+    return torch.where(outside[:, None, None], shorter, X)

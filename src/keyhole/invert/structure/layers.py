@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import polished
+from keyhole.progress import Progress, silent
 from keyhole.results import Status, environment
 from keyhole.results.result import Result
 
@@ -175,6 +176,12 @@ class LayersInversion(Result):
             layers=tuple(Amplification(**layer) for layer in data["layers"]),
             **{name: data[name] for name in plain},
         )
+
+
+class SolveLayers(Protocol):
+    """Any method that inverts a stack."""
+
+    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,92 @@
+"""`keyhole invert layers`: parse, one library call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.app import (
+    Device,
+    Force,
+    Json,
+    Seed,
+    and_tensors,
+    expect_folder,
+    expect_new,
+    interruptible,
+    name_in,
+)
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show
+from keyhole.invert.registry import STACK_METHODS
+from keyhole.invert.run import run_layers
+from keyhole.invert.structure.layers_file import load_layers
+from keyhole.progress import Progress
+from keyhole.results import dump, exit_code
+
+EXAMPLE = (
+    "\b\nExample:\n"
+    "  keyhole plant stack.safetensors --kind inversion --layers 2 --residual --dim 4 --tokens 5\n"
+    "  keyhole invert layers stack.safetensors --out first.json"
+)
+
+
+def invert_layers(
+    stack: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STACK",
+            help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
+        ),
+    ],
+    method: Annotated[
+        str, name_in(STACK_METHODS, "Layer by layer from the top, or all layers at once.")
+    ] = "peel",
+    starts: Annotated[
+        int | None,
+        typer.Option(help="How many starts to try: 64 for each layer (peel), 32 (end-to-end)."),
+    ] = None,
+    solutions: Annotated[
+        int | None,
+        typer.Option(help="Stop a layer after this many different inputs, by default 4 (peel)."),
+    ] = None,
+    branches: Annotated[
+        int | None,
+        typer.Option(help="Carry so many candidates from layer to layer, by default 8 (peel)."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop each search of one layer after this (peel).")
+    ] = None,
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
+    ] = None,
+    force: Force = False,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Read the input of several layers back from their weights and the last output."""
+    expect_folder(out)
+    expect_new(*and_tensors(out), force=force)
+    with interruptible(), bars("invert layers", each=False) as track:
+        asked = load_layers(stack)
+
+        def begun(name: str, total: int | None = None) -> Progress:
+            """Said when the search begins: a refusal comes before it, as the only line."""
+            say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
+            return track(name, total)
+
+        result = run_layers(
+            asked, method, starts=starts, solutions=solutions, branches=branches,
+            seconds=seconds, device=device, seed=seed, track=begun,
+        )  # fmt: skip
+        if out is not None:
+            result.save(out)
+    if as_json:
+        typer.echo(dump(result.to_dict()))
+    else:
+        show(result.summary())
+    raise typer.Exit(exit_code([result.status]))

@@ -1,0 +1,48 @@
+"""Gradient descent with a fixed step, as published in *Unmasking Transformers*, Section 3.2.
+
+    1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and again.
+
+The learning rate η (`rate`) is one number for the whole run; the paper names none, and its reason
+for convergence, that L is convex in X, does not hold (bounds.py). So nothing sees to it that a step
+goes down: above 2/λ, λ the greatest eigenvalue of the Hessian at a minimum, it does not converge
+there, and where the loss overflows the start ends. gradient_descent.py is ours and adapts its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.bounds import expect_number
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.loss import gradient_of
+from keyhole.invert.solvers.multistart import State
+from keyhole.invert.solvers.solver import Solver
+
+
+@dataclass(frozen=True)
+class GradientDescentAsPublished(Solver):
+    """`X ← X − rate·∇L(X)`, `steps` times, from many starts at once."""
+
+    starts: int = 64
+    steps: int = 5000
+    rate: float = 1e-2
+
+    def __post_init__(self) -> None:
+        expect_number("rate", self.rate, above=0)
+
+    def begin(self, equations: Equations, X: Tensor) -> State:
+        loss = equations.loss(X)
+        return State(X, loss, ~loss.isfinite())
+
+    def step(self, equations: Equations, state: State) -> State:
+        ahead = state.X - self.rate * gradient_of(equations, state.X)
+        loss = equations.loss(ahead)
+        finite = loss.isfinite()
+        return State(
+            torch.where(finite[:, None, None], ahead, state.X),
+            torch.where(finite, loss, state.loss),
+            ~finite,
+        )

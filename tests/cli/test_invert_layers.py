@@ -1,0 +1,83 @@
+"""`keyhole invert layers`: a planted stack comes back, and what is no stack is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from command_line import inside
+from keyhole import invert
+from keyhole.files import write_tensors
+
+PLANT = ("plant", "s.safetensors", "--kind", "inversion", "--layers", 2, "--dim", 4, "--tokens", 5)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.mark.parametrize("method", ["peel", "end-to-end"])
+def test_a_planted_stack_comes_back(tmp_path, here, method):
+    assert here(*PLANT, "--residual", "--scale", 0.3).returncode == 0
+    done = here(
+        "invert", "layers", "s.safetensors", "--method", method, "--starts", 8, "--json",
+        "--out", "f.json",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["status"] == "recovered"
+    _, secret = invert.plant_layers(2, 5, 4, scale=0.3, residual=True)
+    result = invert.LayersInversion.load(tmp_path / "f.json")
+    assert min(float((X - secret).abs().max()) for X in result.solutions) < 1e-8
+    words = here("invert", "layers", "s.safetensors", "--method", method, "--starts", 8).stdout
+    assert "errors in the output grow" in words
+
+
+def test_a_stack_comes_back_from_its_file(tmp_path):
+    stack, X = invert.plant_layers(3, 4, 3, causal=True, residual=True, seed=5)
+    bias = torch.ones(3, dtype=torch.float64)
+    layers = (*stack.layers[:2], invert.Layer(stack.layers[2].W, stack.layers[2].V, bias, bias))
+    stack = invert.Layers(layers, stack.B, 1e-3)
+    invert.save_layers(stack, tmp_path / "s.safetensors")
+    again = invert.load_layers(tmp_path / "s.safetensors")
+    assert torch.equal(again.output(X), stack.output(X))
+    assert torch.equal(again.B, stack.B)
+    assert again.tolerance == 1e-3
+    assert [layer.causal for layer in again.layers] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("s.safetensors --method end-to-end --branches 2", "expected --branches with peel, got"),
+        ("s.safetensors --method end-to-end --seconds 2", "expected --seconds with peel, got"),
+        ("s.safetensors --starts 0", "expected at least one start, got 0"),
+        ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
+        ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
+        ("wide.safetensors", "expected layer 2 to take the 4 outputs of layer 1, got d = 3"),
+        ("nan.safetensors", "layer 2: expected finite numbers in W, got 16 NaN"),
+    ],
+)
+def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
+    stack, _ = invert.plant_layers(2, 5, 4)
+    invert.save_layers(stack, tmp_path / "s.safetensors")
+    invert.plant(3, 3)[0].save(tmp_path / "p.safetensors")
+    one, two = stack.layers
+    plain = {"1.W": one.W, "1.V": one.V, "B": stack.B}
+    write_tensors(tmp_path / "gap.safetensors", {**plain, "3.W": two.W, "3.V": two.V})
+    narrow = {"2.W": two.W[:3, :3], "2.V": two.V[:3]}
+    write_tensors(tmp_path / "wide.safetensors", {**plain, **narrow})
+    broken = {"2.W": two.W * torch.nan, "2.V": two.V}
+    write_tensors(tmp_path / "nan.safetensors", {**plain, **broken})
+    done = here("invert", "layers", *words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"keyhole: {error}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_layers_are_planted_for_inversion_alone(here):
+    assert "--layers with --kind inversion" in here("plant", "t.safetensors", "--layers", 2).stderr
+    assert "without --maps and --heads" in here(*PLANT, "--maps").stderr

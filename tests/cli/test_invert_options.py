@@ -1,0 +1,111 @@
+"""`keyhole invert`: starts and regularisers from the command line, and the paper's bounds."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from command_line import inside
+from keyhole import invert
+from keyhole.files import write_tensors
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """The input behind p.safetensors; near.safetensors is close to it."""
+    problem, X = invert.plant(3, 3, seed=2)
+    problem.save(tmp_path / "p.safetensors")
+    write_tensors(tmp_path / "near.safetensors", {"X": X + 1e-5})
+    write_tensors(tmp_path / "input.safetensors", {"X": X})
+    return X
+
+
+@pytest.mark.parametrize("method", ["levenberg-marquardt", "newton-cg", "lbfgs"])
+def test_a_search_starts_where_it_is_told(tmp_path, here, secret, method):
+    done = here(
+        "invert", "p.safetensors", "--method", method, "--start", "near.safetensors",
+        "--out", "f.json",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "1 starts" in done.stdout
+    X = invert.Inversion.load(tmp_path / "f.json").X
+    assert X is not None
+    assert (X - secret).abs().max() < 1e-8
+
+
+def test_gamma_and_slack_reach_the_theorem(here, secret):
+    newton = ("invert", "p.safetensors", "--method", "regularized-newton", "--start",
+              "near.safetensors", "--json")  # fmt: skip
+    plain = here(*newton, "--gamma", 0, "--slack", 0)
+    assert plain.returncode == 1, plain.stderr
+    assert "gamma=0.0, slack=0.0" in json.loads(plain.stdout)["method"]
+    paper = json.loads(here(*newton, "--gamma", "paper").stdout)
+    assert "is not the input" in paper["reason"]
+    assert "gamma='paper', slack=0.1" in paper["method"]
+    drawn = json.loads(here(*newton, "--delta", 0.05).stdout)
+    assert "delta=0.05" in drawn["method"]
+    assert drawn["iterations"] != paper["iterations"]
+    slow = json.loads(here(*newton, "--slack", 0.5).stdout)
+    assert slow["iterations"] > paper["iterations"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--gamma 1", "expected --gamma with regularized-newton, got auto"),
+        ("--slack 0.1 --method lbfgs", "expected --slack with regularized-newton, got lbfgs"),
+        ("--rate 0.1", "expected --rate with adam or gradient-descent-as-published, got"),
+        ("--rate 0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
+        ("--delta 0.1", "expected --delta with regularized-newton, got auto"),
+        ("--delta 1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
+        ("--rate nan --method adam", "expected rate above 0, got nan"),
+        ("--start near.safetensors", "expected --start with levenberg-marquardt or "),
+        ("--start near.safetensors --method token-by-token", "expected --start with "),
+        ("--start near.safetensors --starts 3 --method adam", "expected --starts or --start"),
+        ("--gamma small --method regularized-newton", 'expected gamma "paper" or a number'),
+        ("--gamma nan --method regularized-newton", "expected gamma of 0 or more, got nan"),
+        ("--slack 1 --method regularized-newton", "expected slack from 0 to below 1, got 1"),
+        ("--start p.safetensors --method adam", "expected a tensor X in p.safetensors, got B, V,"),
+        ("--start wide.safetensors --method adam", "expected X of shape n×d = 3×3 in wide."),
+        ("--start nan.safetensors --method adam", "expected finite real numbers in X of nan."),
+    ],
+)
+def test_what_does_not_apply_is_refused_in_one_line(tmp_path, here, secret, words, error):
+    write_tensors(tmp_path / "wide.safetensors", {"X": torch.ones(3, 4)})
+    write_tensors(tmp_path / "nan.safetensors", {"X": secret * torch.nan})
+    done = here("invert", "p.safetensors", *words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"keyhole: {error}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_bounds_are_printed_beside_what_is_measured(tmp_path, here, secret):
+    words = here("invert", "bounds", "p.safetensors", "input.safetensors")
+    assert words.returncode == 0, words.stderr
+    assert "holds: ‖X‖ ≤ R" in words.stdout
+    assert "Lemma 4.5" in words.stdout
+    assert "Lemma 4.4" in words.stdout
+    data = json.loads(
+        here("invert", "bounds", "p.safetensors", "input.safetensors", "--json").stdout
+    )
+    expected = invert.bounds(invert.Problem.load(tmp_path / "p.safetensors"), secret)
+    assert data == json.loads(json.dumps(expected.to_dict()))
+    assert all(data["assumptions"].values())
+
+
+def test_bounds_say_which_assumption_does_not_hold(here, secret):
+    done = here("invert", "bounds", "p.safetensors", "input.safetensors", "--radius", 1)
+    assert done.returncode == 0
+    assert "does not hold: ‖X‖ ≤ R" in done.stdout
+    for option, value in (("--radius", 0.5), ("--neighbours", 0)):
+        wrong = here("invert", "bounds", "p.safetensors", "input.safetensors", option, value)
+        assert wrong.returncode == 2
+        assert wrong.stderr.startswith("keyhole: expected ")
