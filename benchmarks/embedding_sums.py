@@ -1,0 +1,110 @@
+"""What the search in embeddings rests on: single changes add up, and which tokens are promising.
+
+In sentences of SST-2's development set of `--tokens` tokens, k are replaced by tokens of the
+training set at random. Putting one of them right moves the vector; rows say how well the sum of
+these moves points to the vector of the sentence itself. Other rows say on which rank of the
+vocabulary the right token of a wrong place stands: by the gradient of the cosine, and by what the
+search takes (bag, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
+random-weight model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import show
+import texts
+from keyhole.data import read_texts
+from keyhole.models import Loaded
+from keyhole.recover.attack import Target
+from keyhole.recover.embedding.counted import Counted
+from keyhole.recover.embedding.likely_tokens import FAR
+from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
+from show import Row
+
+OPTIONS = texts.options(texts=40)
+OPTIONS.add_argument("--tokens", default="17-24", help="how long sentences are")
+CHOSEN = texts.chosen(OPTIONS)
+
+
+def run(quick: bool) -> list[Row]:
+    return texts.collect(small() if quick else full(), strict=quick)
+
+
+def full() -> Iterator[texts.Part]:
+    data = Path(CHOSEN.data)
+    least, most = map(int, CHOSEN.tokens.split("-"))
+    lines = read_texts(data / "sst2" / "train.tsv")
+    secrets = read_texts(data / "sst2" / "dev.tsv")
+    yield from parts(texts.minilm(CHOSEN), lines, secrets, (least, most), (2, 3, 5, 8))
+
+
+def small() -> Iterator[texts.Part]:
+    loaded = texts.tiny("bert", words=96)
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+    draw = random.Random(0)
+    lines = [" ".join(draw.choices(words, k=draw.randint(4, 6))) for _ in range(120)]
+    yield from parts(loaded, lines[4:], lines[:4], (4, 6), (2,))
+
+
+def parts(
+    loaded: Loaded, lines: Sequence[str], secrets: Sequence[str], lengths: tuple[int, int],
+    wrong: Sequence[int],
+) -> Iterator[texts.Part]:  # fmt: skip
+    encode = loaded.tokenizer
+    corpus = [x for x in encode(list(lines), add_special_tokens=False)["input_ids"] if x]
+    encoder = Encoder(Target.of(loaded.model, loaded.tokenizer), half=matrix_half())
+    counted = Counted.of(encoder, corpus, lengths[1])
+    ids = encode(list(secrets), add_special_tokens=False)["input_ids"]
+    fitting = [x for x in ids if lengths[0] <= len(x) <= lengths[1]]
+    random.Random(0).shuffle(fitting)
+    for k in wrong:
+        yield f"{k} wrong", lambda k=k: rows(counted, corpus, fitting[: CHOSEN.texts], k)
+
+
+def rows(
+    counted: Counted, corpus: list[list[int]], secrets: list[list[int]], k: int
+) -> Iterator[Row]:
+    draw, encoder = random.Random(k), counted.encoder
+    cosines: list[float] = []
+    ranks: dict[str, list[int]] = {"the gradient": [], "what the search takes": []}
+    for secret in secrets:
+        places = draw.sample(range(len(secret)), k)
+        guess = list(secret)
+        for place in places:
+            guess[place] = draw.choice(draw.choice(corpus))
+        righted = [[*guess[:p], secret[p], *guess[p + 1 :]] for p in places]
+        some = Texts.of([secret, guess, *righted], len(secret), encoder.device)
+        vectors = encoder.vectors(some)
+        off, sums = vectors[0] - vectors[1], (vectors[2:] - vectors[1]).sum(0)
+        cosines.append(float(torch.cosine_similarity(off, sums, dim=0)))
+        _, slopes = encoder.slopes(some[1:2], vectors[:1])
+        gains = slopes[0] @ encoder.table.T.to(slopes.dtype)
+        promise = FAR.odds * counted.bag.odds(vectors[0]) + FAR.missing * counted.bag.missing(off)
+        row = counted.ngrams.framed(some[1:2])[0]
+        words = torch.arange(len(promise), device=row.device)
+        for place in (p for p in places if guess[p] != secret[p]):
+            pairs = counted.ngrams.pairs(row[place].expand_as(words), words)
+            pairs = pairs + counted.ngrams.pairs(words, row[place + 2].expand_as(words))
+            for name, scores in (
+                ("the gradient", gains[place]),
+                ("what the search takes", promise + FAR.order * pairs),
+            ):
+                ranks[name].append(int((scores > scores[secret[place]]).sum()))
+    words_ = f"cosine {statistics.mean(cosines):.3f}"
+    yield Row(f"{k} tokens wrong: sum of the right changes against what is missing", words_)
+    for name, found in ranks.items():
+        median = statistics.median(found)
+        share = sum(rank < 64 for rank in found) / len(found)
+        words_ = f"median rank {median:,.0f} of {len(counted.encoder.table):,}"
+        details = f"{share:.0%} among the first 64"
+        yield Row(f"{k} tokens wrong: the right token by {name}", words_, details=details)
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)
