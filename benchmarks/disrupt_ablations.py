@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,7 +48,7 @@ OPTIONS.add_argument("--device", default="cuda" if torch.cuda.is_available() els
 CHOSEN, REST = OPTIONS.parse_known_args()
 
 RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient magnitude"
-ABLATIONS: dict[str, dict[str, str]] = {
+ABLATIONS: dict[str, dict[str, Any]] = {
     RELEASED: {},
     MAGNITUDE: {"ranking": "magnitude"},
     "ranked by gradient × attention": {"ranking": "gradient*attention"},
@@ -86,7 +86,7 @@ class Measured:
 def attack(name: str, share: float, batch: int) -> HackAttend:
     if name == STRONGER:
         return HackAttend.strongest(share, batch=batch)
-    return HackAttend.as_released(share, **ABLATIONS[name], batch=batch)  # pyright: ignore[reportArgumentType]
+    return HackAttend.as_released(share, **ABLATIONS[name], batch=batch)
 
 
 def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]]:

@@ -36,7 +36,7 @@ from keyhole.recover.embedding.scoring import Encoder, Texts
 from keyhole.recover.embedding.stored import Stored
 from keyhole.results import Status
 from show import Row
-from stored_forms import WAY, Change, changes, fitting, vectors_of
+from stored_forms import WAY, Change, changes, sentences, vectors_of
 
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
@@ -72,9 +72,7 @@ def run(quick: bool) -> list[Row]:
 
 def full() -> Iterator[texts.Part]:
     loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
-    secrets = fitting(loaded, texts.sst2(CHOSEN.data)[: 8 * CHOSEN.texts], CHOSEN.texts)
-    others = fitting(loaded, texts.sst2(CHOSEN.data, 20_000)[1000:], 4608)
-    yield from parts(Setting(loaded, secrets, others, CHOSEN.nobody))
+    yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts), CHOSEN.nobody))
 
 
 def small() -> Iterator[texts.Part]:
@@ -199,9 +197,9 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
         here = 0
         for number, miss in enumerate(case.misses):
-            fitting = could_be(leak, vectors, miss)
-            tried, fit, here = tried + 1, fit + fitting, here + fitting
-            told = fitting and here <= CHOSEN.judged
+            sentences = could_be(leak, vectors, miss)
+            tried, fit, here = tried + 1, fit + sentences, here + sentences
+            told = sentences and here <= CHOSEN.judged
             judged += told
             if told or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)

@@ -24,7 +24,7 @@ from keyhole.recover.embedding.edits import Vectors
 from keyhole.recover.embedding.judge import judge_vector
 from keyhole.recover.rotation import undo_linear, undo_rotation
 from show import Row
-from stored_forms import WAY, fitting, rounded, vectors_of
+from stored_forms import WAY, rounded, sentences, vectors_of
 
 CHOSEN = texts.chosen(texts.options(texts=20))
 
@@ -49,9 +49,7 @@ def run(quick: bool) -> list[Row]:
 
 def full() -> Iterator[texts.Part]:
     loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
-    secrets = fitting(loaded, texts.sst2(CHOSEN.data)[: 8 * CHOSEN.texts], CHOSEN.texts)
-    others = fitting(loaded, texts.sst2(CHOSEN.data, 20_000)[1000:], 4608)
-    yield from parts(Setting(loaded, secrets, others))
+    yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts)))
 
 
 def small() -> Iterator[texts.Part]:

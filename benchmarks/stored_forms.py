@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import texts
 from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled
@@ -25,6 +27,12 @@ def fitting(loaded: Loaded, sentences: Sequence[str], count: int) -> list[list[i
     chosen = [ids for ids in encoded if 4 <= len(ids) - 2 <= 32]
     random.Random(0).shuffle(chosen)
     return chosen[:count]
+
+
+def sentences(loaded: Loaded, data: Path, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """`count` sentences of SST-2 to be judged, and some thousand others that an attacker has."""
+    secrets = fitting(loaded, texts.sst2(data)[: 8 * count], count)
+    return secrets, fitting(loaded, texts.sst2(data, 20_000)[1000:], 4608)
 
 
 def vectors_of(target: Target, lists: list[list[int]], way: Exposure = WAY) -> Tensor:

@@ -169,6 +169,8 @@ def _check(
         )
         cells.append(Readings(line.kind, above, precision, readings))
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
+    if line.short and target.notes:
+        reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(
         surface=surface,
         exposure=words,

@@ -11,6 +11,7 @@ from keyhole import report
 from keyhole.audit.check import Checked
 from keyhole.audit.run import audit as run
 from keyhole.bounds import MOST
+from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     CorpusFile,
     DaskAddress,
@@ -26,11 +27,11 @@ from keyhole.cli.app import (
     interruptible,
 )
 from keyhole.cli.bars import bars
-from keyhole.cli.console import say, show
+from keyhole.cli.console import say
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
-from keyhole.results import Audit, dump
+from keyhole.results import Audit
 from keyhole.resume import records_in
 
 
@@ -149,10 +150,7 @@ def audit(
         result.save(json_file)
         write_text(page, report.render(result))
     again = _unanswered(result, journal)
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    else:
-        show(report.table(result))
+    answer(result.to_dict(), report.table(result), as_json=as_json)
     say(f"page: {page}   findings: {json_file}")
     if again:
         say(again)

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
-from keyhole.cli.console import show
 from keyhole.errors import InputError
 from keyhole.extract.heads import canonical as heads
 from keyhole.oracle import MultiHead, save
 from keyhole.oracle.planted import Head
 from keyhole.oracle.storage import load_plain
-from keyhole.results import dump
 
 Heads = Annotated[
     Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
@@ -45,12 +44,9 @@ def canonical(
     reduced, remarks = heads.canonical(model, tolerance), heads.remarks(model, tolerance)
     if out is not None:
         save(reduced, out)
-    if as_json:
-        typer.echo(dump({"heads": len(model.W), "canonical": len(reduced.W), "remarks": remarks}))
-        return
-    show(f"{len(model.W)} heads, {len(reduced.W)} in canonical form, d = {model.dim}")
-    for remark in remarks:
-        show(remark)
+    words = f"{len(model.W)} heads, {len(reduced.W)} in canonical form, d = {model.dim}"
+    data = {"heads": len(model.W), "canonical": len(reduced.W), "remarks": remarks}
+    answer(data, "\n".join([words, *remarks]), as_json=as_json)
 
 
 def read(file: Path) -> MultiHead:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from keyhole.bounds import expect_count
 from keyhole.cli.app import (
     AllowPickle,
     Device,
@@ -52,6 +53,8 @@ def corpus(
     seed: Seed = 0,
 ) -> None:
     """Draw sentences from a language model, to read embeddings with as a --corpus."""
+    expect_count("--texts", texts)
+    expect_count("--longest", longest)
     journal = out.with_name(f"{out.name}.journal")
     expect_folder(out)
     expect_new(out, force=force)

@@ -9,6 +9,7 @@ import typer
 
 from keyhole import report
 from keyhole.audit.flips import audit_of
+from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     AllowPickle,
     Classes,
@@ -28,7 +29,6 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
-from keyhole.cli.console import show
 from keyhole.disrupt.certificate.certification import certify_all
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
@@ -38,7 +38,7 @@ from keyhole.disrupt.run import run
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.models.tasks import Task
-from keyhole.results import dump, exit_code
+from keyhole.results import exit_code
 
 _RELEASED = "as-released"
 
@@ -163,10 +163,8 @@ def disrupt(
             )  # fmt: skip
             if out is not None:
                 proofs.save(out)
-        if as_json:
-            typer.echo(dump(proofs.to_dict()))
-        else:
-            show(f"{model}: up to {certify} units of attention cut\n{proofs.summary()}")
+        words = f"{model}: up to {certify} units of attention cut\n{proofs.summary()}"
+        answer(proofs.to_dict(), words, as_json=as_json)
         raise typer.Exit(exit_code([proofs.outcome]))
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
@@ -182,10 +180,8 @@ def disrupt(
             result.save(out)
         if page is not None:
             write_text(page, report.render(audit_of(result, model)))
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    else:
-        show(f"{model}: {result.method['words']}\n{result.summary()}")
+    words = f"{model}: {result.method['words']}\n{result.summary()}"
+    answer(result.to_dict(), words, as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
 
 

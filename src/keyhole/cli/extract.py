@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     Force,
     Json,
@@ -21,11 +22,10 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
-from keyhole.cli.console import show
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
-from keyhole.results import dump, exit_code
+from keyhole.results import exit_code
 
 _UNIT = "queries, the judge's included"
 
@@ -97,10 +97,7 @@ def extract(
         )  # fmt: skip
         if out is not None:
             result.save(out)
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    else:
-        show(result.summary())
+    answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
 
 

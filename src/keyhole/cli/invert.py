@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     INTERRUPTED,
     Device,
@@ -22,7 +23,7 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
-from keyhole.cli.console import say, show
+from keyhole.cli.console import say
 from keyhole.cli.invert_bounds import EXAMPLE as BOUNDS_EXAMPLE
 from keyhole.cli.invert_bounds import invert_bounds
 from keyhole.cli.invert_layers import EXAMPLE as LAYERS_EXAMPLE
@@ -32,7 +33,7 @@ from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
 from keyhole.invert.run import run
 from keyhole.progress import Progress
-from keyhole.results import Status, dump, exit_code
+from keyhole.results import Status, exit_code
 
 
 class _Group(typer.core.TyperGroup):
@@ -154,10 +155,7 @@ def invert(
         )  # fmt: skip
         if out is not None:
             result.save(out)
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    else:
-        show(result.summary())
+    answer(result.to_dict(), result.summary(), as_json=as_json)
     if result.status is Status.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(exit_code([result.status]))

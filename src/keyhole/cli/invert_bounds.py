@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import Json, Seed, interruptible
-from keyhole.cli.console import show
 from keyhole.invert.run import measure_bounds
-from keyhole.results import dump
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -48,7 +47,4 @@ def invert_bounds(
     """Print the paper's bounds on the Hessian beside measured values, and what they assume."""
     with interruptible():
         bounds = measure_bounds(problem, at, R=radius, seed=seed, neighbours=neighbours)
-    if as_json:
-        typer.echo(dump(bounds.to_dict()))
-    else:
-        show(bounds.summary())
+    answer(bounds.to_dict(), bounds.summary(), as_json=as_json)

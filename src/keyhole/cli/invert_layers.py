@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     Device,
     Force,
@@ -19,12 +20,12 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
-from keyhole.cli.console import say, show
+from keyhole.cli.console import say
 from keyhole.invert.registry import STACK_METHODS
 from keyhole.invert.run import run_layers
 from keyhole.invert.structure.layers_file import load_layers
 from keyhole.progress import Progress
-from keyhole.results import dump, exit_code
+from keyhole.results import exit_code
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -85,8 +86,5 @@ def invert_layers(
         )  # fmt: skip
         if out is not None:
             result.save(out)
-    if as_json:
-        typer.echo(dump(result.to_dict()))
-    else:
-        show(result.summary())
+    answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))

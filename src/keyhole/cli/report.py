@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from keyhole import report as reports
+from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
-from keyhole.cli.console import say, show
+from keyhole.cli.console import say
 from keyhole.files import write_text
-from keyhole.results import Audit, dump
+from keyhole.results import Audit
 
 
 @app.command(
@@ -35,8 +36,5 @@ def report(
     expect_new(page, force=force)
     audit = Audit.load(findings)
     write_text(page, reports.render(audit))
-    if as_json:
-        typer.echo(dump(audit.to_dict()))
-    else:
-        show(reports.table(audit))
+    answer(audit.to_dict(), reports.table(audit), as_json=as_json)
     say(f"page: {page}")

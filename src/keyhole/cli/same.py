@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from keyhole.cli.answers import answer
 from keyhole.cli.app import Json, app
 from keyhole.cli.canonical import Heads, Tolerance, read
-from keyhole.cli.console import show
 from keyhole.extract.heads.canonical import difference
-from keyhole.results import dump
 
 
 @app.command(
@@ -25,8 +24,7 @@ def same(
 ) -> None:
     """Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not."""
     apart = difference(read(first), read(second), tolerance)
-    if as_json:
-        typer.echo(dump({"same": not apart, "difference": apart, "tolerance": tolerance}))
-    else:
-        show(f"not the same function: {apart}" if apart else "the same function")
+    words = f"not the same function: {apart}" if apart else "the same function"
+    data = {"same": not apart, "difference": apart, "tolerance": tolerance}
+    answer(data, words, as_json=as_json)
     raise typer.Exit(1 if apart else 0)

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from keyhole.bounds import expect_count
-from keyhole.errors import KeyholeError
+from keyhole.errors import InputError, KeyholeError
 from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
@@ -50,6 +50,8 @@ def draw_texts(
     """
     expect_count("count", count)
     expect_count("longest", longest)
+    if not all(map(str.strip, begins)):
+        raise InputError("expected words that sentences begin with, got none")
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, task="causal", device=device, allow_pickle=allow_pickle)

@@ -43,12 +43,6 @@ def test_pairs_are_those_of_the_formula(ngrams):
     assert torch.allclose(expected.exp().sum(-1), torch.ones(SIZE + 1), atol=1e-5)
 
 
-def test_a_table_among_some_tokens_is_part_of_the_whole(ngrams):
-    some = torch.tensor([2, 0, SIZE])
-    expected = ngrams.pairs(some[:, None].expand(3, 3), some.expand(3, 3))
-    assert torch.allclose(ngrams.among(some), expected, atol=1e-6)
-
-
 def test_texts_are_as_likely_as_their_pairs(ngrams):
     texts = Texts.of([[0, 1, 2], [5], [3, 3]], 4)
     expected = [
@@ -59,5 +53,7 @@ def test_texts_are_as_likely_as_their_pairs(ngrams):
 
 
 def test_uniform_knows_nothing():
-    pairs = NGrams.uniform(SIZE).among(torch.arange(SIZE + 1))
+    places = torch.arange(SIZE + 1)
+    first, second = torch.meshgrid(places, places, indexing="ij")
+    pairs = NGrams.uniform(SIZE).pairs(first, second)
     assert torch.allclose(pairs, torch.full((SIZE + 1, SIZE + 1), -math.log(SIZE + 1)))

@@ -22,7 +22,7 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED, Counted
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
-from keyhole.recover.embedding.sum_search import SumSearch
+from keyhole.recover.embedding.sum_search import Said, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.resume import digest
 
@@ -56,7 +56,7 @@ class CountedReader:
             goals = encoder.directions(goals.to(encoder.device))
             lengths = [leaks[number].length or longest + frame for number in some]
             most = max(1, min(longest, max(lengths) - frame))
-            readings = self.search(encoder, goals, counted, most)
+            readings = self.search(encoder, goals, counted, most, self._said(target, len(some)))
             for number, reading in zip(some, readings, strict=True):
                 ids = [*encoder.before, *reading.tokens, *encoder.after]
                 passes, loss = reading.passes, 1 - reading.cosine
@@ -92,6 +92,13 @@ class CountedReader:
         counted = Counted.of(encoder, [ids for ids in lines if ids], self._longest(encoder))
         progress(1)
         return counted
+
+    def _said(self, target: Target, count: int) -> Said | None:
+        """Progress of a search for many texts; one alone is a step of the whole."""
+        if count == 1:
+            return None
+        progress = target.track("search for texts", count)
+        return lambda rounds, read, _: progress(read, note=f"read, {rounds} rounds")
 
     def _longest(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)

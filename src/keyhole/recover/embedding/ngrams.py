@@ -64,17 +64,6 @@ class NGrams:
             p = p + self.seen[place].where(self.keys[place] == wanted, 0.0)
         return p.log()
 
-    def among(self, tokens: Tensor) -> Tensor:
-        """log p (c, c) of each of these tokens behind each."""
-        size, count = len(self.ends), len(tokens)
-        place = torch.full((size,), -1)
-        place[tokens] = torch.arange(count)
-        first, second = place[self.keys // size], place[self.keys % size]
-        both = (first >= 0) & (second >= 0)
-        p = self.left[tokens][:, None] * self.ends[tokens]
-        p.index_put_((first[both], second[both]), self.seen[both], accumulate=True)
-        return p.log()
-
     def framed(self, texts: Texts) -> Tensor:
         """Tokens (b, n + 2) with a mark before them, and marks behind."""
         ids = texts.ids.where(texts.mask, self.mark)

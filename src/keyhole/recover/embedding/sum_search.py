@@ -124,7 +124,7 @@ class SumSearch:
         )
         moves = _effects(islands, singles, rows, vectors)
         prior = islands.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
-        effects = Effects.of(singles, moves, singles.allowed, prior)
+        effects = Effects.of(singles, moves, prior)
         sets = Sets.none(off)
         for _ in range(2):
             if not len(self._open(islands, rows)):

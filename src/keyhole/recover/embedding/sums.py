@@ -57,11 +57,13 @@ class Effects:
     slot_count: int
 
     @classmethod
-    def of(cls, singles: Singles, moves: Tensor, ran: Tensor, prior: Tensor) -> Effects:
-        """`ran` (p, N) are the changes that were run; `prior` (p,) is what log p counts for."""
+    def of(cls, singles: Singles, moves: Tensor, prior: Tensor) -> Effects:
+        """`prior` (p,) is what log p counts for; changes that are not allowed have no effect."""
         moves = _SHRUNK * moves
         cost = (moves * moves).sum(-1) - prior[:, None] * singles.likelier
-        return cls(moves, cost.where(ran, _INFINITE), singles.slots, 2 * singles.width + 1)
+        return cls(
+            moves, cost.where(singles.allowed, _INFINITE), singles.slots, 2 * singles.width + 1
+        )
 
     def grown(self, sets: Sets, width: int, depth: int, count: int) -> Tensor:
         """Add up to `depth` changes to sets: the `count` most promising (p, count, k), or -1.

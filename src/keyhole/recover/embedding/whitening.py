@@ -3,10 +3,7 @@
 The last states of a causal model lie in a narrow cone and vary most in what they predict, which
 many texts share; what tells texts apart is in the directions of little variance. With mean μ and
 covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes (v − μ) U diag(λ + ε)^-½. ε, a share
-of the largest λ, keeps rounding from counting as much as the text. With SmolLM2-135M, whose last
-token is looked for among 49,152 behind a word that is not the right one, the median rank of the
-right token over 16 texts of 2, 3, 4 and 6 tokens is 243, 1,000, 2,567 and 256 by the plain cosine
-and 0, 2.5, 13 and 2 by this one.
+of the largest λ, keeps rounding from counting as much as the text.
 """
 
 from __future__ import annotations
