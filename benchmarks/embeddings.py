@@ -5,10 +5,11 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 `--tokens` (special ones not counted). Rows: the order of tokens from the same domain (SST-2's
 training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
 alone, which then also give the first guess), and none; the same domain without the first guess, the
-bag of tokens that a vector speaks of; the corpus that ships. `--rows 1,3` takes some. Exact means
-the very same tokens; a text that gives the vector back within 1e-6 and is another is counted as
-wrong. On a GPU all vectors are searched together, on a CPU one after the other. `--quick` takes a
-random-weight model.
+bag of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
+`keyhole corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
+tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
+all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
+model.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from show import Row
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--passes", type=int, help="for each text, at most")
 OPTIONS.add_argument("--rows", type=texts.listed, default=[1, 2, 3, 4, 5])
+OPTIONS.add_argument("--drawn", type=Path, help="sentences of a language model: a sixth row")
 OPTIONS.add_argument("--tokens", default="4-9,10-16,17-24,25-32", help="how long sentences are")
 CHOSEN = texts.chosen(OPTIONS)
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
@@ -71,7 +73,9 @@ def full() -> Iterator[texts.Part]:
         Case("same domain, no first guess", same, guess=False),
         Case("the corpus that ships", read_texts(SHIPPED)),
     ]
-    cases = [cases[row - 1] for row in CHOSEN.rows]
+    if CHOSEN.drawn:
+        cases.append(Case("drawn from a language model", read_texts(CHOSEN.drawn)))
+    cases = [case for row, case in enumerate(cases, 1) if row in {*CHOSEN.rows, 6}]
     secrets = read_texts(data / "sst2" / "dev.tsv")
     lengths = [_lengths(part) for part in CHOSEN.tokens.split(",")]
     longest = CountedReader(corpus=()).longest
