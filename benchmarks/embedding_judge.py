@@ -4,7 +4,7 @@ Sentences of SST-2 of 4 to 32 tokens on all-MiniLM-L6-v2 (mean-pooled, length no
 each precision that stores use. The true text is judged: how many are verified. So are the texts
 nearest to it by cosine, one and two edits away: none may be. Then vectors that are nobody's
 (Gaussian noise, the mean of two texts, the same encoder at two other poolings) against the text
-that a bounded climb by single edits finds for each, in every precision: none may be. `--texts` for
+that a search (`--passes` for each) finds, in every precision: none may be. `--texts` for
 each row, `--nobody` vectors of all kinds together. `--parts stored,nobody` are those; `nearest`,
 for a GPU, runs every text one edit away from `--all` short ones and looks whether the judge would
 have met the nearest. `--quick` takes a random-weight model.
@@ -29,17 +29,18 @@ import texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding import moves
+from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
-from keyhole.recover.embedding.judge import bits_needed, judge_vector
-from keyhole.recover.embedding.scoring import Encoder, Texts
-from keyhole.recover.embedding.stored import Stored
+from keyhole.recover.embedding.judge import judge_vector, may_be
+from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
+from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.results import Status
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 
 OPTIONS = texts.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
+OPTIONS.add_argument("--passes", type=int, default=3000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
 OPTIONS.add_argument("--all", type=int, default=4)
 OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
@@ -60,6 +61,7 @@ class Setting:
     widths: tuple[int, ...] = (256, 128, 64, 32)
     codes: int = 256
     misses: int = CHOSEN.misses
+    passes: int = CHOSEN.passes
 
     @property
     def target(self) -> Target:
@@ -78,7 +80,9 @@ def full() -> Iterator[texts.Part]:
 def small() -> Iterator[texts.Part]:
     ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
     yield from parts(
-        Setting(texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4)
+        Setting(
+            texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
+        )
     )
 
 
@@ -160,14 +164,10 @@ def nearest_row(setting: Setting) -> Row:
         vectors = Vectors(setting.target, WAY, ids)
         text = vectors.inside(ids)
         own = vectors([text])[0]
-        parent = Texts.of([list(text)], len(text) + 1, encoder.device)
         least, closest = float("inf"), text
         tokens = [t for t in range(setting.target.vocabulary) if t not in setting.target.pads()]
         for some in torch.tensor(tokens, device=encoder.device).split(2048):
-            every = some.expand(1, len(text) + 1, -1)
-            children, _ = moves.together(
-                moves.replaced(parent, every), moves.inserted(parent, every)
-            )
+            children = one_token_away(text, some)
             tried += len(children)
             apart = (encoder.vectors(children).double() - own.double()).norm(dim=-1)
             apart[[tuple(children.tokens(row)) == text for row in range(len(children))]] = torch.inf
@@ -197,9 +197,9 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
         here = 0
         for number, miss in enumerate(case.misses):
-            sentences = could_be(leak, vectors, miss)
-            tried, fit, here = tried + 1, fit + sentences, here + sentences
-            told = sentences and here <= CHOSEN.judged
+            fits = may_be(setting.target, leak, miss, vectors)
+            tried, fit, here = tried + 1, fit + fits, here + fits
+            told = fits and here <= CHOSEN.judged
             judged += told
             if told or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
@@ -232,12 +232,21 @@ def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WA
     return change(replace(leak, tokens=None))
 
 
-def could_be(leak: Pooled, vectors: Vectors, ids: list[int]) -> bool:
-    """The judge's tests but that against rivals: without them nothing is verified."""
-    own = vectors([vectors.inside(ids)])[0]
-    stored = Stored.of(leak, own)
-    fits = float(stored.misfit(own[None])) <= stored.limit(own)
-    return fits and stored.bits >= bits_needed(vectors.target, len(vectors.inside(ids)))
+def one_token_away(text: Tokens, tokens: Tensor) -> Texts:
+    """Each of the tokens in the place of each of a text, and put into each gap."""
+    row, size = torch.tensor(text, device=tokens.device), len(text)
+    replaced = row.repeat(size, len(tokens), 1)
+    for place in range(size):
+        replaced[place, :, place] = tokens
+    longer = [
+        torch.cat([row[:gap].expand(len(tokens), -1), tokens[:, None],
+                   row[gap:].expand(len(tokens), -1)], 1)
+        for gap in range(size + 1)
+    ]  # fmt: skip
+    parts = [replaced.flatten(0, 1), torch.cat(longer)]
+    return Texts.cat(
+        [Texts(part, torch.full_like(part[:, 0], part.shape[1])).padded(size + 1) for part in parts]
+    )
 
 
 # Vectors that are no text's.
@@ -257,21 +266,19 @@ def nobody_rows(setting: Setting, known: Tensor, forms: dict[str, Change]) -> It
         ),
     }
     for name, vectors in kinds.items():
-        yield nobody_row(setting, known, forms, name, normalize(vectors, dim=-1))
+        yield nobody_row(setting, forms, name, normalize(vectors, dim=-1))
 
 
-def nobody_row(
-    setting: Setting, known: Tensor, forms: dict[str, Change], name: str, goals: Tensor
-) -> Row:
+def nobody_row(setting: Setting, forms: dict[str, Change], name: str, goals: Tensor) -> Row:
     started = time.perf_counter()
-    answers, cosines, passes = climbed(setting, known, goals)
+    answers, cosines, passes = searched(setting, goals)
     verified = fit = likely = 0
     for goal, ids in zip(goals.cpu(), answers, strict=True):
         whole = Vectors(setting.target, WAY, ids)
         for change in forms.values():
             leak = change(Pooled(goal))
             vectors = whole if leak.exposure == WAY else whole.of_part(leak.exposure)
-            if could_be(leak, vectors, ids):
+            if may_be(setting.target, leak, ids, vectors):
                 fit += 1
                 verdict = judge_vector(setting.target, leak, ids, vectors)
                 verified += verdict.verified
@@ -288,37 +295,19 @@ def nobody_row(
     )
 
 
-def climbed(
-    setting: Setting, known: Tensor, goals: Tensor, rounds: int = 4
-) -> tuple[list[list[int]], list[float], int]:
-    """From the nearest known text uphill by the best single edit of each round."""
-    encoder = Encoder(setting.target)
+def searched(setting: Setting, goals: Tensor) -> tuple[list[list[int]], list[float], int]:
+    """The nearest texts that a search finds, with counts of the texts that the attacker has."""
+    encoder = Encoder(setting.target, half=matrix_half())
     first, last = len(encoder.before), len(encoder.after)
     inside = [ids[first : len(ids) - last] for ids in setting.others]
-    longest = max(map(len, inside)) + rounds
-    start = (goals @ known.T).argmax(1).tolist()
-    best = Texts.of([inside[row] for row in start], longest, encoder.device)
-    generator = torch.Generator(encoder.device).manual_seed(0)
-    cosines = (encoder.vectors(best) * goals).sum(-1)
-    for _ in range(rounds):
-        for some in torch.arange(len(goals), device=goals.device).split(64):
-            parents = best[some]
-            _, slopes = encoder.slopes(parents, goals[some])
-            uphill = (slopes @ encoder.table.T).topk(3, dim=-1).indices
-            children, born = moves.together(
-                moves.replaced(parents, uphill), moves.inserted(parents, uphill[..., :1]),
-                moves.left_out(parents), moves.swapped(parents, 8, generator),
-            )  # fmt: skip
-            scores = (encoder.vectors(children) * goals[some][born]).sum(-1)
-            for row in range(len(some)):
-                mine = (born == row).nonzero().flatten()
-                top = mine[scores[mine].argmax()]
-                if scores[top] > cosines[some[row]]:
-                    best.ids[some[row]] = children.ids[top]
-                    best.lengths[some[row]] = children.lengths[top]
-                    cosines[some[row]] = scores[top]
-    answers = [[*encoder.before, *best.tokens(row), *encoder.after] for row in range(len(goals))]
-    return answers, cosines.tolist(), encoder.passes
+    longest = max(map(len, inside))
+    counted = Counted.of(encoder, inside, longest)
+    search, wanted = SumSearch(passes=setting.passes), encoder.directions(goals)
+    groups = wanted.split(256 if wanted.is_cuda else 1)
+    readings = [read for some in groups for read in search(encoder, some, counted, longest)]
+    answers = [[*encoder.before, *reading.tokens, *encoder.after] for reading in readings]
+    plain = (vectors_of(setting.target, answers) * goals).sum(-1)  # not whitened
+    return answers, plain.tolist(), sum(reading.passes for reading in readings)
 
 
 if __name__ == "__main__":

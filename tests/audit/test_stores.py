@@ -244,7 +244,6 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
         (("demo", "--model", "demo"), "expected --model with a vector store, got demo"),
         (("demo", "--corpus", "x"), "expected a corpus, got x: there is no such file"),
         (("x.safetensors", "--corpus", "x"), "expected --corpus with a vector store or a model"),
-        (("vectors.npy", "--model", "demo", "--reader", "x"), "expected --corpus with --reader"),
         (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
         (("vectors.npy", "--model", "demo", "--ledger", "l"), "expected --ledger with an endpoint"),
         (("none.npy", "--model", "demo"), "expected an array of vectors"),

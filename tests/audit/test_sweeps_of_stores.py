@@ -21,11 +21,9 @@ from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError, KeyholeError
 from keyhole.models.capture import Exposure
 from keyhole.progress import untracked
-from keyhole.recover.attacks.embedding_reader import EmbeddingReader
+from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.pooled import PooledEmbedding
-from keyhole.recover.embedding.learn import Learning
-from keyhole.recover.embedding.reader import Size
-from keyhole.recover.embedding.search import Search
+from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
 from keyhole.results import Skip, Status
@@ -33,11 +31,6 @@ from keyhole.results import Skip, Status
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
 BRIEF = PooledEmbedding(TokenSearch(rounds=1, passes=5, candidates=4, sweeps=1), lengths=(3,))
-LEARNS = {
-    "longest": 1,
-    "learning": Learning(steps=10, batch=32, rate=3e-3, size=Size(32, 1, 2), pool=32, every=50),
-    "search": Search(rounds=3, trust=(0.0, 1e-4), kept=4, first=4, tokens=190, pieces=2),
-}
 
 
 def texts(count):
@@ -71,10 +64,10 @@ def opened(tmp_path, encoder):
     return target
 
 
-def learning(tmp_path):
+def counting(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(texts(190)))
-    return EmbeddingReader(corpus, **LEARNS)
+    return CountedReader(corpus, longest=1, search=SumSearch(passes=1_000))
 
 
 def read(audited):
@@ -82,35 +75,27 @@ def read(audited):
     return ["".join(piece.text for piece in reading.pieces).strip() for reading in readings]
 
 
-def with_reader(target, path):
-    return replace(
-        target, stores={name: replace(store, reader=path) for name, store in target.stores.items()}
-    )
-
-
 @pytest.mark.parametrize("count", [110, pytest.param(4000, marks=FULL)])
 def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_path):
     """More of them than one check, or one page, takes."""
     journal = tmp_path / "journal"
-    audited = audit(opened(count, learning(tmp_path)), journal=journal)
+    audited = audit(opened(count, counting(tmp_path)), journal=journal)
     (finding,) = audited.findings
     assert read(audited) == texts(count)
     assert (finding.estimate.exact, finding.estimate.population) == (count, count)
-    assert len(journal.read_text().splitlines()) == 1 + -(-count // 32)
+    assert len(journal.read_text().splitlines()) == 1 + -(-count // 8)
     page = report.render(audited)
     assert f"The first 100 of {count:,} texts" in page
     assert len(page) < 200_000
 
 
 def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
-    """Sent as a process sends it, with the reader in its file."""
-    path = tmp_path / "learnt.reader"
-    target = with_reader(opened(4, learning(tmp_path)), path)
+    """Sent as a process sends it."""
+    target = opened(4, counting(tmp_path))
     ((name, store),) = target.stores.items()
     (check,) = stores.checks(name, store)
-    sent = pickle.dumps(check.elsewhere(untracked))
-    assert path.exists()
-    assert len(sent) < 20_000  # neither the encoder nor the reader nor the corpus
+    sent = pickle.dumps(check.elsewhere())
+    assert len(sent) < 20_000  # neither the encoder nor the corpus
     (there,) = pickle.loads(sent)().findings
     (here,) = check.run(untracked).findings
     assert there.texts == here.texts
@@ -129,16 +114,14 @@ def test_processes_give_what_this_one_gives(opened, tmp_path):
 
 
 @FULL
-def test_processes_take_the_reader_from_its_file(opened, tmp_path):
-    target = with_reader(opened(70, learning(tmp_path)), tmp_path / "learnt.reader")
+def test_processes_count_the_corpus_themselves(opened, tmp_path):
+    target = opened(70, counting(tmp_path))
     there = audit(target, processes=2)
     assert read(there) == texts(70)
     assert read(audit(target)) == texts(70)
 
 
-def test_workers_need_names_and_files(opened, tmp_path):
-    with pytest.raises(InputError, match="expected --reader, a file that workers take"):
-        audit(opened(2, learning(tmp_path)), processes=1)
+def test_workers_need_the_name_of_the_encoder(opened):
     target = opened(2, BRIEF)
     nameless = {name: replace(store, encoder=None) for name, store in target.stores.items()}
     with pytest.raises(InputError, match="expected the name of the encoder"):

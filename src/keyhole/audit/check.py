@@ -46,13 +46,12 @@ class Checked:
 class Check:
     """One attack on one exposure, not made yet; `name` tells it from the others of its target.
 
-    `elsewhere`, where there is one, gives the same as a function that another process can call,
-    once what all of them need is there (which it may take a while to learn).
+    `elsewhere`, where there is one, gives the same as a function that another process can call.
     """
 
     name: str
     run: Callable[[Track], Checked]
-    elsewhere: Callable[[Track], Callable[[], Checked]] | None = None
+    elsewhere: Callable[[], Callable[[], Checked]] | None = None
 
 
 def nothing_to_try(name: str, *skips: Skip) -> Check:

@@ -25,7 +25,7 @@ from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
-from keyhole.recover.attack import Learns
+from keyhole.recover.attack import Counts
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.results import environment
@@ -79,7 +79,7 @@ def _bytes(vectors: Tensor) -> bytes:
 
 def _method(target: StoreTarget) -> Any:
     method = target.method
-    if isinstance(method, Learns):
+    if isinstance(method, Counts):
         return method.settings
     return repr(method)
 
@@ -137,7 +137,7 @@ def _making(
                 checked = check.run(track)
             yield key, checked, time.perf_counter() - started
     if pool is not None:
-        works = {key: check.elsewhere(track) for key, check in todo.items() if check.elsewhere}
+        works = {key: check.elsewhere() for key, check in todo.items() if check.elsewhere}
         yield from sweep(works, pool)
 
 

@@ -52,7 +52,6 @@ def audit(
     model: str | Sequence[str] | None = None,
     known: str | Path | None = None,
     corpus: str | Path | None = None,
-    reader: str | Path | None = None,
     data: str | Path | None = None,
     texts: int | None = None,
     flips: int = 12,
@@ -75,8 +74,7 @@ def audit(
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
     `model`, the encoder that made its vectors, or several that may have made them: `texts` of them,
     20 by default, chosen by `seed`; `known` is a file of texts that are in it, `corpus` one of
-    texts like them, from which a reader is learnt once (`reader` is the file that keeps it, for
-    another audit or for the same one when it was stopped). `data` is a file of texts for a model:
+    texts like them, which is counted. `data` is a file of texts for a model:
     the first `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped,
     whose right classes are in the column `label`: by default the one of that name, if there is one,
     or else the model's own answers count as right. `layers` overrides which layers are looked at.
@@ -99,7 +97,7 @@ def audit(
         given = None
         if data is not None:
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
-        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus, reader)
+        stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus)
         opened = open_target(target, data=given, layers=layers, device=device, stored=stored)
     else:
         opened = target_of(target)
@@ -108,8 +106,6 @@ def audit(
     if (processes or dask is not None) and not opened.stores:
         name = opened.name or "an endpoint"
         raise InputError(f"expected --processes and --dask with a vector store, got {name}")
-    for store in opened.stores.values():
-        store_checks.expect_own_reader(store, force=force)
     opening = time.perf_counter() - started
     with (
         session(opened.surfaces, ledger=ledger) as surfaces,

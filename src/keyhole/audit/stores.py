@@ -1,8 +1,8 @@
 """Texts from the embeddings that a vector store keeps: how many of them can be read exactly.
 
 A sample of the vectors, chosen at random, is read back with the encoder's weights and nothing else
-(vectors.py), or with a reader that is learnt once from a corpus. From the share of the sample
-follows an interval for all (share.py).
+(vectors.py), and counts of a corpus, which are made once. From the share of the sample follows an
+interval for all (share.py).
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ from keyhole.audit.vectors import (
     status_of,
 )
 from keyhole.errors import InputError
-from keyhole.files import exists
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.progress import Track
-from keyhole.recover.attack import Attack, Learns
+from keyhole.recover.attack import Attack, Counts
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.attacks.embedding_reader import FIX, EmbeddingReader
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
-from keyhole.recover.embedding.saved import expect_reader
 from keyhole.recover.pooling import (
     AGREES,
     AGREES_QUANTISED,
@@ -54,12 +51,10 @@ from keyhole.recover.pooling import (
 from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.same_numbers import same_numbers
 from keyhole.results import Estimate, Finding, Status
-from keyhole.resume import AnotherRun
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
 _AT_ONCE = {"cpu": 8, "cuda": 256}  # vectors that one check reads
-_AT_ONCE_LEARNT = {"cpu": 32, "cuda": 256}  # the same with a reader, which reads many side by side
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
 _MANY = 256  # vectors whose statistics stand for the store's
@@ -73,9 +68,7 @@ class StoreTarget:
     `texts` are those that the store still has of the sample, None where it has none; `longest` is
     after how many tokens the encoder cuts a text off; `cells` is what the store says of how numbers
     were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that counts
-    the corpus that ships. `reader` is the file that keeps what a method learns:
-    one that is there already is taken. `encoder` is the name that other processes open the encoder
-    by.
+    the corpus that ships. `encoder` is the name that other processes open the encoder by.
     """
 
     name: str
@@ -90,7 +83,6 @@ class StoreTarget:
     cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     note: str = ""
     method: Attack = field(default_factory=CountedReader)
-    reader: Path | None = None
     encoder: str | None = None
 
     @classmethod
@@ -180,35 +172,30 @@ def checks(surface: str, target: StoreTarget) -> list[Check]:
         reason = f"{pooling.reason}: was it another encoder?"
         mismatch = finding(surface, Status.MISMATCH, reason)
         return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
-    attack = _learnt_once(target)
+    attack = _ready_once(target)
     return [
         Check(
             f"{EXPOSURE} {start + 1}–{end} of {count}",
             partial(_here, target, _part(surface, target, start, end), attack),
-            partial(_elsewhere, target, _part(surface, target, start, end), attack),
+            partial(_elsewhere, target, _part(surface, target, start, end)),
         )
         for start, end in _spans(count, _at_once(target))
     ]
 
 
-_Learnt = Callable[[Track], Attack]
+_Ready = Callable[[Track], Attack]
 
 
-def _here(target: StoreTarget, part: Part, attack: _Learnt, track: Track) -> Checked:
+def _here(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
     return read(target.loaded, replace(part, method=attack(track)), track)
 
 
-def _elsewhere(
-    target: StoreTarget, part: Part, attack: _Learnt, track: Track
-) -> Callable[[], Checked]:
-    """What a worker is sent: the reader, which it needs, is learnt here and lies in its file."""
+def _elsewhere(target: StoreTarget, part: Part) -> Callable[[], Checked]:
+    """What a worker is sent."""
     if target.encoder is None:
         raise InputError(f"expected the name of the encoder of {target.name}, got none")
-    if isinstance(target.method, EmbeddingReader) and target.reader is None:
-        raise InputError("expected --reader, a file that workers take what is learnt from")
-    attack(track)
     device = str(anatomy(target.loaded.model).device)
-    source = Source(target.encoder, target.loaded.identity, device, target.reader)
+    source = Source(target.encoder, target.loaded.identity, device)
     return partial(read_elsewhere, source, part)
 
 
@@ -224,22 +211,21 @@ def _spans(count: int, step: int) -> list[tuple[int, int]]:
 
 
 def _at_once(target: StoreTarget) -> int:
-    many = _AT_ONCE_LEARNT if isinstance(target.method, EmbeddingReader) else _AT_ONCE
-    return many[anatomy(target.loaded.model).device.type]
+    return _AT_ONCE[anatomy(target.loaded.model).device.type]
 
 
-def _learnt_once(target: StoreTarget) -> _Learnt:
-    """The attack, whose reader, if it learns one, is learnt where the first check asks for it."""
+def _ready_once(target: StoreTarget) -> _Ready:
+    """The attack, whose corpus, if it has one, is counted where the first check asks for it."""
     made: list[Attack] = []
 
     def attack(track: Track) -> Attack:
         method = target.method
-        if not isinstance(method, Learns):
+        if not isinstance(method, Counts):
             return method
         if not made:
             attacked, exposure = _attacked(target)
             attacked = replace(attacked, track=track)
-            made.append(method.learnt(attacked, exposure, target.reader))
+            made.append(method.ready(attacked, exposure))
         return made[0]
 
     return attack
@@ -248,22 +234,6 @@ def _learnt_once(target: StoreTarget) -> _Learnt:
 def _attacked(target: StoreTarget) -> tuple[Attacked, Exposure]:
     loaded = target.loaded
     return Attacked.of(loaded.model, loaded.tokenizer), target.pooling.exposure
-
-
-def expect_own_reader(target: StoreTarget, *, force: bool) -> None:
-    """Said before anything is read: a reader that is kept there is this audit's.
-
-    Another's is refused, or with `force` removed.
-    """
-    method, file = target.method, target.reader
-    if not isinstance(method, EmbeddingReader) or file is None or not exists(file):
-        return
-    try:
-        expect_reader(file, method.made_from(*_attacked(target)), FIX)
-    except AnotherRun:
-        if not force:
-            raise
-        file.unlink()
 
 
 def whole(stores: Mapping[str, StoreTarget], findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -22,11 +22,7 @@ from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.target import DEMO, describe, open_surfaces
-from keyhole.recover.attack import Learns
 from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.attacks.embedding_reader import EmbeddingReader
-from keyhole.recover.embedding.learn import Learning
-from keyhole.recover.embedding.search import Search
 from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
 
@@ -81,8 +77,7 @@ class Stored:
     """How a vector store is read: with which encoder, how many of its vectors, what is known.
 
     `model` may name several encoders, of which the one that made the vectors is found out. `corpus`
-    is a file of texts that a reader is learnt from, by default the one that ships, `reader` the
-    file that keeps what was learnt.
+    is a file of texts that is counted, by default the one that ships.
     """
 
     model: str | Sequence[str] | None = None
@@ -90,39 +85,27 @@ class Stored:
     known: str | Path | None = None
     seed: int = 0
     corpus: str | Path | None = None
-    reader: str | Path | None = None
 
     def expect_none(self, name: str, *, corpus: bool) -> None:
         """Refuse what is for a store alone, where the target is none; a model takes a corpus."""
-        options = {"--model": self.model, "--known": self.known, "--reader": self.reader}
+        options = {"--model": self.model, "--known": self.known}
         for option, value in options.items():
             if value:
                 raise InputError(f"expected {option} with a vector store, got {name}")
         if self.corpus is not None and not corpus:
             raise InputError(f"expected --corpus with a vector store or a model, got {name}")
 
-    def method(self) -> Learns:
-        """The attack: counts of the corpus or of the one that ships, or a reader if one is kept."""
+    def method(self) -> CountedReader:
+        """The attack: it counts the corpus, or the one that ships."""
         if self.corpus is None:
-            if self.reader is not None:
-                raise InputError(
-                    "expected --corpus with --reader, which keeps what is learnt, got none"
-                )
             return CountedReader()
-        if self.reader is None:
-            return CountedReader(_corpus(self.corpus))
-        return learns_from(_corpus(self.corpus), self.seed)
+        return CountedReader(_corpus(self.corpus))
 
 
 def _corpus(file: str | Path) -> Path:
     """The file of a corpus, which is there, as other processes find it."""
     expect_file(file, "a corpus")
     return Path(file).absolute()
-
-
-def learns_from(corpus: Path, seed: int) -> EmbeddingReader:
-    """The attack that learns a reader from a corpus, once for an audit."""
-    return EmbeddingReader(corpus, learning=Learning(seed=seed), search=Search(seed=seed))
 
 
 def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
@@ -195,8 +178,7 @@ def _store(name: str, stored: Stored, device: str) -> Target:
     encoders = [stored.model] if isinstance(stored.model, str) else list(stored.model)
     with open_store(name, known) as store:
         subject = likeliest(_candidates(store, encoders, stored, known, device))
-    reader = None if stored.reader is None else Path(stored.reader).absolute()
-    subject = replace(subject, method=method, reader=reader)
+    subject = replace(subject, method=method)
     return Target(f"{store.name}, read with {subject.loaded.name}", stores={store.name: subject})
 
 

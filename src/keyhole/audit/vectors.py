@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.progress import Track, untracked
 from keyhole.recover import Mark, Pooled, TextRecovery
-from keyhole.recover.attack import Attack, Learns, Target
+from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.pooling import Pooling
@@ -78,12 +77,11 @@ def read(loaded: Loaded, part: Part, track: Track) -> Checked:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a worker finds the encoder, and the reader where there is one: neither is sent."""
+    """Where a worker finds the encoder, which is not sent."""
 
     encoder: str
     identity: str
     device: str = "cpu"
-    reader: Path | None = None
 
 
 _OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
@@ -107,9 +105,9 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
             f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
             f"{loaded.identity}"
         )
-    if isinstance(method, Learns):
+    if isinstance(method, Counts):
         attacked = Target.of(loaded.model, loaded.tokenizer)
-        method = method.learnt(attacked, part.pooling.exposure, source.reader)
+        method = method.ready(attacked, part.pooling.exposure)
     return loaded, method
 
 

@@ -143,8 +143,8 @@ CorpusFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="For embeddings and logits: texts like those that are looked for (.txt, .tsv, .csv, "
-        ".jsonl); by default, for embeddings of an encoder, a small one that ships. Their tokens "
-        "and the order of those are counted; for logits a reader is learnt from them.",
+        ".jsonl); by default, for embeddings, a small one that ships. Their tokens and the order "
+        "of those are counted.",
     ),
 ]
 SignOnly = Annotated[

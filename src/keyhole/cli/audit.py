@@ -75,14 +75,6 @@ def audit(
         ),
     ] = None,
     corpus: CorpusFile = None,
-    reader: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Learn a reader from --corpus, minutes on a GPU, instead of counting it; keep it "
-            "in this file, and take it from there if it is there already.",
-        ),
-    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -135,14 +127,14 @@ def audit(
     command goes on from there.
     """
     journal = json_file.with_name(f"{json_file.name}.journal")
-    expect_folder(json_file, page, reader)
+    expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
     with (
-        interruptible(lambda: _kept(journal, ledger, reader)),
+        interruptible(lambda: _kept(journal, ledger)),
         bars("audit", "checks") as track,
     ):
         result = run(
-            target, model=model, known=known, corpus=corpus, reader=reader,
+            target, model=model, known=known, corpus=corpus,
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
             journal=journal, force=force, seed=seed, track=track, resuming=_say_resuming,
@@ -161,12 +153,10 @@ def _say_resuming(done: int, total: int) -> None:
     say(f"resuming: {done} of {total} checks are done")
 
 
-def _kept(journal: Path, ledger: Path | None, reader: Path | None) -> str:
+def _kept(journal: Path, ledger: Path | None) -> str:
     """What a stopped audit has behind it."""
     checks = records_in(journal)
     kept = [f"{checks} finished checks are in {journal}"] if checks else []
-    if reader is not None and reader.exists():
-        kept.append(f"what was learnt is in {reader}")
     if ledger is not None:
         kept.append(f"{answers_in(ledger):,} answers are in {ledger}")
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -129,14 +128,14 @@ class Attack(Protocol):
 
 
 @runtime_checkable
-class Learns(Attack, Protocol):
-    """An attack that takes time to get ready for an encoder, and then reads many leaks."""
+class Counts(Attack, Protocol):
+    """An attack that counts a corpus for an encoder, and then reads many leaks with the counts."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """All that it follows from besides the encoder, as JSON can write it."""
         ...
 
-    def learnt(self, target: Target, exposure: Exposure, file: Path | None = None) -> Attack:
-        """The same, ready; `file` keeps what was learnt, where that is worth it."""
+    def ready(self, target: Target, exposure: Exposure) -> Attack:
+        """The same with its counts, for many calls."""
         ...

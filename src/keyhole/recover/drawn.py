@@ -26,7 +26,7 @@ from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.resume import Journal, digest
 
-_TOGETHER = {"cuda": 1024, "cpu": 64}  # texts that are written side by side
+_TOGETHER = {"cuda": 8192, "cpu": 64}  # texts that are written side by side
 _NOTHING_NEW = 20  # times in a row, after which there are no more
 _ENDS = re.compile(r"(?<=[.!?])\s+|\s*\n+\s*")
 

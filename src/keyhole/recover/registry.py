@@ -15,7 +15,6 @@ from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.decoder import DecoderStates
-from keyhole.recover.attacks.embedding_reader import EmbeddingReader
 from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.attacks.key_values import CachedKeys
 from keyhole.recover.attacks.maps import EncoderMaps
@@ -116,26 +115,22 @@ ATTACKS: Registry[Attack, Line] = Registry(
     Entry("sublayer-output", SubLayerOutput, (
         _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
     )),
+    # Minutes of search: nothing that an audit tries unasked.
+    Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("counted-reader", CountedReader, (
         Line(
             "pooled", False, "pooled embedding", _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
-        _unasked(causal=True),
+        _unasked(causal=True), _logits,
     )),
     Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
-    # Minutes of search or of learning, and a corpus for it: nothing that an audit tries unasked.
-    Entry("short-prompt", ShortPrompt, (_logits,)),
-    Entry("embedding-reader", EmbeddingReader, (
-        _unasked(causal=False), _unasked(causal=True), _logits,
-    )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
     Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
 )  # fmt: skip
 
-# With a corpus: counting reads more than learning, and sooner, where it applies.
-WITH_CORPUS = ("counted-reader", "embedding-reader")
+WITH_CORPUS = "counted-reader"
 
 
 def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:

@@ -64,7 +64,7 @@ def run(
     `model` is what the command line takes (a folder, a .gguf file, a name on the hub, `demo`) or a
     model that is loaded already; `leaks` are files, folders of files or leaks. `method` is a name
     of the registry or an attack with hyperparameters of your own; without one the leak decides.
-    `corpus` is a file of texts like those that are looked for, where an attack learns from one.
+    `corpus` is a file of texts like those that are looked for, where an attack counts one.
     `noise` is how strong the leaks' noise is known to be, in standard deviations of the leak.
     `out` is the file that takes every result as it comes; leaks that are in it are not read again.
     """
@@ -163,11 +163,9 @@ def _attack(
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
     names = readers(leak.kind, target.parts.causal, leak.in_no_order)
     if method is None and corpus is not None:
-        method = next((name for name in WITH_CORPUS if name in names), None)
-        if method is None:
-            raise InputError(
-                f"expected no --corpus for {leak.exposure}: no attack on it learns from one"
-            )
+        method = WITH_CORPUS
+        if method not in names:
+            raise InputError(f"expected no --corpus for {leak.exposure}: no attack on it reads one")
     if not isinstance(method, str):
         return method
     if ATTACKS[method].name not in names:

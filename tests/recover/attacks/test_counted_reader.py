@@ -1,4 +1,4 @@
-"""Without a corpus of one's own: the one that ships reads short texts of the demo's classifier."""
+"""One vector of any kind is read with counts of a corpus, by default the one that ships."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import re
 
 import pytest
 
+import tiny_models as tiny
 from command_line import inside
 from keyhole.audit import Audit
 from keyhole.data import read_texts
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import NOTES, TEXTS, load_demo
-from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.recover import leak_of, recover_texts
+from keyhole.recover.attacks.counted_reader import CountedReader, beginnings
 from keyhole.recover.embedding.counted import SHIPPED
+from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
-from keyhole.recover.simulate import leak_of
 from keyhole.results import Status
 from made_stores import jsonl
 
@@ -69,3 +71,38 @@ def test_its_settings_follow_from_the_corpus():
     first, second = CountedReader(), CountedReader(["a text"])
     assert first.settings["corpus"] != second.settings["corpus"]
     assert first.settings == CountedReader(SHIPPED).settings
+
+
+LINES = [" ".join(f"w{(k * j + k) % 40}" for j in range(1, 2 + k % 3)) for k in range(1, 200)]
+SECRETS = ["w31 w2", "w8 w27"]
+KINDS = {
+    "the last state of a decoder": ("gpt2", Exposure("pooled", pooling="last")),
+    "[CLS] alone": ("bert", Exposure("pooled", pooling="cls")),
+    "the maximum": ("bert", Exposure("pooled", pooling="max", normalised=False)),
+    "next-token logits": ("gpt2", Exposure("logits")),
+    "log-probabilities of two tokens": (
+        "gpt2",
+        Exposure("logits", steps=2, log_probabilities=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_vector_of_any_kind_is_read(kind):
+    family, exposure = KINDS[kind]
+    causal = family in tiny.DECODERS
+    model = tiny.language_model(family) if causal else tiny.model(family)
+    words = tiny.tokenizer(causal)
+    attack = CountedReader(LINES, longest=2, search=SumSearch(passes=4_000))
+    leaks = [leak_of(model, words, text, exposure) for text in SECRETS]
+    recoveries = recover_texts(model, words, leaks, method=attack)
+    assert [recovery.text for recovery in recoveries] == SECRETS
+    assert all(recovery.verified for recovery in recoveries)
+
+
+def test_beginnings_are_of_every_line_and_of_all_lengths():
+    lines = [list(range(9))] * 200
+    made = beginnings(lines, 4)
+    assert {len(line) for line in made} == {1, 2, 3, 4}
+    assert all(line == lines[0][: len(line)] for line in made)
+    assert made == beginnings(lines, 4)

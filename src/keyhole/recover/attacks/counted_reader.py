@@ -1,28 +1,33 @@
-"""Text from a pooled embedding, by what a corpus says of tokens and their order (ours).
+"""Text from one vector, by what a corpus says of tokens and their order (ours).
 
-The encoder is run once over a corpus that the attacker has. Which tokens a vector speaks of
+One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
+its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
+attacker has. Which tokens a vector speaks of
 (embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then guide
 a search by sums of single changes (embedding/sum_search.py). Nothing is learnt. On a GPU all
 vectors are searched at once; on a CPU one after the other, with fewer tries for each, which reads
-texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships.
+texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships. A last state
+says most of how a text ends, and a prompt may end anywhere: there beginnings of lines are counted
+besides the lines.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from keyhole.bounds import expect_count
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED, Counted
+from keyhole.recover.embedding.judge import may_be
 from keyhole.recover.embedding.scoring import Encoder, matrix_half
-from keyhole.recover.embedding.sum_search import Said, SumSearch
+from keyhole.recover.embedding.sum_search import MayBe, Said, SumSearch
+from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.resume import digest
 
@@ -34,7 +39,7 @@ class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
     `longest` is the number of tokens, special ones left out, up to which texts are looked for.
-    `counted` are counts that were made before (`learnt` gives them): then nothing is counted.
+    `counted` are counts that were made before (`ready` gives them): then nothing is counted.
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
@@ -47,16 +52,19 @@ class CountedReader:
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         target.count.begin(range(len(leaks)))
-        counted = self.counted or self._count(Encoder(target, leaks[0].exposure, matrix_half()))
+        vectors, exposure = vectors_of(target.model, leaks)
+        counted = self.counted or self._count(Encoder(target, exposure, matrix_half()))
         encoder = counted.encoder
         longest, frame = self._longest(encoder), len(encoder.before + encoder.after)
         once = 0 if self.counted else encoder.passes // len(leaks)
         for some in _groups(leaks, encoder.device.type):
-            goals = torch.stack([cast("Pooled", leaks[number]).values for number in some])
-            goals = encoder.directions(goals.to(encoder.device))
+            goals = encoder.directions(vectors[list(some)].to(encoder.device))
             lengths = [leaks[number].length or longest + frame for number in some]
             most = max(1, min(longest, max(lengths) - frame))
-            readings = self.search(encoder, goals, counted, most, self._said(target, len(some)))
+            readings = self.search(
+                encoder, goals, counted, most, self._said(target, len(some)),
+                _test(target, encoder, [leaks[number] for number in some]),
+            )  # fmt: skip
             for number, reading in zip(some, readings, strict=True):
                 ids = [*encoder.before, *reading.tokens, *encoder.after]
                 passes, loss = reading.passes, 1 - reading.cosine
@@ -78,9 +86,8 @@ class CountedReader:
             "longest": self.longest,
         }
 
-    def learnt(self, target: Target, exposure: Exposure, file: Path | None = None) -> CountedReader:
-        """The same with its counts, for many calls; `file` is not needed: counting is quick."""
-        del file
+    def ready(self, target: Target, exposure: Exposure) -> CountedReader:
+        """The same with its counts, for many calls."""
         return replace(self, counted=self._count(Encoder(target, exposure, matrix_half())))
 
     def _count(self, encoder: Encoder) -> Counted:
@@ -89,7 +96,10 @@ class CountedReader:
         lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
             "input_ids"
         ]
-        counted = Counted.of(encoder, [ids for ids in lines if ids], self._longest(encoder))
+        lines, longest = [ids for ids in lines if ids], self._longest(encoder)
+        if encoder.exposure.pooling == "last":
+            lines += beginnings(lines, longest)
+        counted = Counted.of(encoder, lines, longest)
         progress(1)
         return counted
 
@@ -103,6 +113,24 @@ class CountedReader:
     def _longest(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
         return min(self.longest, encoder.target.parts.longest - frame)
+
+
+def beginnings(lines: Sequence[list[int]], longest: int, seed: int = 0) -> list[list[int]]:
+    """Each line up to a token by chance, within `longest`."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    return [line[: chance.randint(1, min(len(line), longest))] for line in lines]
+
+
+def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
+    """Whether a text may be the one behind a pooled embedding; None for other leaks."""
+    if not isinstance(leaks[0], Pooled):
+        return None
+
+    def may_be_text(number: int, tokens: list[int]) -> bool:
+        ids = [*encoder.before, *tokens, *encoder.after]
+        return may_be(target, cast("Pooled", leaks[number]), ids)
+
+    return may_be_text
 
 
 def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:

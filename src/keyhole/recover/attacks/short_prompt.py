@@ -11,7 +11,7 @@ ones, as long as that helps. The cosine is smooth enough in the embedding for th
 best of a token's 32 nearest in the first of two places comes to 0.92–1.00 in eight prompts of
 eight, the best of 128 random ones to 0.72–0.91.
 
-This ends at a few tokens; longer prompts take a reader learnt from a corpus (embedding_reader.py).
+This ends at a few tokens; longer prompts are read with a corpus (counted_reader.py).
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ from torch.nn.functional import normalize
 
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding import moves
-from keyhole.recover.embedding.scoring import Texts
 from keyhole.recover.rivals import most_similar
 
 _PROBES = 32  # random directions that stand for all
@@ -181,9 +179,10 @@ def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Te
 
 
 def _replaced(text: Tokens, tokens: Tensor, places: list[int]) -> list[Tokens]:
-    texts, _ = moves.replaced(_alone(text), tokens[None].cpu())
-    kept = set(places)
-    return [edit for number, edit in enumerate(_lists(texts)) if number // tokens.shape[1] in kept]
+    chosen = tokens.tolist()
+    return [
+        (*text[:place], token, *text[place + 1 :]) for place in places for token in chosen[place]
+    ]
 
 
 def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
@@ -200,8 +199,7 @@ def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
 def _shorter(text: Tokens, places: list[int]) -> list[Tokens]:
     if len(text) < 2:
         return []
-    texts, _ = moves.left_out(_alone(text))
-    return [edit for number, edit in enumerate(_lists(texts)) if number in set(places)]
+    return [(*text[:place], *text[place + 1 :]) for place in places]
 
 
 def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -> list[Tokens]:
@@ -224,14 +222,6 @@ def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -
         for gap, tokens in zip(gaps[some], wished, strict=True):
             edits += [(*text[:gap], token, *text[gap:]) for token in tokens]
     return edits
-
-
-def _alone(text: Tokens) -> Texts:
-    return Texts.of([list(text)], len(text))
-
-
-def _lists(texts: Texts) -> list[Tokens]:
-    return [tuple(texts.tokens(row)) for row in range(len(texts))]
 
 
 def _touched(text: Tokens, edit: Tokens) -> list[bool]:

@@ -54,6 +54,9 @@ class Islands:
     best_ids: Tensor = field(init=False)  # … and its text
     best_lengths: Tensor = field(init=False)
     passes: Tensor = field(init=False)  # (v,)
+    left: Tensor = field(init=False)  # (v,) vectors that nothing more is tried for
+    _stood: Tensor = field(init=False)  # (v,) rounds since the best text changed …
+    _last: Tensor = field(init=False)  # … and how near it was then
     _changed: Tensor = field(init=False)  # (r, rounds): the tokens of the texts that were changed
     _peaks: Tensor = field(init=False)  # (r,) the best score, and how long ago it was reached
     _still: Tensor = field(init=False)
@@ -72,6 +75,8 @@ class Islands:
         self.best_ids = torch.zeros(v, self.longest, dtype=torch.long, device=device)
         self.best_lengths = torch.ones_like(self.best_ids[:, 0])
         self.passes = torch.zeros_like(self.best_lengths)
+        self.left = torch.zeros_like(self.best, dtype=torch.bool)
+        self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
         self._changed = self.ids.new_zeros(rows, 0)
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
@@ -170,6 +175,12 @@ class Islands:
         order = (~stays).long().argsort(dim=1, stable=True)
         self.cosines[stuck], self._peaks[stuck], self._still[stuck] = _NONE, _LOWEST, 0
         self.take(Texts(texts.ids.gather(1, order), stays.sum(1)).clean(), stuck)
+
+    def stood(self, rounds: int) -> Tensor:
+        """The vectors whose best text has stood for so many rounds, each told once; asked each."""
+        same = self.best == self._last
+        self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
+        return ((self._stood == rounds) & ~self.left).nonzero().flatten()
 
     def _scores(self, rows: Tensor) -> Tensor:
         cosines = self.cosines[rows]

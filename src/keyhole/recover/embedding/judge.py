@@ -76,6 +76,16 @@ def judge_vector(
     )  # fmt: skip
 
 
+def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None) -> bool:
+    """Do `ids` pass the judge's tests but that against rivals? A search looks for such texts."""
+    vectors = vectors or Vectors(target, leak.exposure, ids)
+    text = vectors.inside(ids)
+    own = vectors([text])[0]
+    stored = Stored.of(leak, own)
+    fits = float(stored.misfit(own[None])) <= stored.limit(own)
+    return fits and stored.bits >= bits_needed(target, len(text))
+
+
 def bits_needed(target: Target, tokens: int) -> float:
     """To tell a text of so many tokens from all others, by odds of e¹⁰ : 1."""
     return tokens * math.log2(target.vocabulary) + ODDS / math.log(2)

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from keyhole.recover.embedding.luck import gumbel
-from keyhole.recover.embedding.moves import Children
 from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Texts
 
 _HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
 
 
-def exchanged(parents: Texts, ngrams: NGrams, count: int, generator: torch.Generator) -> Children:
-    """`count` exchanges of each text, or as many as there are, the likelier the rather."""
+def exchanged(
+    parents: Texts, ngrams: NGrams, count: int, generator: torch.Generator
+) -> tuple[Texts, Tensor]:
+    """`count` exchanges of each text, or as many as there are, the likelier the rather.
+
+    With them comes the row of the text that each was made from.
+    """
     device, longest = parents.ids.device, int(parents.lengths.max())
     cuts = _cuts(longest).to(device)
     gains = likelier(Texts(parents.ids[:, :longest], parents.lengths), cuts, ngrams) / _HEAT

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.models.capture import Exposure, capture, pool
+from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.whitening import Whitening
 
@@ -96,13 +96,10 @@ class Encoder:
         """The token embeddings (V, e)."""
         return self.target.parts.table
 
-    def framed(self, texts: Texts, width: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ids and the mask that the model is run on, special tokens in their places.
-
-        They have room for `width` tokens, by default as many as the longest text.
-        """
+    def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """The ids and the mask that the model is run on, special tokens in their places."""
         first, last = len(self.before), len(self.after)
-        n = width or (int(texts.lengths.max()) if len(texts) else 0)
+        n = int(texts.lengths.max()) if len(texts) else 0
         ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
         ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
         ids[:, first : first + n] = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
@@ -142,23 +139,6 @@ class Encoder:
         parts = [self._run(model, texts[rows]) for rows in order.split(step)]
         vectors = torch.cat(parts) if parts else torch.zeros(0, 1, device=self.device)
         return vectors[order.argsort()]
-
-    @torch.no_grad()
-    def look(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """The vectors (b, d) of texts, and the last layer's states (b, n, d) of their tokens."""
-        self.passes += len(texts)
-        parts, first, n = self.target.parts, len(self.before), texts.ids.shape[1]
-        last = Exposure("hidden", parts.layers)
-        step = max(1, _TOKENS[self.device.type] // (n + 2))
-        vectors, states = [], []
-        for rows in torch.arange(len(texts), device=self.device).split(step):
-            ids, mask = self.framed(texts[rows], n)
-            with torch.autocast(self.device.type, enabled=False):
-                seen = capture(self._fast, last, ids=ids, mask=mask)["values"]
-            pooled = pool(parts, self.exposure, seen, mask)[:, : self.exposure.width]
-            vectors.append(self.directions(pooled))
-            states.append(seen[:, first : first + n])
-        return torch.cat(vectors), torch.cat(states)
 
     def _run(self, model: Any, texts: Texts) -> Tensor:
         ids, mask = self.framed(texts)

@@ -4,8 +4,10 @@ In a round every island (islands.py) gives one text. All of its single changes t
 something are run through the encoder (likely_tokens.py, singles.py), sets of changes whose effects
 add up to what is missing are found without it (sums.py) and run, then sets that go on from the best
 of those as they really are. Then pieces of good texts change places (orders.py). It begins with the
-lines of the corpus that are nearest. A vector leaves as soon as a text gives it back within its
-precision, so that the hard ones get the machine to themselves.
+lines of the corpus that are nearest. A vector leaves as soon as a text gives it back to rounding,
+so that the hard ones get the machine to themselves; one that was stored with fewer digits, where
+other texts may come as near, once its best text may be the one (`may_be`) and has stood for some
+rounds.
 
 Nothing is learnt: it needs the encoder, and counts of a corpus (counted.py). It runs alike on a GPU
 with hundreds of vectors and on a CPU with one.
@@ -29,8 +31,10 @@ from keyhole.recover.embedding.singles import Singles
 from keyhole.recover.embedding.sums import Effects, Sets
 
 Said = Callable[[int, int, int], None]  # rounds, arrived, passes
+MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
+_SETTLED = 5  # rounds that the best text of a vector has stood
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
 _AT_ONCE = {"cuda": 200, "cpu": 4}  # islands whose changes are run together
 # Attention without the kernels that are planned anew for each shape: here every call has its own.
@@ -65,11 +69,11 @@ class SumSearch:
 
     def __call__(
         self, encoder: Encoder, goals: Tensor, counted: Counted, longest: int,
-        said: Said | None = None,
+        said: Said | None = None, may_be: MayBe | None = None,
     ) -> list[Reading]:  # fmt: skip
         """Texts of at most `longest` tokens for vectors (v, d) as the encoder compares them."""
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            islands = self._search(encoder, goals, counted, longest, said)
+            islands = self._search(encoder, goals, counted, longest, said, may_be)
         texts = Texts(islands.best_ids, islands.best_lengths)
         return [
             Reading(texts.tokens(row), float(islands.best[row]), int(islands.passes[row]))
@@ -77,8 +81,9 @@ class SumSearch:
         ]
 
     def _search(
-        self, encoder: Encoder, goals: Tensor, counted: Counted, longest: int, said: Said | None
-    ) -> Islands:
+        self, encoder: Encoder, goals: Tensor, counted: Counted, longest: int, said: Said | None,
+        may_be: MayBe | None,
+    ) -> Islands:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
         trust = goals.new_tensor(self.trust)
         islands = Islands(encoder, counted.ngrams, goals, trust, self.kept, longest, generator)
@@ -105,12 +110,21 @@ class SumSearch:
                     )
                     islands.take(texts, some[born])
             islands.renew(rows)
+            if may_be is not None:
+                self._leave(islands, may_be)
         return islands
+
+    def _leave(self, islands: Islands, may_be: MayBe) -> None:
+        """Vectors leave whose best text has just stood for long enough, and may be the one."""
+        texts = Texts(islands.best_ids, islands.best_lengths)
+        for row in islands.stood(_SETTLED).tolist():
+            if may_be(row, texts.tokens(row)):
+                islands.left[row] = True
 
     def _open(self, islands: Islands, rows: Tensor) -> Tensor:
         """The islands whose vector has no text yet and passes left."""
         most = self.passes or _PASSES[rows.device.type]
-        is_open = (islands.best < 1 - self.arrived) & (islands.passes < most)
+        is_open = (islands.best < 1 - self.arrived) & (islands.passes < most) & ~islands.left
         return rows[is_open[islands.vector[rows]]]
 
     def _add_up(self, islands: Islands, likely: LikelyTokens, rows: Tensor, base: int) -> None:
