@@ -21,6 +21,8 @@ SHARED = {
     "leaking_server",
     "outcomes",
     "stored_forms",
+    "trained",
+    "factors",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
