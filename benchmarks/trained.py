@@ -37,6 +37,7 @@ from keyhole.models.masking import rewriting
 from seeds import spread, tell
 from show import Row
 
+_USUAL = 128  # tokens of a text, for which --queries is meant
 RUNS: list[dict[str, Any]] = []
 ATTACKS = ("random", "as-released", "strongest", "strongest-tenth")
 
@@ -57,7 +58,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--right", type=int, default=200, help="right answers that are attacked")
     parser.add_argument("--attacks", type=attacks_named, default=ATTACKS)
     parser.add_argument("--share", type=float, default=0.01)
-    parser.add_argument("--queries", type=int, default=192, help="masked sequences in one pass")
+    parser.add_argument(
+        "--queries", type=int, default=192, help="masked sequences of 128 tokens in one pass"
+    )
     parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
@@ -148,10 +151,13 @@ class Trained:
 
     def _batches(self, examples: Sequence[Example] | None = None) -> Batches:
         examples = self.dev if examples is None else examples
-        # Masks are what takes memory: so many sequences at a time, however many a task puts in.
         rows = max(1, len(examples[0].choices)) if examples else 1
-        together = max(1, self.given.queries // rows)
+        together = max(1, self._queries() // rows)
         return Batches(self.model, self.words, examples, together, self.longest)
+
+    def _queries(self) -> int:
+        """Sequences at a time: masks are what takes memory, and grow with the square of a text."""
+        return max(8, self.given.queries * _USUAL**2 // max(_USUAL, self.longest) ** 2)
 
     def keep(self) -> None:
         seeds.keep_runs(self.given.json, RUNS)
@@ -173,7 +179,7 @@ class Trained:
         self.known["answers"] = list(answers.values())
         for name in self.given.attacks:
             started = time.perf_counter()
-            method = attack(name, self.given.share, self.given.queries)
+            method = attack(name, self.given.share, self._queries())
             disruption = self._batches(right).attack(method)
             seconds = time.perf_counter() - started
             self.known["attacks"][name] = asdict(measured(disruption, seconds))
