@@ -23,6 +23,7 @@ SHARED = {
     "stored_forms",
     "trained",
     "factors",
+    "word_substitution",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
