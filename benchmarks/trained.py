@@ -146,6 +146,7 @@ class Trained:
             )  # fmt: skip
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False
+        self.model.requires_grad_(False)  # attacks differentiate by attention alone
         self.known["training"] = done.to_dict()
         self.keep()
 
@@ -242,8 +243,7 @@ def row(known: dict[str, Any]) -> Row:
 
 def joined(given: argparse.Namespace) -> None:
     """The runs of `--join`, without those that ended before an epoch did."""
-    for known in seeds.read_runs(given.join, needed="training"):
-        RUNS.append(known)
+    RUNS.extend(run for run in seeds.read_runs(given.join, needed="training") if run["curve"])
 
 
 def table() -> list[Row]:
