@@ -247,19 +247,24 @@ def joined(given: argparse.Namespace) -> None:
 
 
 def table() -> list[Row]:
-    """One row for each model and method: mean and range over seeds."""
+    """One row for each model, method and way of training: mean and range over seeds."""
+
+    def kind(run: dict[str, Any]) -> str:
+        rate, epochs = run["settings"]["rate"], run["settings"]["epochs"]
+        return f"{run['what']}, {run['method']}, rate {rate:g}, {epochs} epochs"
+
     rows: list[Row] = []
-    for what, method in dict.fromkeys((run["what"], run["method"]) for run in RUNS):
-        own = [run for run in RUNS if (run["what"], run["method"]) == (what, method)]
-        shown = [f"{name} {spread(rates(own, name))}" for name in ATTACKS if rates(own, name)]
-        count = sum(found["examples"] for run in own for found in list(run["attacks"].values())[:1])
-        shown.append(
-            f"{count} right answers attacked; seeds {', '.join(str(run['seed']) for run in own)}"
-        )
+    for name in dict.fromkeys(map(kind, RUNS)):
+        own = [run for run in RUNS if kind(run) == name]
+        shown = [
+            f"{attack} {spread(rates(own, attack))}" for attack in ATTACKS if rates(own, attack)
+        ]
+        count = sum(len(run.get("answers", [])) for run in own)
+        shown.append(f"{count} right answers; seeds {', '.join(str(run['seed']) for run in own)}")
         shown.append(f"best epoch {mean(max(run['curve']) for run in own):.1%}")
         shown += seeds.settings(own)
         clean = spread([run["curve"][-1] for run in own])
-        rows.append(Row(f"{what}, {method}", f"clean {clean}", details="; ".join(shown)))
+        rows.append(Row(name, f"clean {clean}", details="; ".join(shown)))
     return rows
 
 
