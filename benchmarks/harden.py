@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -215,7 +213,7 @@ class Bench:
 
         def remember(found: Evaluation) -> None:
             known["evaluation"] = found.to_dict()
-            keep(self.options)
+            seeds.keep_runs(self.options.json, RUNS)
             tell(f"{name}, seed {seed}: {words(found)}")
 
         found = harden.evaluate(
@@ -227,7 +225,7 @@ class Bench:
             self.save(model, name, seed)
         if name != "plain":
             known["time"], known["memory"] = self.cost(method, seed)
-        keep(self.options)
+        seeds.keep_runs(self.options.json, RUNS)
         paid = f"; time ×{known['time']:.2f}" if "time" in known else ""
         yield Row(
             f"{name}, seed {seed}", f"clean {found.accuracy:.1%}", details=words(found) + paid
@@ -256,15 +254,6 @@ def words(found: Evaluation) -> str:
         f"wrong label {name} {flips.success:.1%}" for name, flips in found.wrong_label.items()
     ]
     return "; ".join(shown)
-
-
-def keep(options: argparse.Namespace) -> None:
-    """What is known so far, whole or not at all."""
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = options.json.with_suffix(f".{os.getpid()}.partial")
-        partial_file.write_text(json.dumps({"rows": [], "runs": RUNS}))
-        partial_file.rename(options.json)
 
 
 # The quick mode: a random BERT learns which texts hold a certain word.
@@ -331,15 +320,7 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
     return [Row(row.what, row.measured, details=row.details) for row in rows] if small else rows
 
 
-def finish(options: argparse.Namespace) -> None:
-    """The runs beside the rows, for --join."""
-    if options.json:
-        data = json.loads(options.json.read_text("utf-8"))
-        data["runs"] = RUNS
-        options.json.write_text(json.dumps(data))
-
-
 if __name__ == "__main__":
     options, sys.argv[1:] = parse()
     show.main(partial(run, options=options), __doc__)
-    finish(options)
+    seeds.add_runs(options.json, RUNS)

@@ -8,6 +8,7 @@ figure is a mean with its range; what a run did not measure is left out of it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,25 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def read_runs(files: list[Path]) -> list[dict[str, Any]]:
-    """Runs of all files; a run that never came to its evaluation is told and left out."""
+def keep_runs(file: Path | None, runs: list[dict[str, Any]]) -> None:
+    """What is known so far, whole or not at all: a run that is stopped has kept it."""
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}.partial")
+        unfinished.write_text(json.dumps({"rows": [], "runs": runs}), "utf-8")
+        unfinished.rename(file)
+
+
+def add_runs(file: Path | None, runs: list[dict[str, Any]]) -> None:
+    """The runs beside the rows that show.main wrote, for --join."""
+    if file:
+        data = json.loads(file.read_text("utf-8"))
+        data["runs"] = runs
+        file.write_text(json.dumps(data), "utf-8")
+
+
+def read_runs(files: list[Path], needed: str = "evaluation") -> list[dict[str, Any]]:
+    """Runs of all files; one that never came to what is needed of it is told and left out."""
     runs: list[dict[str, Any]] = []
     for file in files:
         try:
@@ -32,10 +50,10 @@ def read_runs(files: list[Path]) -> list[dict[str, Any]]:
         except (OSError, ValueError) as error:
             tell(f"{file}: not read: {error}")
             continue
-        runs += [run for run in found if "evaluation" in run]
+        runs += [run for run in found if needed in run]
         for run in found:
-            if "evaluation" not in run:
-                tell(f"{file}: {run['method']}, seed {run['seed']} ended before its evaluation")
+            if needed not in run:
+                tell(f"{file}: {run['method']}, seed {run['seed']} ended before its {needed}")
     return runs
 
 

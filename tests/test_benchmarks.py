@@ -21,6 +21,9 @@ SHARED = {
     "leaking_server",
     "outcomes",
     "stored_forms",
+    "trained",
+    "factors",
+    "word_substitution",
 }
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 

@@ -64,3 +64,26 @@ def test_files_named_in_the_papers_table_exist():
     text = (ROOT / "docs" / "papers.md").read_text("utf-8")
     for name in re.findall(r"`((?:src|tests|benchmarks)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+NUMBERED = {  # every numbered statement that the papers' texts hold or refer to as their own
+    "Provably Learning Attention with Queries": (
+        "Theorem 4.1", "Theorem 5.1", "Theorem 6.1", "Proposition 7.1", "Lemma A.1", "Theorem A.2",
+        "Theorem B.1", "Assumption C.1", "Proposition C.2",
+    ),
+    "Unmasking Transformers": (
+        "Definition 1.1", "Definition 1.2", "Theorem 1.3", "Definition 4.1", "Definition 4.2",
+        "Definition 4.3", "Lemma 4.4", "Lemma 4.5", "Definition 4.6", "Definition B.8",
+        "Definition B.9", "Assumption G.1", "Lemma H.10", "Theorem J.1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("paper", NUMBERED)
+def test_every_numbered_statement_has_a_line_with_its_module(paper):
+    text = (ROOT / "docs" / "papers.md").read_text("utf-8")
+    section = text.split(f"\n## {paper}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|") and "`src/" in line]
+    for statement in NUMBERED[paper]:
+        named = re.compile(rf"\b{re.escape(statement)}(?![\d.]*\d)")
+        assert any(named.search(row.split("|")[1]) for row in rows), statement

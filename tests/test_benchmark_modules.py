@@ -1,0 +1,226 @@
+"""What the benchmarks compute beside the library: substitutions, factors, pairs, taken weights."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import processors
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import factors
+import tasks
+import texts
+from keyhole.data import Example
+from word_substitution import Substituted, Victim, WordSubstitution, judged
+
+LETTERS = [chr(ord("a") + number) * 2 for number in range(26)]
+WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7"]
+
+
+@pytest.fixture(scope="module")
+def victim():
+    words = texts._words([*texts.SPECIAL, *WORDS], framed=True)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=40, num_labels=3, initializer_range=0.5,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.BertForSequenceClassification(config).eval().requires_grad_(False)
+    return Victim(model, words)
+
+
+def sentences(victim, count, length=9):
+    """Random words, labelled as the model answers."""
+    stream = np.random.default_rng(0)
+    for number in range(count):
+        text = " ".join(stream.choice(WORDS, length))
+        yield Example(str(number), int(answers(victim, text).argmax()), text)
+
+
+def answers(victim, text):
+    """The logits of one text alone."""
+    return victim.model(**victim.tokenizer([text], return_tensors="pt")).logits[0].numpy()
+
+
+def margin(victim, words, label):
+    logits = answers(victim, " ".join(words))
+    return logits[label] - max(value for place, value in enumerate(logits) if place != label)
+
+
+def naive_neighbours(victim, word, nearest, cosine):
+    """Every pair of rows of the table, one product at a time."""
+    table = victim.model.get_input_embeddings().weight.double().numpy()
+    names = victim.tokenizer.convert_ids_to_tokens(list(range(len(table))))
+    if not word.isalpha():
+        return []
+    own = table[names.index(word)]
+    scored = []
+    for row, name in zip(table, names, strict=True):
+        if name != word and name.isalpha():
+            value = float(row @ own) / math.sqrt(float(row @ row) * float(own @ own))
+            scored.append((-value, name))
+    best = [name for value, name in sorted(scored)[:nearest] if -value >= cosine]
+    return [name for name in best if name.islower() == word.islower()]
+
+
+def naive(victim, example, attack):
+    """The attack written out: one text at a time, nothing remembered."""
+    words = example.text.split()
+    most = max(1, math.floor(attack.share * len(words)))
+    order = []
+    for place in range(len(words)):
+        if naive_neighbours(victim, words[place], attack.nearest, attack.cosine):
+            without = [*words[:place], "[UNK]", *words[place + 1 :]]
+            order.append((margin(victim, without, example.label), place))
+    changed = 0
+    for _, place in sorted(order):
+        now = margin(victim, words, example.label)
+        if now < 0 or changed == most:
+            break
+        best = None
+        for other in naive_neighbours(
+            victim, example.text.split()[place], attack.nearest, attack.cosine
+        ):
+            tried = [*words[:place], other, *words[place + 1 :]]
+            value = margin(victim, tried, example.label)
+            if value < now and (best is None or value < best[0]):
+                best = (value, tried)
+        if best:
+            words, changed = best[1], changed + 1
+    return " ".join(words)
+
+
+def test_the_attack_is_the_one_written_out_in_loops(victim):
+    attack = WordSubstitution(share=0.25, nearest=4, cosine=0.4)
+    flipped = 0
+    for example in sentences(victim, 12):
+        proposal = attack(victim, example)
+        assert proposal.text == naive(victim, example, attack)
+        verdict = judged(victim, example, proposal)
+        assert verdict.changed <= 2
+        assert verdict.flipped == (int(answers(victim, proposal.text).argmax()) != example.label)
+        flipped += verdict.flipped
+    assert 0 < flipped < 12
+
+
+def test_neighbours_are_words_of_the_same_case(victim):
+    for word in ("aa", "BB"):
+        others = victim.neighbours(word, 40, -1.0)
+        assert set(others) <= set(WORDS) - {word, "##ab", "x7"}
+        assert all(other.islower() == word.islower() for other in others)
+    assert victim.neighbours("x7", 40, -1.0) == []
+    assert victim.neighbours("unknown", 40, -1.0) == []
+
+
+def test_the_gradient_ranks_by_the_margin_to_first_order(victim):
+    example = next(iter(sentences(victim, 1)))
+    words = example.text.split()
+    options = {
+        place: others
+        for place, word in enumerate(words)
+        if (others := victim.neighbours(word, 3, -1.0))
+    }
+    gains = victim.slopes(words, options, example.label)
+    table, step = victim.model.get_input_embeddings(), 1e-3
+    for gain, (place, others) in zip(gains.tolist(), options.items(), strict=True):
+        slopes = []
+        for other in others:
+            moved = table.weight[victim.token(other)] - table.weight[victim.token(words[place])]
+            ends = []
+            for sign in (1, -1):
+
+                def shift(_module, _given, output, by=sign * step * moved, at=place + 1):
+                    output = output.clone()
+                    output[0, at] += by
+                    return output
+
+                handle = table.register_forward_hook(shift)
+                ends.append(margin(victim, words, example.label))
+                handle.remove()
+            slopes.append((ends[0] - ends[1]) / (2 * step))
+        assert gain == pytest.approx(min(slopes), rel=2e-2, abs=5e-3)
+
+
+def test_a_proposal_of_another_length_is_no_flip(victim):
+    example = next(iter(sentences(victim, 1)))
+    verdict = judged(victim, example, Substituted(example.text + " aa", 1))
+    assert not verdict.flipped
+
+
+def test_every_context_and_every_ending_stand_once_in_each_class():
+    made = [
+        Example(f"{number}", number % 4, f"subject {number % 3}: context {number}", "",
+                tuple(f"ending {number}/{choice}" for choice in range(4)))
+        for number in range(10)
+    ]  # fmt: skip
+    alone = Example("alone", 0, "nobody else: context", "", ("one", "two"))
+    pairs = tasks.paired([*made, alone])
+    assert len(pairs) == 20
+    for label in (0, 1):
+        chosen = [pair for pair in pairs if pair.label == label]
+        assert sorted(pair.text for pair in chosen) == sorted(example.text for example in made)
+        assert sorted(pair.second for pair in chosen) == sorted(
+            example.choices[example.label] for example in made
+        )
+    own = {example.text: example.choices[example.label] for example in made}
+    assert all((own[pair.text] == pair.second) == pair.label for pair in pairs)
+
+
+def answered(margin, tokens, entropy, flipped):
+    return {"margin": margin, "tokens": tokens, "entropy": entropy,
+            "flipped": {"strongest": flipped}}  # fmt: skip
+
+
+def test_factors_tell_what_flipping_depends_on():
+    stream = np.random.default_rng(0)
+    runs = []
+    for what, shift in (("easy", 0.0), ("hard", 2.0)):
+        drawn = stream.normal(size=(400, 3))
+        drawn[:, 0] += shift
+        flipped = stream.random(400) < 1 / (1 + np.exp(2 * drawn[:, 0]))
+        runs.append({"what": what, "method": "plain", "answers": [
+            answered(*row, bool(flip)) for row, flip in zip(drawn, flipped, strict=True)
+        ]})  # fmt: skip
+    values, flips = factors.answers(runs, "strongest")
+    weights = factors.regression(factors.standard(values, values), flips)
+    inputs = factors.standard(values, values)
+    slope = inputs.T @ (torch.sigmoid(inputs @ weights) - flips)
+    slope[1:] += 1e-2 * len(flips) * weights[1:]
+    assert float(slope.abs().max()) < 1e-9  # where the penalised likelihood is greatest
+    assert weights[1] < -1
+    assert float(weights[2:].abs().max()) < 0.3
+    rows = {row.what: row for row in factors.table(runs)}
+    shares = rows["easy, plain, strongest: flips by quarter of margin"].measured.split(", ")
+    assert [int(share[:-1]) for share in shares] == sorted(
+        (int(share[:-1]) for share in shares), reverse=True
+    )
+    told = float(rows["hard, strongest: flips foretold by the other tasks"].measured[:-1])
+    assert told == pytest.approx(100 * float(flips[400:].mean()), abs=6)
+
+
+def test_larger_counts_pairs():
+    values, flipped = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert factors.larger(values, flipped) == (2 + 1 + 0.5) / 4
+    assert factors.quarters(values, flipped) == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_pairs_are_encoded_as_the_tokenizer_encodes_them():
+    plain = texts._words([*texts.SPECIAL, *WORDS], framed=True)
+    plain.backend_tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    plain.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    words = texts.Texts(plain)
+    firsts, seconds = ["aa bb cc", "dd", "aa bb cc"], ["ee", "ff gg", "hh"]
+    options = {"truncation": True, "max_length": 20}
+    ours = words(firsts, seconds, **options)
+    again = words(firsts[::-1], seconds[::-1], **options)
+    theirs = plain(firsts, seconds, padding=True, return_tensors="pt", **options)
+    for name in ("input_ids", "attention_mask", "token_type_ids"):
+        assert torch.equal(ours[name], theirs[name])
+        assert torch.equal(again[name], theirs[name].flip(0))
