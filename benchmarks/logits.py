@@ -119,6 +119,12 @@ def measure(
     answers = [reading.tokens for reading in readings]
     exact = sum(map(list.__eq__, answers, prompts))
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)
+    decode = setting.loaded.tokenizer.decode
+    others = "".join(
+        f"; {decode(reading.tokens)!r} for {decode(prompt)!r}"
+        for reading, prompt in zip(readings, prompts, strict=True)
+        if reading.cosine > 1 - search.arrived and reading.tokens != prompt
+    )
     passes = statistics.mean(reading.passes for reading in readings)
     published = "none" if most >= SODA else "79.5%"
     return Row(
@@ -128,7 +134,7 @@ def measure(
         arrived <= exact,
         details=f"SODA, other models and texts: {published}; token F1 "
         f"{statistics.mean(map(texts.f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
-        f"<= {error:.0e}; {passes:,.0f} passes and {seconds / len(prompts):.2f} s a prompt",
+        f"<= {error:.0e}; {passes:,.0f} passes and {seconds / len(prompts):.2f} s a prompt{others}",
     )
 
 

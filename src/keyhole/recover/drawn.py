@@ -26,7 +26,7 @@ from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.resume import Journal, digest
 
-_TOGETHER = {"cuda": 8192, "cpu": 64}  # texts that are written side by side
+_TOGETHER = {"cuda": 4096, "cpu": 64}  # texts that are written side by side
 _NOTHING_NEW = 20  # times in a row, after which there are no more
 _ENDS = re.compile(r"(?<=[.!?])\s+|\s*\n+\s*")
 
@@ -56,6 +56,7 @@ def draw_texts(
     if isinstance(loaded, str):
         loaded = open_model(loaded, task="causal", device=device, allow_pickle=allow_pickle)
     begins = list(begins) or _first_words()
+    encoded = _encoded(loaded, begins)
     run = {
         "run": "texts drawn", "model": loaded.identity, "begins": digest(begins),
         "longest": longest, "seed": seed, "device": anatomy(loaded.model).device.type,
@@ -68,7 +69,7 @@ def draw_texts(
             key = str(number)
             if key not in kept:
                 luck = int(digest([seed, number])[:12], 16)  # no other seed's
-                kept.add({key: {"texts": _batch(loaded, begins, longest, luck)}})
+                kept.add({key: {"texts": _batch(loaded, encoded, longest, luck)}})
             before = len(drawn)
             drawn.update(dict.fromkeys(cast("list[str]", kept.records[key]["texts"])))
             idle = 0 if len(drawn) > before else idle + 1
@@ -82,27 +83,40 @@ def draw_texts(
     return list(drawn)[:count]
 
 
-def _batch(loaded: Loaded, begins: Sequence[str], longest: int, seed: int) -> list[str]:
-    """The whole sentences of some texts that the model writes."""
+def _encoded(loaded: Loaded, begins: Sequence[str]) -> list[list[int]]:
+    """The tokens of each beginning, without one that ends a text."""
+    encoded = loaded.tokenizer(list(begins))["input_ids"]
+    ends = _ends(loaded)
+    return [ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids for ids in encoded]
+
+
+def _ends(loaded: Loaded) -> set[int]:
+    return {loaded.tokenizer.eos_token_id, loaded.tokenizer.sep_token_id} - {None}
+
+
+def _batch(loaded: Loaded, begins: Sequence[list[int]], longest: int, seed: int) -> list[str]:
+    """The whole sentences of some texts that the model writes.
+
+    They begin with equally many tokens: nothing is padding, which some models read, and all are
+    written in one go.
+    """
     tokenizer, device = loaded.tokenizer, anatomy(loaded.model).device
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(begins), (_TOGETHER[device.type],), generator=generator).tolist()
-    encoded = [tokenizer(begins[number])["input_ids"] for number in chosen]
-    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
-    encoded = [ids[:-1] if len(ids) > 1 and ids[-1] in ends else ids for ids in encoded]
-    sentences: list[str] = []
+    length = len(begins[int(torch.randint(len(begins), (), generator=generator))])
+    alike = [ids for ids in begins if len(ids) == length]
+    chosen = torch.randint(len(alike), (_TOGETHER[device.type],), generator=generator).tolist()
+    rows = torch.tensor([alike[number] for number in chosen], device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
-        for length in sorted({len(ids) for ids in encoded}):  # no padding, which some models read
-            rows = torch.tensor([ids for ids in encoded if len(ids) == length], device=device)
-            written = loaded.model.generate(
-                input_ids=rows, attention_mask=torch.ones_like(rows), do_sample=True,
-                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest,
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-            )  # fmt: skip
-            texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-            for text, row in zip(texts, written[:, length:].tolist(), strict=True):
-                sentences += _whole_sentences(text, ended=not ends.isdisjoint(row))
+        written = loaded.model.generate(
+            input_ids=rows, attention_mask=torch.ones_like(rows), do_sample=True,
+            temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+        )  # fmt: skip
+    ends, sentences = _ends(loaded), list[str]()
+    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
+    for text, row in zip(texts, written[:, length:].tolist(), strict=True):
+        sentences += _whole_sentences(text, ended=not ends.isdisjoint(row))
     return sentences
 
 
