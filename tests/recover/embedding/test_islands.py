@@ -22,7 +22,7 @@ def islands(encoder):
 
 
 def take(islands: Islands, lists: list[list[int]], rows: list[int]) -> torch.Tensor:
-    return islands.take(Texts.of(lists, 4), torch.tensor(rows))
+    return islands.take(Texts.of(lists, 4), torch.tensor(rows))[0]
 
 
 def test_a_pool_keeps_the_best_texts_once_each(islands, encoder):
@@ -56,8 +56,8 @@ def test_texts_of_the_same_tokens_take_turns(islands):
     take(islands, [[10, 11], [11, 10], [40]], [0, 0, 0])
     rows, seen = torch.tensor([0]), []
     for _ in range(40):
-        texts, _, turns = islands.parents(rows)
-        seen.append((tuple(sorted(texts.tokens(0))), int(turns)))
+        parents = islands.parents(rows)
+        seen.append((tuple(sorted(parents.texts.tokens(0))), int(parents.turns)))
     assert seen[0][1] == 0
     assert {tokens for tokens, _ in seen} == {(10, 11), (40,)}
 
@@ -76,7 +76,7 @@ def test_an_island_that_stands_still_begins_again_but_not_the_nearest(islands):
 
 
 def test_no_texts_are_no_work(islands):
-    assert islands.take(Texts.of([], 4), torch.zeros(0, dtype=torch.long)).shape[0] == 0
+    assert islands.take(Texts.of([], 4), torch.zeros(0, dtype=torch.long))[0].shape[0] == 0
 
 
 def test_best_of_each_row():

@@ -52,6 +52,14 @@ def test_texts_are_as_likely_as_their_pairs(ngrams):
     assert ngrams.log_p(texts).tolist() == pytest.approx(expected, abs=1e-4)
 
 
+def test_what_a_language_model_says_counts_half(ngrams):
+    texts = Texts.of([[0, 1], [5]], 2)
+    own = torch.tensor([[math.nan, -0.5], [-3.0, math.nan]])
+    first = naive(SIZE, 0) + math.log((math.exp(naive(0, 1)) + math.exp(-0.5)) / 2) + naive(1, SIZE)
+    second = math.log((math.exp(naive(SIZE, 5)) + math.exp(-3.0)) / 2) + naive(5, SIZE)
+    assert ngrams.log_p(texts, own).tolist() == pytest.approx([first, second], abs=1e-4)
+
+
 def test_uniform_knows_nothing():
     places = torch.arange(SIZE + 1)
     first, second = torch.meshgrid(places, places, indexing="ij")

@@ -32,6 +32,16 @@ _NOISE = 3e-3  # of a cosine in half precision
 _RUINED = 0.6  # of a text, at most, is left out to begin again
 
 
+@dataclass(frozen=True, eq=False)
+class Parents:
+    """Texts that are changed: vectors (r, d), log p (r,), and how often it was their turn (r,)."""
+
+    texts: Texts
+    vectors: Tensor
+    likelihoods: Tensor
+    turns: Tensor
+
+
 @dataclass(eq=False)
 class Islands:
     """The best k texts of each island, r = v·i rows; those of one vector stand together."""
@@ -89,14 +99,16 @@ class Islands:
         """Islands of each vector."""
         return len(self.vector) // len(self.goals)
 
-    def take(self, texts: Texts, rows: Tensor) -> Tensor:
-        """Run texts, each for its island, and keep the best that differ; gives their vectors."""
+    def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Run texts, each for its island, and keep the best that differ.
+
+        Gives the vectors (b, d) and log p (b,) of them all.
+        """
         if not len(texts):
-            return self.goals[:0]
-        vectors = self.encoder.vectors(texts, fast=True).float()
+            return self.goals[:0], self.likelihoods[:0, 0]
+        vectors, likelihoods = self._run(texts)
         self.passes += self.vector[rows].bincount(minlength=len(self.goals))
         cosines = (vectors * self.goals[self.vector[rows]]).sum(-1)
-        likelihoods = self.ngrams.log_p(texts)
         score = _score(cosines, likelihoods, self.trust[rows])
         touched, places = best_of_each(rows, score, 2 * self.kept)
         inside = places.clamp(min=0)
@@ -116,7 +128,14 @@ class Islands:
         self.cosines[touched] = new.gather(1, order)
         self.likelihoods[touched] = likely.gather(1, order)
         self._look_again(texts, rows, cosines)
-        return vectors
+        return vectors, likelihoods
+
+    def _run(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """Their vectors, and log p: of a language model, what it says itself counts half."""
+        if not self.encoder.speaks:
+            return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(texts)
+        vectors, own = self.encoder.read(texts)
+        return vectors.float(), self.ngrams.log_p(texts, own)
 
     def _look_again(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
         """Run the nearest new text of each vector exactly, if it may be the nearest of all."""
@@ -133,8 +152,8 @@ class Islands:
         self.best_ids[vectors] = texts.ids[places]
         self.best_lengths[vectors] = texts.lengths[places]
 
-    def parents(self, rows: Tensor) -> tuple[Texts, Tensor, Tensor]:
-        """The text of each island whose turn it is, its vector (r, d), and its turns so far."""
+    def parents(self, rows: Tensor) -> Parents:
+        """The text of each island whose turn it is."""
         held = self._tokens[self.ids[rows]]
         places = torch.arange(self.longest, device=rows.device)
         keys = held.where(places < self.lengths[rows][..., None], 0).sum(-1)
@@ -144,7 +163,8 @@ class Islands:
         turn[rows, 0] = keys.gather(1, place[:, None])[:, 0]
         self._changed = torch.cat([self._changed, turn], 1)
         turns = turns.gather(1, place[:, None])[:, 0]
-        return self._texts(rows, place), self.vectors[rows, place], turns
+        held = self.vectors[rows, place], self.likelihoods[rows, place]
+        return Parents(self._texts(rows, place), *held, turns)
 
     def leading(self, rows: Tensor, among: int) -> Texts:
         """One of the best `among` texts of each island, by chance."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from keyhole.recover.embedding.counted import Counted
 from keyhole.recover.embedding.luck import gumbel
+from keyhole.recover.embedding.ngrams import mixed
 from keyhole.recover.embedding.scoring import Texts
 from keyhole.recover.embedding.singles import Singles
 
@@ -87,9 +88,12 @@ class LikelyTokens:
 
     def singles(
         self, parents: Texts, off: Tensor, vectors: Tensor, luck: Luck, longest: int, base: int,
-        shares: Shares,
+        shares: Shares, own: Tensor | None = None,
     ) -> Singles:  # fmt: skip
-        """Changes of texts that are `off` (p, d) from `vectors` (p,), out of `base` candidates."""
+        """Changes of texts that are `off` (p, d) from `vectors` (p,), out of `base` candidates.
+
+        `own` (p, n + 1, V) is what a language model says of every token in each gap.
+        """
         ngrams, n = self.counted.ngrams, int(parents.lengths.max())
         missing = self.counted.bag.missing(off)
         tokens = self._candidates(vectors, missing, base)
@@ -97,6 +101,8 @@ class LikelyTokens:
         row = ngrams.framed(Texts(parents.ids[:, :n], parents.lengths))
         wide = tokens[:, None].expand(-1, n + 1, -1)
         after = ngrams.pairs(row[:, :-1, None].expand_as(wide), wide)
+        if own is not None:
+            after = mixed(after, own[:, : n + 1].gather(2, wide))
         before = ngrams.pairs(wide, row[:, 1:, None].expand_as(wide))
         here = tokens[:, None] == row[:, 1:-1, None]  # (p, n, c)
         odds = odds.where(~here.any(1), 0.0)
@@ -126,7 +132,7 @@ class LikelyTokens:
         put_in = chosen(
             luck.on(after + before), shares.put_in, torch.zeros_like(wide, dtype=torch.bool)
         )
-        return Singles.of(parents, replaced, put_in, ngrams, longest)
+        return Singles.of(parents, replaced, put_in, longest)
 
     def _candidates(self, vectors: Tensor, missing: Tensor, base: int) -> Tensor:
         """The likeliest tokens of each vector, and those that its text lacks most (p, c)."""

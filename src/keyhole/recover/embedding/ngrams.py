@@ -9,6 +9,7 @@ stands a mark of its own, V. `uniform` knows nothing: every token is as likely e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -70,13 +71,25 @@ class NGrams:
         ends = ids.new_full((len(ids), 1), self.mark)
         return torch.cat([ends, ids, ends], 1)
 
-    def log_p(self, texts: Texts) -> Tensor:
-        """log p (b,) of whole texts, their ends included."""
+    def log_p(self, texts: Texts, own: Tensor | None = None) -> Tensor:
+        """log p (b,) of whole texts, their ends included.
+
+        `own` (b, n) is what a language model says of each token: half of it is taken where there
+        is any, and half of what the n-grams say.
+        """
         row = self.framed(texts)
         terms = self.pairs(row[:, :-1], row[:, 1:])
+        if own is not None:
+            terms[:, :-1] = mixed(terms[:, :-1], own)
         inside = torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
         return terms.where(inside, 0.0).sum(-1)
 
     def to(self, device: Any) -> NGrams:
         parts = (self.keys, self.seen, self.left, self.ends)
         return NGrams(*(part.to(device) for part in parts))
+
+
+def mixed(counted: Tensor, own: Tensor) -> Tensor:
+    """log(½p + ½q) of two log-probabilities; the first where the second is not a number."""
+    both = torch.logaddexp(counted, own.to(counted)) - math.log(2)
+    return counted.where(own.isnan(), both)

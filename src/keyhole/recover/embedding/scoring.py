@@ -4,23 +4,28 @@ Inside the search a text is its tokens without the special ones that the tokeniz
 `ids` (b, n), of which the first `lengths` (b,) count. The vectors are of length one, so the inner
 product with a leak's is the cosine, and the text itself reaches 1 up to rounding. No other text
 does: that is what makes this a search with a perfect test for having arrived.
+
+A causal model also says how likely each token of a text is after those before it. It is run on
+every text anyway, so that comes almost for free (`read`).
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure, capture, pool
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.whitening import Whitening
 
 _TOKENS = {"cuda": 1 << 19, "cpu": 1 << 11}  # in one pass
+_ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # tokens whose log p over a vocabulary is held at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +144,78 @@ class Encoder:
         parts = [self._run(model, texts[rows]) for rows in order.split(step)]
         vectors = torch.cat(parts) if parts else torch.zeros(0, 1, device=self.device)
         return vectors[order.argsort()]
+
+    @cached_property
+    def speaks(self) -> bool:
+        """Is it a causal model with its head, which says what may follow?"""
+        head = self.target.model.get_output_embeddings() if self.target.parts.causal else None
+        return isinstance(head, nn.Linear)
+
+    @torch.no_grad()
+    def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """Of a model that `speaks`, fast: the vectors (b, d), and log p (b, n) of each token.
+
+        That is after the tokens before it; where there is none, it is not a number.
+        """
+        self.passes += len(texts)
+        order, n = texts.lengths.argsort(), texts.ids.shape[1]
+        step = max(1, _TOKENS[self.device.type] // (n + 2))
+        vectors: list[Tensor] = []
+        log_p: list[Tensor] = []
+        for rows in order.split(step):
+            some = texts[rows]
+            ids, mask = self.framed(some)
+            states = self._states(ids, mask)
+            pooled = pool(self.target.parts, self.exposure, states, mask)
+            if self.exposure.steps > 1:
+                pooled = capture(self._fast, self.exposure, ids=ids, mask=mask)["values"]
+            vectors.append(self.directions(pooled))
+            log_p.append(self._log_p(states, some, n))
+        back = order.argsort()
+        return torch.cat(vectors)[back], torch.cat(log_p)[back]
+
+    @torch.no_grad()
+    def next_log_p(self, texts: Texts) -> Tensor:
+        """Of a model that `speaks`: log p (b, n + 1, V) of every token in each gap of texts.
+
+        That is after the tokens before the gap; where there is none, it is not a number.
+        """
+        self.passes += len(texts)
+        n = texts.ids.shape[1]
+        states = self._before(self._states(*self.framed(texts)), n + 1)
+        parts = states.flatten(0, 1).split(_ANSWERS[self.device.type])
+        answers = [self._head(part).float().log_softmax(-1).to(part.dtype) for part in parts]
+        return torch.cat(answers).unflatten(0, states.shape[:2])
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self._fast.get_output_embeddings()
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The last layer's states (b, m, d) of framed texts."""
+        last = Exposure("hidden", self.target.parts.layers)
+        return capture(self._fast, last, ids=ids, mask=mask)["values"]
+
+    def _before(self, states: Tensor, count: int) -> Tensor:
+        """The states (b, count, d) before each of the first places of texts, or not a number."""
+        first = len(self.before)
+        nothing = states.new_full((len(states), max(0, 1 - first), states.shape[2]), torch.nan)
+        rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
+        return nn.functional.pad(rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan)
+
+    def _log_p(self, states: Tensor, texts: Texts, n: int) -> Tensor:
+        """log p (b, n) of each token of texts, from the states before it."""
+        states, inside = self._before(states, n), texts.mask
+        tokens = texts.ids[inside].split(_ANSWERS[self.device.type])
+        found = [
+            self._head(part).float().log_softmax(-1).gather(1, some[:, None])[:, 0]
+            for part, some in zip(
+                states[inside].split(_ANSWERS[self.device.type]), tokens, strict=True
+            )
+        ]
+        log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
+        log_p[inside] = torch.cat(found)
+        return log_p
 
     def _run(self, model: Any, texts: Texts) -> Tensor:
         ids, mask = self.framed(texts)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Texts
 
 REPLACED, PUT_IN, LEFT_OUT = 0, 1, 2
@@ -26,15 +25,12 @@ class Singles:
     parents: Texts
     tokens: Tensor  # (p, N) that are put in, or in the place of another
     allowed: Tensor  # (p, N)
-    likelier: Tensor  # (p, N) the change of log p
     kinds: Tensor  # (N,)
     places: Tensor  # (N,) a token's place, or the gap before it
     longest: int
 
     @classmethod
-    def of(
-        cls, parents: Texts, replaced: Tensor, put_in: Tensor, ngrams: NGrams, longest: int
-    ) -> Singles:
+    def of(cls, parents: Texts, replaced: Tensor, put_in: Tensor, longest: int) -> Singles:
         """From tokens (p, n, m) for every place, and (p, n + 1, m′) for every gap."""
         (n, m), gaps = replaced.shape[1:], put_in.shape[2]
         device = replaced.device
@@ -42,8 +38,6 @@ class Singles:
         inside = places < parents.lengths[:, None]
         fits = (between <= parents.lengths[:, None]) & (parents.lengths < longest)[:, None]
         new = replaced != parents.ids[:, :n, None]
-        row = ngrams.framed(Texts(parents.ids[:, :n], parents.lengths))
-        now = ngrams.pairs(row[:, :-1], row[:, 1:])
         return cls(
             parents,
             torch.cat([replaced.flatten(1), put_in.flatten(1), parents.ids[:, :n]], 1),
@@ -52,14 +46,6 @@ class Singles:
                     (inside[..., None] & new).flatten(1),
                     fits.repeat_interleave(gaps, 1),
                     inside & (parents.lengths > 1)[:, None],
-                ],
-                1,
-            ),
-            torch.cat(
-                [
-                    _between(ngrams, row[:, :-2], replaced, row[:, 2:], now[:, :-1] + now[:, 1:]),
-                    _between(ngrams, row[:, :-1], put_in, row[:, 1:], now),
-                    ngrams.pairs(row[:, :-2], row[:, 2:]) - now[:, :-1] - now[:, 1:],
                 ],
                 1,
             ),
@@ -102,9 +88,3 @@ class Singles:
         lengths = (both >= 0).sum(1)
         texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(self.longest)
         return texts.clean(), (lengths > 0) & (lengths <= self.longest)
-
-
-def _between(ngrams: NGrams, left: Tensor, new: Tensor, right: Tensor, now: Tensor) -> Tensor:
-    """log p (p, n·m) of new tokens (p, n, m) between their neighbours, less what is there now."""
-    left, right = (side[..., None].expand_as(new) for side in (left, right))
-    return (ngrams.pairs(left, new) + ngrams.pairs(new, right) - now[..., None]).flatten(1)

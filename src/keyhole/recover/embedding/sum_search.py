@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.recover.embedding.counted import Counted
-from keyhole.recover.embedding.islands import Islands
+from keyhole.recover.embedding.islands import Islands, Parents
 from keyhole.recover.embedding.likely_tokens import LikelyTokens, Luck, Shares
 from keyhole.recover.embedding.orders import exchanged
 from keyhole.recover.embedding.scoring import Encoder, Texts
@@ -129,16 +129,16 @@ class SumSearch:
 
     def _add_up(self, islands: Islands, likely: LikelyTokens, rows: Tensor, base: int) -> None:
         """Run single changes of one text of each island, then sets of them, twice."""
-        parents, vectors, turns = islands.parents(rows)
+        parents, encoder = islands.parents(rows), islands.encoder
         goals = islands.goals[islands.vector[rows]]
-        off = goals - vectors
-        luck = Luck(turns, islands.generator)
+        off = goals - parents.vectors
+        luck = Luck(parents.turns, islands.generator)
+        own = encoder.next_log_p(parents.texts) if encoder.speaks else None
         singles = likely.singles(
-            parents, off, islands.vector[rows], luck, islands.longest, base, self.shares
+            parents.texts, off, islands.vector[rows], luck, islands.longest, base, self.shares, own
         )
-        moves = _effects(islands, singles, rows, vectors)
         prior = islands.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
-        effects = Effects.of(singles, moves, prior)
+        effects = Effects.of(singles, *_effects(islands, singles, rows, parents), prior)
         sets = Sets.none(off)
         for _ in range(2):
             if not len(self._open(islands, rows)):
@@ -154,7 +154,7 @@ class SumSearch:
         fits &= (changes >= 0).any(-1).flatten()
         goals = islands.goals[islands.vector[rows]]
         vectors = goals.new_zeros(p * w, goals.shape[1])
-        vectors[fits] = islands.take(texts[fits], rows[parent[fits]])
+        vectors[fits], _ = islands.take(texts[fits], rows[parent[fits]])
         vectors = vectors.view(p, w, -1)
         cosines = (vectors * goals[:, None]).sum(-1).where(fits.view(p, w), -2.0)
         best = cosines.topk(min(self.width // 2, w), dim=1)
@@ -166,14 +166,18 @@ class SumSearch:
         )
 
 
-def _effects(islands: Islands, singles: Singles, rows: Tensor, vectors: Tensor) -> Tensor:
-    """Run every single change: what it adds (p, N, d) to the vector of its text."""
+def _effects(
+    islands: Islands, singles: Singles, rows: Tensor, parents: Parents
+) -> tuple[Tensor, Tensor]:
+    """Run every single change: what it adds to the vector of its text (p, N, d), and to log p."""
     parent, change = singles.allowed.nonzero().unbind(1)
     texts, _ = singles.applied(parent, change[:, None])
-    new = islands.take(texts, rows[parent])
-    moves = new.new_zeros(*singles.allowed.shape, new.shape[1])
-    moves[parent, change] = new - vectors[parent]
-    return moves
+    vectors, likelihoods = islands.take(texts, rows[parent])
+    moves = vectors.new_zeros(*singles.allowed.shape, vectors.shape[1])
+    likelier = vectors.new_zeros(singles.allowed.shape)
+    moves[parent, change] = vectors - parents.vectors[parent]
+    likelier[parent, change] = likelihoods - parents.likelihoods[parent]
+    return moves, likelier
 
 
 def _parts(rows: Tensor) -> tuple[Tensor, ...]:

@@ -57,10 +57,13 @@ class Effects:
     slot_count: int
 
     @classmethod
-    def of(cls, singles: Singles, moves: Tensor, prior: Tensor) -> Effects:
-        """`prior` (p,) is what log p counts for; changes that are not allowed have no effect."""
+    def of(cls, singles: Singles, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
+        """From what each adds to the vector, and to log p (p, N), which counts for `prior` (p,).
+
+        Changes that are not allowed have no effect.
+        """
         moves = _SHRUNK * moves
-        cost = (moves * moves).sum(-1) - prior[:, None] * singles.likelier
+        cost = (moves * moves).sum(-1) - prior[:, None] * likelier
         return cls(
             moves, cost.where(singles.allowed, _INFINITE), singles.slots, 2 * singles.width + 1
         )
