@@ -22,7 +22,8 @@ A token is likely if its position leaked and the odds against each rival are e¹
 the rest of the text is right: what the text leaves unexplained counts as noise then, and has to be
 less than half of the leak's spread. Rows that leaked in no order are compared as a set, and the
 order of the text has rivals of its own (orders.py). benchmarks/text_marks.py measures how often
-all that is right. Of one vector for a whole text embedding/judge.py decides.
+all that is right. Of one vector for a whole text embedding/judge.py decides; of logits, which are
+one as well, no token is verified where a text one edit away may be meant (other_texts.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from torch import Tensor, nn
 
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.judge import judge_vector
-from keyhole.recover.leaks import HiddenStates, Leak, Pooled
+from keyhole.recover.leaks import HiddenStates, Leak, Logits, Pooled
 from keyhole.recover.orders import in_best_order, open_places
+from keyhole.recover.other_texts import other_text
 from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
 from keyhole.recover.rivals import exposed_rows, margins
@@ -164,6 +166,13 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
         count = int(unsettled.sum())
         doubt = f"; the order of {count} tokens is unknown" if count else ""
+    if isinstance(leak, Logits) and fit.whole and bool((margin > odds).all()):
+        misfits = _misfits(fit, leaked, given)
+        rival, more = other_text(target, leak, ids, misfits, odds)
+        forwards += more
+        if rival is not None:
+            margin = torch.zeros_like(margin)
+            doubt = f"; so could {target.decode(rival)!r}, for one"
     marks = _marks(fit, margin, hidden, odds)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
     status, more_words = _status(fit, marks, _framed(target, text) | padding)

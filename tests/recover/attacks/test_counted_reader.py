@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -106,3 +107,13 @@ def test_beginnings_are_of_every_line_and_of_all_lengths():
     assert {len(line) for line in made} == {1, 2, 3, 4}
     assert all(line == lines[0][: len(line)] for line in made)
     assert made == beginnings(lines, 4)
+
+
+def test_a_token_alone_is_proposed_for_the_same_token_repeated():
+    """Attention over equal values is that value: the state does not say how often it stood."""
+    model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
+    attack = CountedReader(["w5 w5", "w7 w7 w7", "w5 w7"], longest=3, search=SumSearch(passes=500))
+    leak = replace(leak_of(model, words, "w7 w7", Exposure("logits")), tokens=None)
+    (recovery,) = recover_texts(model, words, [leak], method=attack)
+    assert recovery.text == "w7"
+    assert not recovery.verified

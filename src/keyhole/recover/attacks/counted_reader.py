@@ -25,13 +25,14 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED, Counted
 from keyhole.recover.embedding.judge import may_be
-from keyhole.recover.embedding.scoring import Encoder, matrix_half
+from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
 from keyhole.recover.embedding.sum_search import MayBe, Said, SumSearch
 from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.resume import digest
 
 _TOGETHER = {"cuda": 256, "cpu": 1}  # vectors
+_SAME = 1e-6  # 1 − cosine
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class CountedReader:
                 _test(target, encoder, [leaks[number] for number in some]),
             )  # fmt: skip
             for number, reading in zip(some, readings, strict=True):
-                ids = [*encoder.before, *reading.tokens, *encoder.after]
+                tokens = reading.tokens
+                if leaks[number].length is None:
+                    tokens = _shortest(encoder, tokens)
+                ids = [*encoder.before, *tokens, *encoder.after]
                 passes, loss = reading.passes, 1 - reading.cosine
                 yield number, Proposal(ids, passes, passes, once, self.note, loss)
 
@@ -131,6 +135,15 @@ def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | No
         return may_be(target, cast("Pooled", leaks[number]), ids)
 
     return may_be_text
+
+
+def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
+    """A token alone, if its state is that of the same token repeated (docs/text.md)."""
+    if encoder.exposure.pooling != "last" or len(tokens) < 2 or len(set(tokens)) > 1:
+        return tokens
+    texts = Texts.of([tokens, tokens[:1]], len(tokens), encoder.device)
+    repeated, alone = encoder.vectors(texts)
+    return tokens[:1] if float(1 - repeated @ alone) < _SAME else tokens
 
 
 def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:
