@@ -8,6 +8,7 @@ they wrote with `--json` and makes the table with mean and range over seeds (see
     plain  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
     attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
     METHOD+METHOD
+    METHOD>SHARE>METHOD   the second from that share of the steps on
 
 `sweep` stands for the settings of attack masks in methods.PRESETS. Transferred masks come from a
 plain model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one trained first.
@@ -67,6 +68,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rate", type=float)
     parser.add_argument("--dev", type=int)
     parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--average", type=float, default=0.0, help="of the weights' running mean")
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
     parser.add_argument("--attacks", type=attacks, default=ATTACKS)
@@ -136,6 +138,7 @@ class Bench:
                 model, self.words, [self.train[number] for number in chosen], method, seed=seed,
                 epochs=epochs, rate=self.options.rate, batch=self.options.batch,
                 device=self.device, amp=self.device.type == "cuda", pool=32,
+                average=self.options.average,
             )  # fmt: skip
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False

@@ -21,6 +21,13 @@ METHODS = ("plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:
 
 
 def defence(name: str) -> Defence:
+    if ">" in name:
+        first, *later = name.split(">")
+        stages = [(0.0, defence(first))]
+        stages += [
+            (float(at), defence(part)) for at, part in zip(later[::2], later[1::2], strict=True)
+        ]
+        return harden.Stages(tuple(stages))
     if "+" in name:
         return harden.Combined(tuple(defence(part) for part in name.split("+")))
     kind, *given = name.split(":")

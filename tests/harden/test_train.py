@@ -18,13 +18,14 @@ from keyhole.harden import (
     FreeLB,
     Plain,
     SAttend,
+    Stages,
     Training,
     train,
 )  # fmt: skip
 from keyhole.harden.train import _schedule
 
 ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), AttackMasks(),
-       Combined.strongest()]  # fmt: skip
+       Combined.strongest(), Stages.plain_first(0.5, AttackMasks())]  # fmt: skip
 
 
 def weights(model):
@@ -125,7 +126,7 @@ def test_what_a_run_cost_is_saved_and_shows_itself_in_a_line(tmp_path):
 
 def test_every_defence_has_a_name_and_options_of_its_own():
     made = {type(DEFENCES.make(name)) for name in DEFENCES}
-    assert made == {type(defence) for defence in ALL}
+    assert made | {Stages} == {type(defence) for defence in ALL}  # --plain-first makes that one
     assert DEFENCES.make("sattend", rate=0.5, mode="token") == SAttend(0.5, "token")
     assert DEFENCES.make("strongest", weight=0.5) == Combined.strongest(weight=0.5)
     with pytest.raises(InputError, match="expected --mode with sattend, got plain"):
@@ -189,3 +190,54 @@ def test_mixed_precision_is_close(defence):
 def test_the_rate_rises_and_falls_in_lines():
     rates = [_schedule(step, 10, 0.2) for step in range(10)]
     assert rates == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_stages_follow_each_other():
+    first, second, third = Plain(), AttackMasks(weight=0.5), AttackMasks(weight=1.0)
+    stages = Stages(((0.0, first), (0.3, second), (0.6, third)))
+    shares = (0.0, 0.29, 0.3, 0.59, 0.6, 0.99)
+    assert [stages.at(share) for share in shares] == [first, first, second, second, third, third]
+    assert Stages.plain_first(0.0, second) == second
+    for wrong in (
+        (),
+        ((0.1, first),),
+        ((0.0, first), (0.0, second)),
+        ((0.0, first), (1.0, second)),
+    ):
+        with pytest.raises(InputError, match="expected stages that begin at rising shares"):
+            Stages(wrong)
+
+
+def test_plain_first_is_plain_training_up_to_there():
+    examples = small.examples(16)
+    plain, staged = small.model(labels=2), small.model(labels=2)
+    run(Plain(), plain, examples)
+    run(Stages.plain_first(0.5, AttackMasks()), staged, examples)
+    assert not torch.equal(weights(plain), weights(staged))
+    halves = small.model(labels=2), small.model(labels=2)
+    run(Plain(), halves[0], examples, epochs=1, warmup=0.0)
+    run(Stages.plain_first(0.9, AttackMasks()), halves[1], examples, epochs=1, warmup=0.0)
+    assert torch.equal(weights(halves[0]), weights(halves[1]))
+
+
+def test_the_average_is_that_of_all_steps(tmp_path):
+    """Against the mean of the weights after each step, taken from outside."""
+    examples, kept = small.examples(16), 0.6
+    model, means = small.model(labels=2), []
+
+    def look(done, total, note):
+        now = weights(model)
+        share = min(kept, done / (done + 10))
+        means.append(share * (means[-1] if means else start) + (1 - share) * now)
+
+    start = weights(model)
+    run(Plain(), model, examples, average=kept, progress=look)
+    torch.testing.assert_close(weights(model), means[-1], rtol=0, atol=1e-6)
+    stopped, again = small.model(labels=2), small.model(labels=2)
+    with pytest.raises(Stop):
+        run(Plain(), stopped, examples, average=kept, checkpoint=tmp_path,
+            progress=stop_in_epoch(2))  # fmt: skip
+    assert run(Plain(), again, examples, average=kept, checkpoint=tmp_path).resumed == 1
+    assert torch.equal(weights(again), weights(model))
+    with pytest.raises(InputError, match="expected an average from 0 to below 1, got 1"):
+        run(Plain(), model, examples, average=1.0)

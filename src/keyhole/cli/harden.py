@@ -74,6 +74,22 @@ def harden(
             help="The weight of the second loss (attack-masks, strongest, smart, r3f, asa)."
         ),
     ] = None,
+    plain_first: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Train plainly for this share of the steps first: on hard tasks a model learns "
+            "nothing otherwise.",
+        ),
+    ] = 0.0,
+    average: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Keep a running mean of the weights, of which each step leaves this share (such "
+            "as 0.999), and end with it.",
+        ),
+    ] = 0.0,
     text: TextColumn = None,
     label: Label = "label",
     classes: Classes = None,
@@ -126,8 +142,9 @@ def harden(
     expect_new(page, force=force)
     with interruptible(lambda: _kept(checkpoint)), bars("harden", "parts") as track:
         result = run(
-            model, data, out, method=method, rate=rate, mode=mode, weight=weight, text=text or (),
-            label=label, classes=classes.split(",") if classes else (), examples=examples,
+            model, data, out, method=method, rate=rate, mode=mode, weight=weight,
+            plain_first=plain_first, average=average, text=text or (), label=label,
+            classes=classes.split(",") if classes else (), examples=examples,
             epochs=epochs, batch=batch, learning_rate=learning_rate, longest=longest, amp=amp,
             dev=dev, flips=flips, checkpoint=checkpoint, device=device, allow_pickle=allow_pickle,
             seed=seed, seeds=seeds, force=force, track=track,

@@ -13,6 +13,7 @@ from keyhole.harden.defences.plain import Plain
 from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
+from keyhole.harden.defences.stages import Stages
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
 from keyhole.harden.hardening import Hardening, Trained
 from keyhole.harden.registry import DEFENCES
@@ -21,6 +22,6 @@ from keyhole.harden.train import Training, train
 
 __all__ = [
     "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Combined", "Defence", "Evaluation",
-    "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Trained", "Training", "attack",
-    "evaluate", "run", "standard", "train",
+    "FreeLB", "Hardening", "Measured", "Plain", "SAttend", "Stages", "Trained", "Training",
+    "attack", "evaluate", "run", "standard", "train",
 ]  # fmt: skip

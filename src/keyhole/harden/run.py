@@ -18,6 +18,7 @@ from keyhole.disrupt import HackAttend
 from keyhole.errors import InputError, KeyholeError
 from keyhole.files import exists, is_folder, trouble
 from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.stages import Stages
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
 from keyhole.harden.hardening import Hardening, Trained
 from keyhole.harden.registry import DEFENCES
@@ -43,6 +44,8 @@ def run(
     rate: float | None = None,
     mode: Literal["unit", "token"] | None = None,
     weight: float | None = None,
+    plain_first: float = 0.0,
+    average: float = 0.0,
     text: Sequence[str] = (),
     label: str = "label",
     classes: Sequence[str] = (),
@@ -68,7 +71,9 @@ def run(
     file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`). The
     trained model goes to the folder `out`, with a card (hardening.json) that is written as it
     grows; of several `seeds`, each has a folder inside. `method` is a name of the registry, with
-    `rate`, `mode` and `weight` for those that have them, or a defence of your own. `dev` is a file
+    `rate`, `mode` and `weight` for those that have them, or a defence of your own; before it the
+    model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
+    model is a running mean of the weights, of which each step keeps so much. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples, before and after.
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
@@ -86,6 +91,10 @@ def run(
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
+    for option, share in (("--plain-first", plain_first), ("--average", average)):
+        if not 0 <= share < 1:
+            raise InputError(f"expected {option} from 0 to below 1, got {share}")
+    method = Stages.plain_first(plain_first, method)
     expect_writable(Path(out), str(model))
     if checkpoint is not None:
         expect_folder(Path(checkpoint))
@@ -96,6 +105,7 @@ def run(
     chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
     settings: dict[str, Any] = {
         "epochs": epochs, "rate": learning_rate, "batch": batch, "longest": longest, "amp": amp,
+        "average": average,
     }  # fmt: skip
     course = _Course(
         str(model), chosen, method, settings, Path(out), device, allow_pickle,

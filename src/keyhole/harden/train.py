@@ -1,40 +1,34 @@
-"""A small training loop: AdamW, linear warm-up and decay, one defence; it goes on where it stopped.
+"""A small training loop: AdamW, linear warm-up and decay, a defence; it goes on where it stopped.
 
 Everything random in epoch e (the order of the examples, dropout, the defence's draws) comes from
 the seed and e alone, and the rate from the number of the step. So a run that was stopped and goes
-on from the end of an epoch ends with the same weights, bit for bit, as one that was not.
-
-A checkpoint is a folder `epoch-N` inside `checkpoint`, written under another name and renamed when
-it is whole: weights as safetensors, the optimizer's state (opened with `weights_only`), and what
-the run was, so that another run is not mistaken for it.
+on from the end of an epoch (checkpoint.py) ends with the same weights, bit for bit, as one that was
+not.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from keyhole.data import Example, encode
 from keyhole.errors import InputError
-from keyhole.files import trouble
+from keyhole.harden.checkpoint import Run, State, resume, save
 from keyhole.harden.defences.defence import Batch, Defence
+from keyhole.harden.defences.stages import current
 from keyhole.models.loading import identity
 from keyhole.models.positions import fitting
 from keyhole.progress import Progress, silent
-from keyhole.results import FORMAT, Result, dump, read
-from keyhole.results.typed import typed
-from keyhole.resume import digest, expect_same_run
+from keyhole.results import Result
+from keyhole.resume import digest
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,38 +65,6 @@ class Training(Result):
         return cls(**settings)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What determines a run; a checkpoint of another one is refused.
-
-    `model` is the model's identity at the start, `data` a digest of the examples.
-    """
-
-    model: str
-    data: str
-    defence: str
-    epochs: int
-    rate: float
-    batch: int
-    seed: int
-    examples: int
-    longest: int | None
-    warmup: float
-    decay: float
-    amp: bool
-    pool: int
-
-
-@dataclass
-class _State:
-    """What grows along a run."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    losses: list[float] = field(default_factory=list[float])
-    step: int = 0
-
-
 def train(
     model: nn.Module,
     tokenizer: Any,
@@ -119,25 +81,31 @@ def train(
     warmup: float = 0.06,
     decay: float = 0.01,
     pool: int = 1,
+    average: float = 0.0,
     checkpoint: str | Path | None = None,
     progress: Progress = silent,
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `amp` runs the passes in bfloat16 where autocast allows. `progress` is told of every step.
+    `average` is how much of their running mean the weights keep at each step; the model ends with
+    the mean (0: with the last weights). `amp` runs the passes in bfloat16 where autocast allows.
     `pool` batches at a time are sorted by length, so that little is padding: faster, less random.
+    `progress` is told of every step.
     """
-    run = _Run(
+    run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
         repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool,
+        average,
     )  # fmt: skip
     _check(run)
     cut = replace(run, longest=fitting(model, tokenizer, longest))  # to what the model can take in
     device = torch.device(device)
     model.to(device).requires_grad_(True)
-    state = _State(model, _optimizer(model, run))
+    state = State(model, _optimizer(model, run))
+    if average:
+        state.average = [weight.detach().clone() for weight in model.parameters()]
     folder = None if checkpoint is None else Path(checkpoint)
-    resumed = 0 if folder is None else _resume(folder, run, state, device)
+    resumed = 0 if folder is None else resume(folder, run, state, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started, reason = time.perf_counter(), ""
@@ -148,14 +116,16 @@ def train(
         if reason:
             break
         if folder is not None:
-            _save(folder, run, state, epoch + 1)
+            save(folder, run, state, epoch + 1)
+    if state.average is not None:
+        _take(model, state.average)
     model.eval()
     seconds = time.perf_counter() - started
     return Training(state.step, seconds, _peak(device), tuple(state.losses), resumed, reason)
 
 
 def _epoch(
-    state: _State, defence: Defence, run: _Run, epoch: int,
+    state: State, defence: Defence, run: Run, epoch: int,
     feed: Iterator[tuple[Batch, Tensor]], progress: Progress,
 ) -> str:  # fmt: skip
     """One epoch's steps; a reason where it must end early."""
@@ -166,16 +136,33 @@ def _epoch(
         for group in state.optimizer.param_groups:
             group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
         state.optimizer.zero_grad()
-        loss = _backward(state.model, defence, inputs, labels, stream, run.amp)
+        now = current(defence, state.step / steps)
+        loss = _backward(state.model, now, inputs, labels, stream, run.amp)
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
         nn.utils.clip_grad_norm_(parameters, 1.0)
         state.optimizer.step()
         state.step += 1
+        if state.average is not None:
+            _average(state.average, state.model, run.average, state.step)
         total, count = total + loss, count + 1
         progress(state.step, steps, f"epoch {epoch + 1}, loss {loss:.3f}")
     state.losses.append(total / count)
     return ""
+
+
+@torch.no_grad()
+def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> None:
+    """Move the running means towards the weights; the first ones are soon forgotten."""
+    kept = min(kept, step / (step + 10))
+    for mean, weight in zip(means, model.parameters(), strict=True):
+        mean.lerp_(weight.to(mean), 1 - kept)
+
+
+@torch.no_grad()
+def _take(model: nn.Module, means: list[Tensor]) -> None:
+    for weight, mean in zip(model.parameters(), means, strict=True):
+        weight.copy_(mean)
 
 
 def _backward(
@@ -195,7 +182,7 @@ def _backward(
 
 
 def _batches(
-    tokenizer: Any, examples: Sequence[Example], run: _Run, epoch: int, device: torch.device
+    tokenizer: Any, examples: Sequence[Example], run: Run, epoch: int, device: torch.device
 ) -> Iterator[tuple[Batch, Tensor]]:
     stream = torch.Generator().manual_seed(_mixed(run.seed, epoch, "order"))
     order = torch.randperm(len(examples), generator=stream).tolist()
@@ -206,7 +193,7 @@ def _batches(
 
 
 def _alike(
-    order: list[int], examples: Sequence[Example], run: _Run, stream: torch.Generator
+    order: list[int], examples: Sequence[Example], run: Run, stream: torch.Generator
 ) -> Iterator[list[int]]:
     """Batches of the order; in a pool each holds texts of like length, in a random order again."""
     pool = run.batch * run.pool
@@ -221,7 +208,7 @@ def _alike(
         yield from batches
 
 
-def _optimizer(model: nn.Module, run: _Run) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
         {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": run.decay},
@@ -237,7 +224,7 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
     return min((step + 1) / rising, (steps - step) / max(1, steps - rising))
 
 
-def _steps(run: _Run) -> int:
+def _steps(run: Run) -> int:
     return math.ceil(run.examples / run.batch)
 
 
@@ -246,60 +233,14 @@ def _mixed(seed: int, epoch: int, what: str) -> int:
     return (seed * 1_000_003 + epoch) * 2 + (what == "order")
 
 
-def _check(run: _Run) -> None:
+def _check(run: Run) -> None:
     for name in ("epochs", "batch", "examples", "pool"):
         if getattr(run, name) < 1:
             raise InputError(f"expected {name} of 1 or more, got {getattr(run, name)}")
     if not run.rate > 0:
         raise InputError(f"expected a rate above 0, got {run.rate}")
-
-
-def _save(folder: Path, run: _Run, state: _State, epoch: int) -> None:
-    partial, whole = folder / f"epoch-{epoch}.partial", folder / f"epoch-{epoch}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_model(state.model, str(partial / "weights.safetensors"))
-        torch.save(state.optimizer.state_dict(), partial / "optimizer.pt")
-        record = {"format": FORMAT, "run": asdict(run), "losses": state.losses, "step": state.step}
-        (partial / "run.json").write_text(dump(record), "utf-8")
-        partial.rename(whole)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells it as the second
-        shutil.rmtree(partial, ignore_errors=True)
-        raise trouble("a folder to write", folder, error) from error
-    for old in _saved(folder)[:-1]:
-        shutil.rmtree(folder / f"epoch-{old}", ignore_errors=True)
-
-
-def _saved(folder: Path) -> list[int]:
-    names = [path.name.removeprefix("epoch-") for path in folder.glob("epoch-*")]
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
-
-
-def _resume(folder: Path, run: _Run, state: _State, device: torch.device) -> int:
-    """Load the last whole checkpoint; the number of epochs that it has behind it."""
-    saved = _saved(folder)
-    if not saved:
-        return 0
-    place = folder / f"epoch-{saved[-1]}"
-    record = read(place / "run.json")
-    expect_same_run(folder, asdict(run), record.get("run"))
-    if saved[-1] > run.epochs:
-        raise InputError(f"expected at most {run.epochs} epochs in {folder}, got {saved[-1]}")
-    try:
-        losses = typed(list[float], record.get("losses"), "losses")
-        state.step = typed(int, record.get("step"), "step")
-        load_model(state.model, str(place / "weights.safetensors"), device=str(device))
-        optimizer = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
-        state.optimizer.load_state_dict(optimizer)
-    except Exception as error:  # whatever torch and pickle make of a damaged file
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(
-            f"expected a whole checkpoint in {place}, got {first}: remove it, to train that epoch "
-            "again"
-        ) from error
-    state.losses = losses
-    return saved[-1]
+    if not 0 <= run.average < 1:
+        raise InputError(f"expected an average from 0 to below 1, got {run.average}")
 
 
 def _peak(device: torch.device) -> int:
