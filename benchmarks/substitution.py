@@ -79,7 +79,8 @@ class Bench:
     ) -> Iterator[Row]:
         loaded.model.eval().requires_grad_(False)
         right = right_answers(loaded, self.dev)
-        victim = Victim(loaded.model, loaded.tokenizer)
+        words = {word for example in self.train for word in example.text.split()}
+        victim = Victim(loaded.model, loaded.tokenizer, words)
         for ranking in self.given.rankings.split(","):
             known: dict[str, Any] = {
                 "method": method, "seed": seed, "ranking": ranking, "nearest": self.given.nearest,
