@@ -59,6 +59,7 @@ class Family:
     folded: bool = True
     layers: bool = True
     epochs: int = 3
+    rate: float = 1e-4
 
 
 def _sizes(width: str, layers: str, heads: str, inner: str, longest: str) -> dict[str, str]:
@@ -103,7 +104,7 @@ FAMILIES = {
     "bart": Family("Bart", _sizes("d_model", "encoder_layers", "encoder_attention_heads",
                    "encoder_ffn_dim", "max_position_embeddings"), _BART_LAYER, offset=2),
     "t5": Family("T5", _sizes("d_model", "num_layers", "num_heads", "d_ff", "n_positions"),
-                 ((_WORDS, "transformer.shared."),), layers=False, epochs=4),
+                 ((_WORDS, "transformer.shared."),), layers=False, epochs=4, rate=5e-4),
 }  # fmt: skip
 
 
@@ -209,7 +210,8 @@ class Bench:
         run = trained.Trained(
             self.given, name, model.to(self.given.device), self.words, method=method, seed=seed,
             train=self.train, dev=self.dev, epochs=self.given.epochs or FAMILIES[name].epochs,
-            batch=self.given.batch or 128, rate=self.given.rate or 1e-4, longest=LONGEST,
+            batch=self.given.batch or 128, rate=self.given.rate or FAMILIES[name].rate,
+            longest=LONGEST,
         )  # fmt: skip
         run.known["taken"] = share
         for row in run.run():

@@ -78,8 +78,10 @@ class Bench:
         self, loaded: Loaded, method: str, seed: int, settings: dict[str, Any]
     ) -> Iterator[Row]:
         loaded.model.eval().requires_grad_(False)
-        right = right_answers(loaded, self.dev)
-        victim = Victim(loaded.model, loaded.tokenizer)
+        batches = Batches(loaded.model, loaded.tokenizer, self.dev, 64, LONGEST)
+        right = trained.right_answers(batches)
+        words = {word for example in self.train for word in example.text.split()}
+        victim = Victim(loaded.model, loaded.tokenizer, words)
         for ranking in self.given.rankings.split(","):
             known: dict[str, Any] = {
                 "method": method, "seed": seed, "ranking": ranking, "nearest": self.given.nearest,
@@ -97,15 +99,6 @@ class Bench:
             RUNS.append(known)
             seeds.keep_runs(self.given.json, RUNS)
             yield row([known])
-
-
-def right_answers(loaded: Loaded, dev: list[Example]) -> list[Example]:
-    batches = Batches(loaded.model, loaded.tokenizer, dev, 64, LONGEST)
-    right: set[str] = set()
-    for part, batch, labels in batches:
-        hits = (batches.predicted(batch) == labels).tolist()
-        right |= {example.id for example, hit in zip(part, hits, strict=True) if hit}
-    return [example for example in dev if example.id in right]
 
 
 def flips(known: dict[str, Any], share: float) -> float:

@@ -9,10 +9,10 @@ first `--right` right answers are attacked (trained.py). Tasks (`--tasks`):
     pairs      does this ending belong to this context? 13,990 pairs, dev 1,896
     sst2       sentiment of a sentence: 67,349, dev 872
 
-`pairs` is made from HellaSwag's contexts and their right endings. Contexts are grouped by what is
-going on ("Preparing pasta: …" or a WikiHow category); each comes once with its own ending and once
-with that of the next context of its group. So every context and every ending stands in one pair of
-each class: neither alone tells anything, and the subject tells little.
+`pairs` is made from HellaSwag's contexts and their right endings. Contexts are grouped by what they
+begin with ("Preparing pasta: …", or a WikiHow category such as "Health: …"); each comes once with
+its own ending and once with that of the next context of its group. So every context and every
+ending stands in one pair of each class, and neither alone tells anything.
 
 `--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` (the
 default) takes the task's own settings or `--rate`, `--epochs`, `--batch`. `--parts factors` reads
@@ -73,13 +73,13 @@ TASKS = {
 
 
 def paired(examples: Sequence[Example]) -> list[Example]:
-    """Every context with its own ending (1) and with the next one's of its subject (0)."""
+    """Every context with its own ending (1) and with the next one's of its group (0)."""
 
-    def subject(example: Example) -> str:
+    def group_of(example: Example) -> str:
         return example.text.split(":")[0]
 
     pairs: list[Example] = []
-    for _, group in groupby(sorted(examples, key=subject), subject):
+    for _, group in groupby(sorted(examples, key=group_of), group_of):
         members = list(group)
         if len(members) < 2:  # there is no other ending
             continue
@@ -87,7 +87,7 @@ def paired(examples: Sequence[Example]) -> list[Example]:
             for label, source in ((1, own), (0, other)):
                 ending = source.choices[source.label]
                 pairs.append(Example(f"{own.id}/{label}", label, own.text, ending))
-    # In the order of a file that knows nothing of subjects: the first so many are a sample.
+    # In the order of a file that knows nothing of groups: the first so many are a sample.
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     return [pairs[number] for number in order]
 

@@ -165,13 +165,9 @@ class Trained:
 
     def right(self) -> list[Example]:
         """The first examples that the model gets right."""
-        numbers = {example.id: number for number, example in enumerate(self.dev)}
-        right: list[int] = []
-        for part, batch, labels in self._batches():
-            hits = (self._batches().predicted(batch) == labels).tolist()
-            right += [numbers[example.id] for example, hit in zip(part, hits, strict=True) if hit]
+        right = right_answers(self._batches())
         self.known["accuracy"], self.known["dev"] = len(right) / len(self.dev), len(self.dev)
-        return [self.dev[number] for number in sorted(right)[: self.given.right]]
+        return right[: self.given.right]
 
     def run(self) -> Iterator[Row]:
         """Attack the right answers, and describe each of them."""
@@ -190,6 +186,15 @@ class Trained:
             self.keep()
             tell(f"{title(self.known)}: {name} {disruption.success:.1%} in {seconds:.0f} s")
         yield row(self.known)
+
+
+def right_answers(batches: Batches) -> list[Example]:
+    """The examples that the model gets right, in their order."""
+    right: set[str] = set()
+    for part, batch, labels in batches:
+        hits = (batches.predicted(batch) == labels).tolist()
+        right |= {example.id for example, hit in zip(part, hits, strict=True) if hit}
+    return [example for example in batches.examples if example.id in right]
 
 
 def measured(disruption: Disruption, seconds: float) -> Measured:

@@ -3,12 +3,14 @@
 The attack on texts that robust training is usually tried with (TextFooler, arXiv 1907.11932, and
 its kin), reduced to what the model itself offers: no thesaurus, no sentence encoder. A word may be
 replaced where it is one token, by the `nearest` words whose embeddings have a cosine of at least
-`cosine` with its own: whole words of letters, written in the same case, none of them special.
-Neighbours are not synonyms ("good" and "bad" are near): it says how little a model withstands, not
-that people would read the same.
+`cosine` with its own: words of letters that stand in some text (a token may also be the beginning
+of words), written in the same case, none of them special. Neighbours are not synonyms ("good" and
+"bad" are near): it says how little a model withstands, not that people would read the same.
 
 Words are taken in the order of what their loss does to the margin (`leave-one-out`: each is
 replaced by the unknown token), or of what the best substitution does to first order (`gradient`).
+The two differ most where a table was learnt from the task alone: there the neighbours of the words
+that matter say the same, and flips come from the neighbours of words that do not.
 At each the substitution with the smallest margin stays, if it is smaller than before; the first
 flip ends it. At most `share` of a text's words are replaced, and one in any case.
 
@@ -18,7 +20,7 @@ the text itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -90,10 +92,10 @@ class WordSubstitution:
 
 
 class Victim:
-    """A classifier and its tokenizer, as the attack may use them."""
+    """A classifier and its tokenizer, as the attack may use them, and the words that there are."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, tokenizer: Any, words: Collection[str]) -> None:
+        self.model, self.tokenizer, self.words = model, tokenizer, words
         self.unknown = str(tokenizer.unk_token)
 
     @cached_property
@@ -104,11 +106,11 @@ class Victim:
 
     @cached_property
     def names(self) -> list[str]:
-        """Every token as it is written, "" where it is no word of letters by itself."""
+        """Every token as it is written, "" where it is no word of letters."""
         special = set(self.tokenizer.all_special_ids)
         written = self.tokenizer.convert_ids_to_tokens(range(len(self.table)))
         return [
-            "" if number in special or name is None or not name.isalpha() else name
+            name if number not in special and name in self.words and name.isalpha() else ""
             for number, name in enumerate(written)
         ]
 

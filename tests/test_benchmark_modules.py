@@ -16,11 +16,12 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import factors
 import tasks
 import texts
+import trained
 from keyhole.data import Example
 from word_substitution import Substituted, Victim, WordSubstitution, judged
 
 LETTERS = [chr(ord("a") + number) * 2 for number in range(26)]
-WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7"]
+WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "beginning"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def victim():
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = transformers.BertForSequenceClassification(config).eval().requires_grad_(False)
-    return Victim(model, words)
+    return Victim(model, words, set(WORDS) - {"beginning"})
 
 
 def sentences(victim, count, length=9):
@@ -58,12 +59,12 @@ def naive_neighbours(victim, word, nearest, cosine):
     """Every pair of rows of the table, one product at a time."""
     table = victim.model.get_input_embeddings().weight.double().numpy()
     names = victim.tokenizer.convert_ids_to_tokens(list(range(len(table))))
-    if not word.isalpha():
+    if not word.isalpha() or word == "beginning":
         return []
     own = table[names.index(word)]
     scored = []
     for row, name in zip(table, names, strict=True):
-        if name != word and name.isalpha():
+        if name not in (word, "beginning") and name.isalpha():
             value = float(row @ own) / math.sqrt(float(row @ row) * float(own @ own))
             scored.append((-value, name))
     best = [name for value, name in sorted(scored)[:nearest] if -value >= cosine]
@@ -113,9 +114,9 @@ def test_the_attack_is_the_one_written_out_in_loops(victim):
 def test_neighbours_are_words_of_the_same_case(victim):
     for word in ("aa", "BB"):
         others = victim.neighbours(word, 40, -1.0)
-        assert set(others) <= set(WORDS) - {word, "##ab", "x7"}
+        assert set(others) <= set(WORDS) - {word, "##ab", "x7", "beginning"}
         assert all(other.islower() == word.islower() for other in others)
-    assert victim.neighbours("x7", 40, -1.0) == []
+    assert victim.neighbours("x7", 40, -1.0) == victim.neighbours("beginning", 40, -1.0) == []
     assert victim.neighbours("unknown", 40, -1.0) == []
 
 
@@ -224,3 +225,39 @@ def test_pairs_are_encoded_as_the_tokenizer_encodes_them():
     for name in ("input_ids", "attention_mask", "token_type_ids"):
         assert torch.equal(ours[name], theirs[name])
         assert torch.equal(again[name], theirs[name].flip(0))
+
+
+def test_entropy_is_the_mean_over_heads_and_real_queries():
+    stream = torch.Generator().manual_seed(0)
+    a = torch.rand(2, 2, 3, 5, 5, generator=stream)
+    lengths = [[5, 3], [2, 4]]
+    exists = torch.zeros_like(a, dtype=torch.bool)
+    for example, sequence in np.ndindex(2, 2):
+        n = lengths[example][sequence]
+        exists[example, sequence, :, :n, :n] = True
+    a = (a * exists) / (a * exists).sum(-1, keepdim=True).clamp(min=1e-9)
+    a[~exists] = 0.2  # what stands at padding must not count
+    measured = trained.entropy(a, exists)
+    for example in range(2):
+        values = []
+        for sequence, head in np.ndindex(2, 3):
+            n = lengths[example][sequence]
+            for query in range(n):
+                row = a[example, sequence, head, query, :n].double().numpy()
+                values.append(-sum(value * math.log(value) for value in row))
+        assert float(measured[example]) == pytest.approx(np.mean(values), rel=1e-12)
+
+
+def test_answers_are_described_by_their_own_margin_length_and_maps(victim):
+    right = list(sentences(victim, 5, length=4)) + list(sentences(victim, 2, length=9))
+    right = [Example(str(number), each.label, each.text) for number, each in enumerate(right)]
+    batches = trained.Batches(victim.model, victim.tokenizer, right, together=3)
+    known = {answer["id"]: answer for answer in trained.described(batches)}
+    assert len(known) == 7
+    for example in right:
+        alone = trained.Batches(victim.model, victim.tokenizer, [example])
+        (answer,) = trained.described(alone)
+        assert known[example.id]["tokens"] == len(example.text.split()) + 2
+        for name, value in (("margin", margin(victim, example.text.split(), example.label)),
+                            ("entropy", answer["entropy"])):  # fmt: skip
+            assert known[example.id][name] == pytest.approx(float(value), rel=1e-4, abs=1e-5)

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 
 import tiny_classifiers as small
 from keyhole.errors import InputError
 from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend
 from keyhole.harden.defences import asa as asa_module
-from keyhole.harden.defences.defence import divergence, dropout_from, symmetric
+from keyhole.harden.defences.defence import divergence, dropout_from, perturbed, symmetric
 
 KINDS = ("classes", "choices")
 NOTHING = {
@@ -64,6 +65,64 @@ def deltas_of(defence, model, batch, labels):
     small.total(Plain(), model, batch, labels)
     handle.remove()
     return loss, gradient, [pass_ - found[-1] for pass_ in found[:-1]]
+
+
+def encoder_decoder(kind):
+    """A classifier with two sides, whose texts end with token 3, and a batch for it."""
+    ends = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 3}
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, num_labels=3,
+            dropout_rate=0.0, **ends,
+        )  # fmt: skip
+        make = transformers.T5ForSequenceClassification
+    else:
+        sizes = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
+        sides = {f"{side}_{name}": size for side in ("encoder", "decoder")
+                 for name, size in sizes.items()}  # fmt: skip
+        config = transformers.BartConfig(
+            vocab_size=60, d_model=16, max_position_embeddings=20, num_labels=3, dropout=0.0,
+            init_std=0.3, **sides, **ends,
+        )  # fmt: skip
+        make = transformers.BartForSequenceClassification
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make(config).train()
+    ids = torch.randint(5, 60, (4, 8), generator=torch.Generator().manual_seed(1))
+    ids[:, -1] = 3
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_the_encoders_embeddings_are_perturbed_where_there_are_two_sides(kind):
+    model, batch = encoder_decoder(kind)
+    encoder = model.get_encoder().get_input_embeddings()
+    decoder = model.get_decoder().get_input_embeddings()
+    delta = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(2))
+    looked_up = {"encoder": [], "decoder": []}  # before the hook of `perturbed` changes it
+    for name, side in (("encoder", encoder), ("decoder", decoder)):
+        side.register_forward_hook(
+            lambda _module, _args, output, name=name: looked_up[name].append(output.detach())
+        )
+    model(**batch)
+    with perturbed(model, delta):
+        # A hook that was registered later sees what earlier ones made of the output.
+        seen = []
+        handle = encoder.register_forward_hook(lambda _m, _a, output: seen.append(output.detach()))
+        model(**batch)
+        handle.remove()
+    torch.testing.assert_close(seen[0] - looked_up["encoder"][0], delta)
+    assert torch.equal(*looked_up["decoder"])
+    losses = list(itertools.islice(stepped(FreeLB(), model, batch), 3))
+    assert losses[0] < losses[1] < losses[2]  # the ascent ascends
+
+
+def stepped(defence, model, batch):
+    """Each loss, differentiated before the next is asked for; the weights stay."""
+    labels = torch.tensor([0, 1, 2, 0])
+    for loss in defence.losses(model, batch, labels, torch.Generator().manual_seed(0)):
+        loss.backward()
+        yield float(loss.detach())
 
 
 def test_divergences_against_a_loop():

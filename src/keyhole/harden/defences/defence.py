@@ -119,8 +119,13 @@ def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
 
 
 def table(model: nn.Module) -> nn.Module:
-    """The token embeddings."""
-    return cast("nn.Module", cast("Any", model).get_input_embeddings())
+    """The token embeddings as the encoder looks them up, where there are two sides.
+
+    An encoder-decoder's own table may be a module that nothing calls: both sides hold its weights.
+    """
+    whole = cast("Any", model)
+    side = whole.get_encoder() if getattr(whole.config, "is_encoder_decoder", False) else whole
+    return cast("nn.Module", side.get_input_embeddings())
 
 
 def room(model: nn.Module, batch: Batch) -> Tensor:
