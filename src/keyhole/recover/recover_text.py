@@ -22,6 +22,7 @@ from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
+from keyhole.recover.served import with_served_noise
 from keyhole.results import Status, Unsuccessful
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
@@ -75,7 +76,11 @@ def foreign_contents(
         except InputError:
             return False
 
-    return contents_of(dump, Target.of(model, tokenizer), expose, verifies)
+    target = Target.of(model, tokenizer)
+    contents = contents_of(dump, target, expose, verifies)
+    if dump.served:
+        contents = replace(contents, leaks=with_served_noise(target, contents.leaks))
+    return contents
 
 
 def recovering(

@@ -19,19 +19,24 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.files import expect_file, read_tensors, trouble
 from keyhole.memory import expect_room
+from keyhole.recover.foreign.llama_slot import MAGIC, arrays_of_slot, read_slot
 from keyhole.recover.foreign.pickled import Plain, read_pickled
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin")
-_WHAT = "a leak file (.safetensors, .npy, .npz or .pt)"
+_WHAT = "a leak file (.safetensors, .npy, .npz, .pt or a saved slot of llama.cpp)"
 _DEEPEST = 8  # lists inside one another
 
 
 @dataclass(frozen=True, eq=False)
 class Dump:
-    """Arrays by name that another program wrote; `name` is the file's."""
+    """Arrays by name that another program wrote; `name` is the file's.
+
+    `served`: they come from a server of quantised weights, whose arithmetic is coarser than ours.
+    """
 
     name: str
     arrays: Mapping[str, Tensor]
+    served: bool = False
 
 
 def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
@@ -46,6 +51,8 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
         return {}, Dump(str(path), arrays_of(_load_numpy(path)))
     if start.startswith(b"PK"):
         return {}, Dump(str(path), arrays_of(_unzipped(path)))
+    if start.startswith(MAGIC):
+        return {}, Dump(str(path), arrays_of_slot(read_slot(path)), served=True)
     if start[:1] == b"\x80":  # a pickle, as torch.save wrote before version 1.6
         return {}, Dump(str(path), arrays_of(read_pickled(path)))
     if start[8:] != b"{":  # where the header of .safetensors begins

@@ -47,6 +47,8 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 def _finished(slot: Slot, tensor: Tensor, parts: Anatomy) -> Tensor:
     """What the model does to raw values before they are the exposure, done here."""
     whole = batched(slot.kind, tensor, parts, positions_first=slot.positions_first)
+    if slot.paired:
+        return whole.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     if not slot.raw:
         return whole
     if slot.kind == "hidden":

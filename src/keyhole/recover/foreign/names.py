@@ -28,7 +28,8 @@ class Slot:
 
     `raw`: it is still to pass what the model does to it before it is that exposure: the final norm
     of a causal model after its last block, the rotation of keys. `positions_first`: axes are
-    (texts, positions, heads, numbers).
+    (texts, positions, heads, numbers). `paired`: the two numbers of each rotated plane stand side
+    by side, as GGUF files of the llama family have them.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Slot:
     part: str = "values"
     raw: bool = False
     positions_first: bool = False
+    paired: bool = False
 
 
 # Pattern, kind, part, how the number counts: the state that enters a block, or what a block makes.
@@ -58,6 +60,8 @@ _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
     (_LENS + r"attn\.(?:hook_k|k\.hook_out)$", "kv", "raw", _MAKES),
     (_LENS + r"attn\.(?:hook_v|v\.hook_out)$", "kv", "rows", _MAKES),
     (_LENS + r"attn\.hook_pattern$", "maps", "values", _MAKES),
+    (r"^gguf\.(\d+)\.keys$", "kv", "paired", _MAKES),
+    (r"^gguf\.(\d+)\.values$", "kv", "rows", _MAKES),
 )
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
 _OUTPUT = re.compile(r"\.(?:output|out)s?(?:\.0)?$")
@@ -84,9 +88,9 @@ def _slot(kind: str, part: str, number: int, parts: Anatomy) -> Slot:
         return Slot(kind, number, part)
     layer = number - parts.causal
     name = "values" if part in ("values", "rows") else "keys"
-    return Slot(
-        kind, layer, name, raw=part == "raw", positions_first=part not in ("keys", "values")
-    )
+    paired = part == "paired" and parts.family == "llama"
+    first = part not in ("keys", "values")
+    return Slot(kind, layer, name, raw=part == "raw", positions_first=first, paired=paired)
 
 
 def _of_module(name: str, parts: Anatomy) -> Slot | None:
