@@ -7,16 +7,20 @@ what those are, only the model can tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from safetensors import SafetensorError, safe_open
+
 from keyhole.errors import InputError
-from keyhole.files import is_folder
+from keyhole.files import is_file, is_folder
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.base_leak import BaseLeak
 from keyhole.recover.foreign import SUFFIXES, Dump, arrays_of, read_dump
+from keyhole.recover.foreign.llama_slot import MAGIC
 from keyhole.recover.leaks import Leak, own_leak
 from keyhole.recover.recover_text import foreign_contents
 
@@ -107,3 +111,18 @@ def _files(path: Path) -> list[Path]:
     if not inside:
         raise InputError(f"expected leaks ({', '.join(SUFFIXES)}) in {path}, got none")
     return inside
+
+
+def names_leak(name: str) -> bool:
+    """Is this the file of a leak: a saved slot of llama.cpp, or one of Keyhole's own?"""
+    if not is_file(name):
+        return False
+    with suppress(OSError, SafetensorError):
+        with Path(name).open("rb") as file:
+            start = file.read(len(MAGIC))
+        if start == MAGIC:
+            return True
+        if name.endswith(".safetensors"):
+            with safe_open(name, framework="pt") as tensors:
+                return "leak" in (tensors.metadata() or {})
+    return False
