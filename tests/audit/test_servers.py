@@ -91,6 +91,16 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
         assert not given["token states: POST /embeddings of llama.cpp"].exposed
 
 
+def test_a_pooled_vector_is_not_judged_here(weights):
+    with tiny_gguf.serving(weights, "pooling=MEAN") as url:
+        audit = keyhole.audit(url)
+    vector = by_exposure(audit)["embedding: POST /v1/embeddings of OpenAI's form"]
+    assert vector.status is Status.NOT_APPLICABLE
+    assert f"64 numbers: audit {url}/v1/embeddings --known" in vector.reason
+    (states,) = [skip for skip in audit.skips if skip.exposure.startswith("token states")]
+    assert states.reason == "not given: no token states in the answer"
+
+
 @contextmanager
 def standing_in(answers, owner):
     """No real server: one that answers each route as the documentation of `owner` says it does."""

@@ -79,7 +79,7 @@ def _probe(
     started = time.perf_counter()
     answered = server.try_route(route, _PROBE)
     exposure = f"{route.gives}: {route.name}"
-    status, reason = _verdict(route, answered, loaded)
+    status, reason = _verdict(server, route, answered, loaded)
     if status is None:
         skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
         return Checked(skips=(skip,))
@@ -98,7 +98,9 @@ def _probe(
     return Checked((finding,))
 
 
-def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[Status | None, str]:
+def _verdict(
+    server: Server, route: Route, answered: Answered, loaded: Loaded | None
+) -> tuple[Status | None, str]:
     """What an answer without a key means; no status where the server has no such route."""
     content = answered.content
     if answered.shut:
@@ -109,7 +111,11 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     if route.gives == STATES:
         words += f"{len(content)} rows of {len(content[0])} numbers for {_PROBE!r}"
     elif route.gives == VECTOR:
-        words += f"one vector of {len(content)} numbers; audit {route.path} itself to read texts"
+        # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
+        words += (
+            f"one vector of {len(content)} numbers: audit {server.url}{route.path} --known FILE"
+        )
+        return Status.NOT_APPLICABLE, words
     elif route.gives == LOGPROBS:
         words += f"{len(content):,} log-probabilities of the next token"
         needed = _MANY if loaded is None else anatomy(loaded.model).width + 1

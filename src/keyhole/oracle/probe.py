@@ -22,6 +22,8 @@ from keyhole.oracle.routes import LOGPROBS, MANY, ROUTES, Route
 KEY = "KEYHOLE_API_KEY"
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
 _SHUT = (401, 403)
+# A log-probability for each of 256,000 tokens, with the token as text and as bytes.
+_LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _words(error: OracleError) -> str:
 def _http(url: str, *, key: bool) -> Http:
     secret = os.environ.get(KEY) if key else None
     headers = {"Authorization": f"Bearer {secret}"} if secret else None
-    return Http(url, Limits(parts=16_000_000), retries=1, headers=headers)
+    return Http(url, _LIMITS, retries=1, headers=headers)
 
 
 def _told(http: Http, url: str) -> object:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 import torch
 
 import tiny_gguf
+from command_line import inside
 from keyhole import recover
 from keyhole.errors import InputError
 from keyhole.models.arithmetic import eight_bit_activations, in_blocks
@@ -41,6 +44,13 @@ def test_the_ids_are_read_and_checked(slot, loaded):
     (result,) = recover.run(loaded, slot)
     assert (result.method, result.text, result.verified) == ("WrittenIds", TEXT, True)
     assert result.ids == loaded.tokenizer(TEXT)["input_ids"] == list(read_slot(slot).ids)
+
+
+def test_a_slot_on_the_command_line(slot, weights, monkeypatch, capsys):
+    arguments = ["invert", "text", weights.name, "slot.bin", "--json"]
+    done = inside(*arguments, cwd=slot.parent, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout)["text"] == TEXT
 
 
 @pytest.mark.parametrize("layer", [0, 1])
