@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -182,3 +183,17 @@ def test_a_text_that_is_read_in_part_is_a_finding_and_its_marks_are_words(tmp_pa
         r" \[a warm\] ?\{[^}]+\} ?\[funny film\.\] 7 likely, 1 unknown of 8 tokens: ", words
     )
     assert "8 tokens: likely in [brackets], unknown in {braces} " in words
+
+
+def test_an_array_that_another_program_wrote(keyhole, tmp_path):
+    box = load_demo()
+    rows = invert.leak_of(box.model, box.tokenizer, "a secret of mine", "hidden:3").values
+    np.save(tmp_path / "rows.npy", rows.numpy())
+    done = keyhole("invert", "text", "demo", "rows.npy", "--expose", "hidden:3", "--json")
+    assert (done.returncode, json.loads(done.stdout)["text"]) == (1, "a secret of mine"), (
+        done.stderr
+    )
+    done = keyhole("invert", "text", "demo", "rows.npy", "--expose", "kv:3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("keyhole: expected hidden states (n, 128), keys and values")
+    assert done.stderr.count("\n") == 1

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from keyhole.audit import flips as flip_checks
 from keyhole.audit import inputs, weights
+from keyhole.audit import leaks as leak_checks
+from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check
@@ -44,6 +46,8 @@ from keyhole.stores import names_store
 ENDPOINTS = (weights.checks, inputs.checks)
 MODELS = (text_checks.checks, flip_checks.checks)
 STORES = (store_checks.checks,)
+LEAKS = (leak_checks.checks,)
+SERVERS = (server_checks.checks,)
 
 
 def audit(
@@ -64,6 +68,7 @@ def audit(
     ledger: str | Path | None = None,
     journal: str | Path | None = None,
     force: bool = False,
+    authorized: bool = False,
     seed: int = 0,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
@@ -82,6 +87,7 @@ def audit(
     that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
     finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
     once the findings are saved. Another audit's journal is refused, or replaced with `force`.
+    `authorized` says that a server which is not this machine may be probed.
     """
     started = time.perf_counter()
     expect_seed(seed)
@@ -98,7 +104,9 @@ def audit(
         if data is not None:
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
         stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus)
-        opened = open_target(target, data=given, layers=layers, device=device, stored=stored)
+        opened = open_target(
+            target, data=given, layers=layers, device=device, stored=stored, authorized=authorized
+        )
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
@@ -154,6 +162,10 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
           for family in MODELS),
         *((name, family(name, store)) for name, store in opened.stores.items()
           for family in STORES),
+        *((name, family(name, leaks)) for name, leaks in opened.leaks.items()
+          for family in LEAKS),
+        *((name, family(name, server)) for name, server in opened.servers.items()
+          for family in SERVERS),
     ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [

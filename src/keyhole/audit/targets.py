@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from keyhole.audit.encoders import likeliest
+from keyhole.audit.leaks import LeakTarget
+from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.data import Example, read_examples, read_texts
@@ -21,8 +23,10 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle.probe import Server, expect_authorized, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces
 from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.recover.sources import names_leak, open_leaks, read_sources, task_for
 from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
 
@@ -38,6 +42,8 @@ class Target:
     surfaces: Mapping[str, Oracle] = field(default_factory=dict[str, Oracle])
     models: Mapping[str, TextTarget] = field(default_factory=dict[str, TextTarget])
     stores: Mapping[str, StoreTarget] = field(default_factory=dict[str, StoreTarget])
+    leaks: Mapping[str, LeakTarget] = field(default_factory=dict[str, LeakTarget])
+    servers: Mapping[str, ServerTarget] = field(default_factory=dict[str, ServerTarget])
     skips: tuple[Skip, ...] = ()  # parts that could not be opened
 
     @property
@@ -47,6 +53,7 @@ class Target:
         loaded = [model.loaded for model in self.models.values()]
         named += [f"{model.name} {model.identity}" for model in loaded]
         named += [store.identity for store in self.stores.values()]
+        named += [part.identity for part in (*self.leaks.values(), *self.servers.values())]
         return "; ".join(named)
 
 
@@ -127,8 +134,17 @@ def open_target(
     layers: Sequence[int] | None = None,
     device: str = "cpu",
     stored: Stored | None = None,
+    authorized: bool = False,
 ) -> Target:
-    """What `name` stands for; `data` and `layers` say what a model is tried with."""
+    """What `name` stands for; `data` and `layers` say what a model is tried with.
+
+    `authorized`: a server that is not this machine may be probed.
+    """
+    if names_server(name):
+        expect_authorized(name, authorized)
+        return _server(name, data, stored or Stored(), device)
+    if names_leak(name):
+        return _leak(name, stored or Stored(), device)
     if names_store(name):
         if data is not None or layers is not None:
             raise InputError(
@@ -148,7 +164,8 @@ def open_target(
     if "://" not in name and not exists(name):
         raise InputError(
             "expected a .safetensors file, a model's folder, a .gguf file, owner/name on the hub, "
-            "http://host:port/v2/models/NAME, a vector store (such as chroma:FOLDER) or demo, got "
+            "http://host:port/v2/models/NAME, http://host:port, a saved slot or leak, a vector "
+            "store (such as chroma:FOLDER) or demo, got "
             f"{name}: no such file or folder"
         )
     surfaces = open_surfaces(name)
@@ -165,6 +182,41 @@ def _model(
     notes = demo.NOTES if data is None else ()
     subject = TextTarget(loaded, texts, layers, examples=examples, notes=notes, corpus=corpus)
     return Target(name, models={loaded.name: subject})
+
+
+def _server(name: str, data: Data | None, stored: Stored, device: str) -> Target:
+    """A server of a language model; with the weights of --model its answers are read."""
+    model = _one_model(stored, f"the server {name}")
+    loaded = None
+    if model is not None:
+        loaded = demo.open_model(model, task=task_of(demo.folder_of(model)), device=device)
+    texts = list(demo.TEXTS)
+    if data is not None:
+        texts = read_texts(data.file, data.column, data.texts)
+    server = Server.at(name)
+    skips = () if loaded else (Skip("what routes return", "none", "give --model to read it back"),)
+    words = f"{server.kind or 'a server'} at {server.url}"
+    return Target(words, servers={words: ServerTarget(server, loaded, texts)}, skips=skips)
+
+
+def _leak(name: str, stored: Stored, device: str) -> Target:
+    """A saved slot or leak, read with the weights of --model."""
+    model = _one_model(stored, f"the leak {name}")
+    if model is None:
+        raise InputError(
+            f"expected --model with the leak {name}, got none: name the model that leaked"
+        )
+    sources = read_sources(name)
+    loaded = demo.open_model(model, task=task_for(sources), device=device)
+    return Target(name, leaks={name: LeakTarget(name, loaded, open_leaks(loaded, sources))})
+
+
+def _one_model(stored: Stored, what: str) -> str | None:
+    replace(stored, model=None).expect_none(what, corpus=False)
+    models = [stored.model] if isinstance(stored.model, str) else list(stored.model or ())
+    if len(models) > 1:
+        raise InputError(f"expected one --model for {what}, got {len(models)}")
+    return models[0] if models else None
 
 
 def _store(name: str, stored: Stored, device: str) -> Target:

@@ -57,14 +57,15 @@ def audit(
             help="A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf "
             "file or hub name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, "
             "lancedb:FOLDER, postgresql://…, http://…/v1/embeddings, or a file .faiss, .parquet, "
-            ".npy, .npz, .jsonl.",
+            ".npy, .npz, .jsonl; with --model also http://host:port, a server of a language "
+            "model, or a file: a saved slot of llama.cpp or a leak of keyhole capture.",
         ),
     ],
     model: Annotated[
         list[str] | None,
         typer.Option(
             help="The encoder that made a store's vectors: a folder, a hub name, or demo; given "
-            "several times, the one that did is found out."
+            "several times, the one that did is found out. Of a server or a leak, its model."
         ),
     ] = None,
     known: Annotated[
@@ -118,6 +119,10 @@ def audit(
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
     force: Force = False,
+    authorized: Annotated[
+        bool,
+        typer.Option("--authorized", help="You may test the server, which is not on this machine."),
+    ] = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -137,7 +142,8 @@ def audit(
             target, model=model, known=known, corpus=corpus,
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
-            journal=journal, force=force, seed=seed, track=track, resuming=_say_resuming,
+            journal=journal, force=force, authorized=authorized, seed=seed, track=track,
+            resuming=_say_resuming,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

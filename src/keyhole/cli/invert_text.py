@@ -31,8 +31,9 @@ from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
 from keyhole.recover.recovery import Mark
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.run import LeakRead, leak_files, recovering_files, task_for
+from keyhole.recover.run import LeakRead, recovering_files
 from keyhole.recover.simulate import LONGEST
+from keyhole.recover.sources import open_leaks, read_sources, task_for
 from keyhole.results import exit_code
 
 EXAMPLE = (
@@ -48,8 +49,20 @@ _SIGNS = {Mark.VERIFIED: ("", ""), Mark.LIKELY: ("[", "]"), Mark.UNKNOWN: ("{", 
 def invert_text(
     model: ModelName,
     leaks: Annotated[
-        list[Path], typer.Argument(metavar="LEAK", help="Files (or folders of files) of one kind.")
+        list[Path],
+        typer.Argument(
+            metavar="LEAK",
+            help="Files (or folders of files) of one kind: leaks of keyhole capture, or what other "
+            "programs saved as .npy, .npz, .safetensors or .pt.",
+        ),
     ],
+    expose: Annotated[
+        str | None,
+        typer.Option(
+            help="What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. "
+            "By default found out from names, shapes and numbers."
+        ),
+    ] = None,
     method: Annotated[
         str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
     ] = None,
@@ -92,10 +105,13 @@ def invert_text(
         interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
         bars("invert text", "texts") as track,
     ):
-        loaded = open_model(model, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
-        originals = None if truth is None else _originals(loaded, truth, leaks)
+        sources = read_sources(leaks)
+        task = task_for(sources, expose)
+        loaded = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+        opened = open_leaks(loaded, sources, expose)
+        originals = None if truth is None else _originals(loaded, truth, len(opened))
         for text in recovering_files(
-            loaded, leaks, method=method, corpus=corpus, noise=noise, out=out, track=track
+            loaded, opened, method=method, corpus=corpus, noise=noise, out=out, track=track
         ):
             texts.append(text)
             if not (text.before or as_json):
@@ -111,9 +127,9 @@ def invert_text(
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
-def _originals(loaded: Loaded, truth: Path, leaks: list[Path]) -> list[Original]:
+def _originals(loaded: Loaded, truth: Path, count: int) -> list[Original]:
     """The true texts as the model takes them, one for each leak."""
-    texts, count = read_texts(truth), len(leak_files(leaks))
+    texts = read_texts(truth)
     if len(texts) != count:
         raise InputError(f"expected {count} texts in {truth}, one for each leak, got {len(texts)}")
     longest = min(LONGEST, anatomy(loaded.model).longest)

@@ -24,3 +24,14 @@ def unrotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
     half = keys.shape[-1] // 2
     turned = torch.cat([keys[..., half:], -keys[..., :half]], -1)
     return (keys * cos + turned * sin) / (cos.square() + sin.square())
+
+
+def rotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (b, heads, n, k) as a KV cache holds them at positions (b, n)."""
+    if not parts.rotary:
+        return keys
+    rotary = cast("Any", parts.base).rotary_emb
+    cos, sin = (part.unsqueeze(1) for part in rotary(keys.new_zeros(1), positions))
+    half = keys.shape[-1] // 2
+    turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+    return keys * cos + turned * sin

@@ -54,8 +54,16 @@ class Limits:
                 raise InputError(f"expected a limit {field.name} above 0, got {value}")
 
 
+class Refused(OracleError):
+    """A server that answered with an error; `status` is HTTP's number for it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Http:
-    """Asks for JSON objects and takes nothing else. Keeps its connections until closed."""
+    """Asks for JSON and takes nothing else. Keeps its connections until closed."""
 
     def __init__(
         self, url: str, limits: Limits, *, retries: int, headers: dict[str, str] | None = None
@@ -74,6 +82,13 @@ class Http:
 
     def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that `url` answers with. Passing failures are tried again."""
+        data = self.ask(verb, url, content)
+        if not isinstance(data, dict):
+            raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
+        return cast("dict[str, Any]", data)
+
+    def ask(self, verb: str, url: str, content: dict[str, Any] | None = None) -> object:
+        """The same, be it an object, a list or anything else that JSON can say."""
         end = time.monotonic() + self.limits.seconds
         trouble = ""
         for attempt in range(self._retries + 1):
@@ -109,7 +124,7 @@ class Http:
             f"expected an answer from {url} within {seconds}, got {trouble}: raise timeout="
         )
 
-    def _read(self, reply: httpx.Response, url: str) -> dict[str, Any]:
+    def _read(self, reply: httpx.Response, url: str) -> object:
         status = reply.status_code
         if 300 <= status < 400:
             where = shown(reply.headers.get("location", "nowhere"), 100)
@@ -118,8 +133,9 @@ class Http:
                 "redirects are not followed"
             )
         if not reply.is_success:
-            raise OracleError(f"expected an answer from {url}, got {status}: {_opening(reply)}")
-        return _object(_body(reply, url, self.limits.body), url, self.limits)
+            opening = _opening(reply)
+            raise Refused(f"expected an answer from {url}, got {status}: {opening}", status)
+        return _parsed(_body(reply, url, self.limits.body), url, self.limits)
 
 
 def _address(url: str) -> httpx.URL:
@@ -220,7 +236,7 @@ def _opening(reply: httpx.Response) -> str:
     return shown(body[:1000].decode(errors="replace"), 200) or "no text"
 
 
-def _object(body: bytearray, url: str, limits: Limits) -> dict[str, Any]:
+def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     parts = sum(body.count(mark) for mark in b'[{",')
     if parts > limits.parts:
         raise OracleError(
@@ -245,9 +261,7 @@ def _object(body: bytearray, url: str, limits: Limits) -> dict[str, Any]:
     except ValueError as error:  # without its cause, which holds the whole text
         why = shown(error, 100)
         raise OracleError(f"expected JSON from {url}, got {opening} ({why})") from None
-    if not isinstance(data, dict):
-        raise OracleError(f"expected a JSON object from {url}, got {opening}")
-    return cast("dict[str, Any]", data)
+    return data
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -207,12 +207,13 @@ def save_leak(leak: Leak, path: str | Path) -> None:
 def load_leak(path: str | Path) -> Leak:
     """Read a leak that `save` wrote, or say in one line why it is none."""
     metadata, tensors = read_tensors(path, "a leak file")
+    return own_leak(metadata, tensors, path)
+
+
+def own_leak(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
+    """The leak that a file of Keyhole's own says it is."""
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:
         raise InputError(f"expected a leak file written by Keyhole, got {path}")
-    return _assemble(metadata, tensors, path)
-
-
-def _assemble(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
     try:
         known: dict[str, Any] = parse(metadata["about"])
         return TYPES[metadata["leak"]](**tensors, **known)

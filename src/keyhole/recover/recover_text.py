@@ -12,14 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from keyhole.errors import InputError
+from keyhole.models.capture import Exposure
 from keyhole.models.loading import identity
 from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
+from keyhole.recover.foreign import Contents, Dump, arrays_of, contents_of
 from keyhole.recover.judge import judge
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
+from keyhole.recover.served import with_served_noise
 from keyhole.results import Status, Unsuccessful
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
@@ -29,12 +32,23 @@ LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may
 def recover_text(
     model: Any,
     tokenizer: Any,
-    leak: Leak,
+    leak: Leak | Any,
     *,
+    expose: str | Exposure | None = None,
     method: Attack | None = None,
     progress: Progress = silent,
 ) -> TextRecovery:
-    """The text that the leak gives away, verified by running the model on it."""
+    """The text that the leak gives away, verified by running the model on it.
+
+    `leak` may be an array as well, of NumPy or torch, or several by name: `expose` says what it
+    holds (`hidden:3`), or else its shape and its numbers do.
+    """
+    if not isinstance(leak, tuple(TYPES.values())):
+        asked = Exposure.parse(expose) if isinstance(expose, str) else expose
+        leaks = foreign_contents(model, tokenizer, Dump("", arrays_of(leak)), asked).leaks
+        if len(leaks) > 1:
+            raise InputError(f"expected one text, got {len(leaks)}: recover.run takes several")
+        leak = leaks[0]
     return recover_texts(model, tokenizer, [leak], method=method, progress=progress)[0]
 
 
@@ -49,6 +63,24 @@ def recover_texts(
     """Many leaks of one exposure at once, in the order in which they were given."""
     recoveries = dict(recovering(model, tokenizer, leaks, method=method, progress=progress))
     return [recoveries[number] for number in range(len(leaks))]
+
+
+def foreign_contents(
+    model: Any, tokenizer: Any, dump: Dump, expose: Exposure | None = None
+) -> Contents:
+    """The leaks in what another program wrote; readings that are possible are tried."""
+
+    def verifies(leak: Leak) -> bool:
+        try:
+            return recover_text(model, tokenizer, leak).verified
+        except InputError:
+            return False
+
+    target = Target.of(model, tokenizer)
+    contents = contents_of(dump, target, expose, verifies)
+    if dump.served:
+        contents = replace(contents, leaks=with_served_noise(target, contents.leaks))
+    return contents
 
 
 def recovering(

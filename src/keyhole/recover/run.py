@@ -12,21 +12,21 @@ from typing import Any
 
 from keyhole.bounds import expect_seed
 from keyhole.errors import InputError
-from keyhole.files import is_folder, read_text, trouble
+from keyhole.files import read_text, trouble
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.progress import Track, untracked
 from keyhole.recover.attack import Attack, Target
+from keyhole.recover.foreign import WrittenIds
 from keyhole.recover.leaks import Leak, load_leak
 from keyhole.recover.recover_text import checked, recovering
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
+from keyhole.recover.sources import Source, head_for, open_leaks, read_sources, task_for
 from keyhole.resume import Journal, digest
 
-Source = str | Path | Leak  # a file, a folder of files, or a leak
-_TASKS = {"logits": "causal"}  # the heads that leaks come out of
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
@@ -54,6 +54,7 @@ def run(
     method: str | Attack | None = None,
     corpus: str | Path | None = None,
     noise: float | None = None,
+    expose: str | Exposure | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     out: str | Path | None = None,
@@ -66,14 +67,18 @@ def run(
     of the registry or an attack with hyperparameters of your own; without one the leak decides.
     `corpus` is a file of texts like those that are looked for, where an attack counts one.
     `noise` is how strong the leaks' noise is known to be, in standard deviations of the leak.
+    `expose` says what files of other programs, or arrays, hold: `hidden:3`, `kv:0`; without it,
+    names and shapes tell, and which layer explains the numbers.
     `out` is the file that takes every result as it comes; leaks that are in it are not read again.
     """
-    loaded = model
+    loaded, sources = model, read_sources(leaks)
     if isinstance(loaded, str):
-        loaded = open_model(loaded, task=task_for(leaks), device=device, allow_pickle=allow_pickle)
+        task = task_for(sources, expose)
+        loaded = open_model(loaded, task=task, device=device, allow_pickle=allow_pickle)
     read = recovering_files(
-        loaded, leaks, method=method, corpus=corpus, noise=noise, out=out, track=track
-    )
+        loaded, open_leaks(loaded, sources, expose), method=method, corpus=corpus, noise=noise,
+        out=out, track=track,
+    )  # fmt: skip
     return [text.recovery for text in sorted(read, key=lambda text: text.number)]
 
 
@@ -84,16 +89,20 @@ def recovering_files(
     method: str | Attack | None = None,
     corpus: str | Path | None = None,
     noise: float | None = None,
+    expose: str | Exposure | None = None,
     out: str | Path | None = None,
     track: Track = untracked,
 ) -> Iterator[LeakRead]:
     """The same as they come: what an earlier run had read, then each text once it is recovered."""
-    names, opened = zip(*_opened(leaks), strict=True)
+    files = open_leaks(loaded, leaks, expose)
+    names, opened = [file.name for file in files], [file.leak for file in files]
     if noise is not None:
         opened = [with_noise(leak, noise) for leak in opened]
     target = Target.of(loaded.model, loaded.tokenizer)
     checked(target, opened)  # before anything is written
     attack = _attack(target, opened[0], method, corpus)
+    ids = [file.ids for file in files if file.ids is not None]
+    written = attack is None and len(ids) == len(files)
     digests = [leak.digest for leak in opened]
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
@@ -113,6 +122,8 @@ def recovering_files(
         overall(finished)
         tokens = sum(leak.length or 0 for leak in texts)
         progress = track(f"tokens from {opened[0].exposure}", tokens or None)
+        if written:
+            attack = WrittenIds([ids[number] for number in fresh])
         for place, recovery in recovering(
             loaded.model, loaded.tokenizer, texts, method=attack, progress=progress, track=track
         ):
@@ -122,39 +133,6 @@ def recovering_files(
             finished += 1
             overall(finished, note=Path(read.leak).name)
             yield read
-
-
-def task_for(leaks: Source | Sequence[Source]) -> str:
-    """The head that a model needs to give such leaks: that of the next token, or none."""
-    return _TASKS.get(_opened(leaks)[0][1].kind, "base")
-
-
-def _opened(leaks: Source | Sequence[Source]) -> list[tuple[str, Leak]]:
-    """Each leak with its name: that of its file, where there is one."""
-    sources = leaks if isinstance(leaks, Sequence) and not isinstance(leaks, str) else [leaks]
-    opened: list[tuple[str, Leak]] = []
-    for source in sources:
-        if isinstance(source, str | Path):
-            opened += [(str(path), load_leak(path)) for path in _files(Path(source))]
-        else:
-            opened.append((f"leak {len(opened) + 1}", source))
-    if not opened:
-        raise InputError("expected one leak or more, got none")
-    return opened
-
-
-def leak_files(sources: Sequence[Path]) -> list[Path]:
-    """The files of leaks, those in folders in the order of their names."""
-    return [file for source in sources for file in _files(source)]
-
-
-def _files(path: Path) -> list[Path]:
-    if not is_folder(path):
-        return [path]
-    inside = sorted(path.glob("*.safetensors"))
-    if not inside:
-        raise InputError(f"expected leaks (.safetensors) in {path}, got none")
-    return inside
 
 
 def _attack(
@@ -229,7 +207,7 @@ def capturing(
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(
-            loaded, task=_TASKS.get(exposure.kind, "base"), device=device, allow_pickle=allow_pickle
+            loaded, task=head_for(exposure.kind), device=device, allow_pickle=allow_pickle
         )
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)

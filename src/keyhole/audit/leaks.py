@@ -1,0 +1,100 @@
+"""The text from a leak that is at hand: a saved slot of llama.cpp, a file of keyhole capture.
+
+A file whose token ids stand in it gives two findings: the ids as they are, checked against the
+rest, and what an attack reads of the rest alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from keyhole.audit.check import Check, Checked
+from keyhole.models.loading import Loaded
+from keyhole.progress import Track
+from keyhole.recover import TextRecovery, recover_text
+from keyhole.recover.attack import Attack
+from keyhole.recover.foreign import WrittenIds
+from keyhole.recover.leaks import Leak
+from keyhole.recover.pieces import unknown_token, written
+from keyhole.recover.registry import ATTACKS
+from keyhole.recover.sources import Opened
+from keyhole.results import Finding, Status
+from keyhole.results.readings import Piece, Reading, Readings
+
+_IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
+_WHOLE = "float32"
+
+
+@dataclass(frozen=True, eq=False)
+class LeakTarget:
+    """Leaks of one file, and the model whose they are."""
+
+    name: str
+    loaded: Loaded
+    leaks: Sequence[Opened]
+
+    @property
+    def identity(self) -> str:
+        digests = " ".join(opened.leak.digest for opened in self.leaks)
+        return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
+
+
+def checks(surface: str, target: LeakTarget) -> list[Check]:
+    """For each text of the file: the ids that stand in it, and the attack on the rest."""
+    made: list[Check] = []
+    for opened in target.leaks:
+        if opened.ids is not None:
+            attack = WrittenIds([opened.ids])
+            run = partial(_check, surface, target.loaded, opened, attack)
+            made.append(Check(f"token ids in {opened.name}", run))
+        run = partial(_check, surface, target.loaded, opened, None)
+        made.append(Check(f"text from {opened.leak.exposure} in {opened.name}", run))
+    return made
+
+
+def _check(
+    surface: str, loaded: Loaded, opened: Opened, attack: Attack | None, track: Track
+) -> Checked:
+    started = time.perf_counter()
+    leak = opened.leak
+    progress = track(f"tokens from {leak.exposure}", leak.length)
+    recovery = recover_text(loaded.model, loaded.tokenizer, leak, method=attack, progress=progress)
+    readings = (_read(loaded, recovery),)
+    cell = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
+    finding = Finding(
+        surface=surface,
+        exposure=f"token ids in {opened.name}" if attack else f"{leak.exposure} in {opened.name}",
+        attack=recovery.method,
+        status=recovery.status,
+        reason=recovery.reason,
+        remedy=_IDS if attack else _remedy(leak),
+        error=None,
+        queries=0,
+        seconds=time.perf_counter() - started,
+        known=cell.known if recovery.status is not Status.MISMATCH else 0.0,
+        sought="text",
+        texts=(cell,),
+    )
+    return Checked((finding,))
+
+
+def _read(loaded: Loaded, recovery: TextRecovery) -> Reading:
+    """What was read of a text that nobody has: a verified token counts as right."""
+    tokenizer: Any = loaded.tokenizer
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    tokens = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
+    pieces = tuple(
+        Piece(text, mark.value, None) for text, mark, id_ in tokens if id_ not in special
+    )
+    return Reading(
+        original="", pieces=pieces, exact=recovery.status is Status.RECOVERED,
+        verified=recovery.verified, tokens=len(pieces),
+    )  # fmt: skip
+
+
+def _remedy(leak: Leak) -> str:
+    return next(line.remedy for _, line in ATTACKS.lines() if line.kind == leak.kind)

@@ -1,0 +1,251 @@
+"""A server of a language model: which routes are open, and what can be read of what they return.
+
+Every route that answers without a key and returns states, log-probabilities or cache files is a
+finding by itself. With the model's weights the audit goes on: texts are sent, and read back from
+the states alone; and the last state is computed from log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from keyhole.audit.check import Check, Checked
+from keyhole.audit.texts import reading_of
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import Exposure, capture
+from keyhole.models.loading import Loaded
+from keyhole.models.tasks import head_of
+from keyhole.oracle.probe import KEY, Answered, Server
+from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
+from keyhole.progress import Track
+from keyhole.recover import HiddenStates, Logits, recover_text
+from keyhole.recover.attack import Target as Attacked
+from keyhole.recover.final_state import final_states
+from keyhole.recover.leaks import Leak
+from keyhole.recover.originals import Original
+from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.served import served_noise, with_served_noise
+from keyhole.recover.simulate import LONGEST
+from keyhole.results import Finding, Skip, Status, Unsuccessful
+from keyhole.results.readings import Readings
+
+_PROBE = "a secret"  # what routes are asked about before anything is known of them
+_CLOSE = 1e-3  # of the state's length: what float32 and printing leave
+_MANY = 384  # log-probabilities that a state needs at least, where its width is not known
+
+
+@dataclass(frozen=True, eq=False)
+class ServerTarget:
+    """A server, the weights of its model where they are known, and texts to send."""
+
+    server: Server
+    loaded: Loaded | None
+    texts: Sequence[str]
+
+    @property
+    def identity(self) -> str:
+        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
+
+
+def checks(surface: str, target: ServerTarget) -> list[Check]:
+    """One for each route, and one for each thing that is read of what a route returns."""
+    made: list[Check] = []
+    server, loaded = target.server, target.loaded
+    for route in server.routes:
+        probe = partial(_probe, surface, server, route, loaded)
+        made.append(Check(f"{route.gives} from {route.name}", probe))
+        if loaded is not None and route.gives == STATES:
+            run = partial(_texts, surface, server, route, loaded, target.texts)
+            made.append(Check(f"text from {route.name}", run))
+        # OpenAI's own form names tokens by their text, which may be the same for several.
+        if loaded is not None and route.gives == LOGPROBS and route.numbered:
+            run = partial(_state, surface, server, route, loaded, target.texts)
+            made.append(Check(f"last state from {route.name}", run))
+    return made
+
+
+def _probe(
+    surface: str, server: Server, route: Route, loaded: Loaded | None, track: Track
+) -> Checked:
+    del track
+    started = time.perf_counter()
+    answered = server.try_route(route, _PROBE)
+    exposure = f"{route.gives}: {route.name}"
+    status, reason = _verdict(server, route, answered, loaded)
+    if status is None:
+        skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
+        return Checked(skips=(skip,))
+    finding = Finding(
+        surface=surface,
+        exposure=exposure,
+        attack="probe",
+        status=status,
+        reason=reason,
+        remedy=route.remedy,
+        error=None,
+        queries=1,
+        seconds=time.perf_counter() - started,
+        sought=route.gives,
+    )
+    return Checked((finding,))
+
+
+def _verdict(
+    server: Server, route: Route, answered: Answered, loaded: Loaded | None
+) -> tuple[Status | None, str]:
+    """What an answer without a key means; no status where the server has no such route."""
+    content = answered.content
+    if answered.shut:
+        return Status.UNSOLVED, f"asks for a key ({answered.status})"
+    if not answered.open:
+        return None, answered.reason
+    words = "answers without a key: "
+    if route.gives == STATES:
+        words += f"{len(content)} rows of {len(content[0])} numbers for {_PROBE!r}"
+    elif route.gives == VECTOR:
+        # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
+        words += (
+            f"one vector of {len(content)} numbers: audit {server.url}{route.path} --known FILE"
+        )
+        return Status.NOT_APPLICABLE, words
+    elif route.gives == LOGPROBS:
+        words += f"{len(content):,} log-probabilities of the next token"
+        needed = _MANY if loaded is None else anatomy(loaded.model).width + 1
+        if len(content) < needed:
+            return Status.NOT_IDENTIFIABLE, f"{words}, where a state needs {needed:,}"
+    else:
+        words += "prompts can be saved to a file, which holds their token ids in the clear"
+    return Status.RECOVERED, words
+
+
+def _texts(
+    surface: str,
+    server: Server,
+    route: Route,
+    loaded: Loaded,
+    texts: Sequence[str],
+    track: Track,
+) -> Checked:
+    """Texts sent, and read back from the states that came."""
+    exposure = f"text from {route.name}"
+    started = time.perf_counter()
+    parts = anatomy(loaded.model)
+    longest = min(LONGEST, parts.longest)
+    progress = track(exposure, len(texts))
+    recoveries: list[TextRecovery] = []
+    for number, text in enumerate(texts):
+        answered = server.try_route(route, text, key=_has_key())
+        if not answered.open:
+            return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
+        leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+        recoveries.append(_recovered(loaded, leak, served=route.eight_bits))
+        progress(number + 1)
+    originals = [Original.of(loaded.tokenizer, text, longest) for text in texts]
+    readings = tuple(
+        reading_of(loaded.tokenizer, original, recovery)
+        for original, recovery in zip(originals, recoveries, strict=True)
+    )
+    cell = Readings("hidden", parts.layers, "as served", readings)
+    status = Status.RECOVERED if cell.exact == len(readings) else recoveries[0].status
+    if status is Status.RECOVERED and cell.exact < len(readings):
+        status = Status.INEXACT
+    finding = Finding(
+        surface=surface,
+        exposure=exposure,
+        attack=recoveries[0].method,
+        status=status,
+        reason=f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}",
+        remedy=route.remedy,
+        error=None,
+        queries=len(readings),
+        seconds=time.perf_counter() - started,
+        known=cell.known,
+        sought="text",
+        texts=(cell,),
+    )
+    return Checked((finding,))
+
+
+def _recovered(loaded: Loaded, leak: Leak, *, served: bool) -> TextRecovery:
+    if served:
+        (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
+    return recover_text(loaded.model, loaded.tokenizer, leak)
+
+
+def _state(
+    surface: str,
+    server: Server,
+    route: Route,
+    loaded: Loaded,
+    texts: Sequence[str],
+    track: Track,
+) -> Checked:
+    """The last state behind log-probabilities, beside the model's own for the same text."""
+    del track
+    exposure = f"last state from {route.name}"
+    started = time.perf_counter()
+    if head_of(loaded.model) != "causal":
+        return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
+    answered, text = Answered(), ""
+    for text in texts:  # after some texts comes half a character, of which llama.cpp says nothing
+        answered = server.try_route(route, text, key=_has_key())
+        if answered.open:
+            break
+    if not answered.open:
+        return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
+    status, reason, error = _compared(loaded, text, answered.content, route)
+    finding = Finding(
+        surface=surface,
+        exposure=exposure,
+        attack="final_states",
+        status=status,
+        reason=reason,
+        remedy=route.remedy,
+        error=error,
+        queries=1,
+        seconds=time.perf_counter() - started,
+        sought="last state",
+    )
+    return Checked((finding,))
+
+
+def _compared(
+    loaded: Loaded, text: str, logprobs: dict[int, float], route: Route
+) -> tuple[Status, str, float | None]:
+    """How far the state by least squares is from the model's own, relative to its length."""
+    model: Any = loaded.model
+    values = torch.full((1, len(anatomy(model).table)), torch.nan)
+    for token, value in logprobs.items():
+        if not 0 <= token < values.shape[1]:
+            return Status.MISMATCH, f"token {token} is none of the model's", None
+        values[0, token] = value
+    try:
+        state = final_states(model, Logits(values, log_probabilities=True))[0]
+    except Unsuccessful as end:
+        return end.status, end.reason, None
+    target = Attacked.of(model, loaded.tokenizer)
+    exposure = Exposure("hidden", target.parts.layers)
+    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=target.parts.device)
+    with torch.no_grad():
+        own = capture(model, exposure, ids=ids)["values"][0, -1].double().cpu()
+    error = float((state - own).norm() / own.norm())
+    leak = HiddenStates(own.float()[None], target.parts.layers)
+    spread = float(own.square().mean().sqrt())
+    allowed = _CLOSE + (served_noise(target, leak) / spread if route.eight_bits else 0.0)
+    reason = (
+        f"the last state from {len(logprobs):,} log-probabilities, {error:.1e} of its length from "
+        f"the model's own, where the server's arithmetic allows {allowed:.1e}"
+    )
+    return (Status.RECOVERED if error <= allowed else Status.MISMATCH), reason, error
+
+
+def _has_key() -> bool:
+    return bool(os.environ.get(KEY))

@@ -1,0 +1,219 @@
+"""Servers of language models: llama.cpp itself, and stand-ins that answer as vLLM and SGLang do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+import torch
+
+import keyhole
+import tiny_gguf
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.oracle.probe import Server
+from keyhole.oracle.protocol import OracleError
+from keyhole.oracle.routes import ROUTES
+from keyhole.results import Status
+
+TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    tiny_gguf.expect_server()
+    return tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "texts.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+def by_exposure(audit):
+    return {finding.exposure: finding for finding in audit.findings}
+
+
+def test_text_from_the_states_of_llama_cpp(weights, data):
+    with tiny_gguf.serving(weights, "pooling=NONE") as url:
+        audit = keyhole.audit(url, model=str(weights), data=data, texts=2)
+    given = by_exposure(audit)
+    states = given["token states: POST /embeddings of llama.cpp"]
+    assert states.status is Status.RECOVERED
+    assert "8 rows of 64 numbers" in states.reason
+    text = given["text from POST /embeddings of llama.cpp"]
+    assert (text.status, text.known) == (Status.RECOVERED, 1.0)
+    assert text.reason.startswith("2 of 2 texts exact and verified")
+    assert [reading.original for reading in text.texts[0].readings] == TEXTS[:2]
+    assert audit.exit_code == 1
+
+
+def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
+    with tiny_gguf.serving(weights, f"slots={weights.parent}/") as url:
+        audit = keyhole.audit(url, model=str(weights), data=data, texts=4)
+        assert not list(weights.parent.glob("*.bin"))  # the probe writes nothing
+        saved = httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60)
+        saved.raise_for_status()
+    given = by_exposure(audit)
+    whole = given["log-probabilities: POST /completion of llama.cpp"]
+    assert (whole.status, whole.reason.split(": ")[1]) == (
+        Status.RECOVERED, "258 log-probabilities of the next token",
+    )  # fmt: skip
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert "258" in given[f"log-probabilities: POST {path} of OpenAI's form"].reason
+    state = given["last state from POST /completion of llama.cpp"]
+    assert state.status is Status.RECOVERED
+    assert 0 < state.error < 0.1
+    assert given["cache files: POST /slots/0 of llama.cpp"].exposed
+    slot = keyhole.audit(str(weights.parent / "slot.bin"), model=str(weights))
+    ids, keys = slot.findings
+    assert (ids.attack, keys.attack) == ("WrittenIds", "CachedKeys")
+    assert ids.status is keys.status is Status.RECOVERED
+    assert slot.exit_code == 1
+
+
+def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
+    with tiny_gguf.serving(weights, "pooling=NONE", "key=secret") as url:
+        monkeypatch.delenv("KEYHOLE_API_KEY", raising=False)
+        audit = keyhole.audit(url)
+        assert {finding.status for finding in audit.findings} == {Status.UNSOLVED}
+        assert all("asks for a key (401)" in finding.reason for finding in audit.findings)
+        assert audit.exit_code == 0
+        monkeypatch.setenv("KEYHOLE_API_KEY", "secret")
+        given = by_exposure(keyhole.audit(url, model=str(weights), data=data, texts=1))
+        assert given["text from POST /embeddings of llama.cpp"].status is Status.RECOVERED
+        assert not given["token states: POST /embeddings of llama.cpp"].exposed
+
+
+def test_a_pooled_vector_is_not_judged_here(weights):
+    with tiny_gguf.serving(weights, "pooling=MEAN") as url:
+        audit = keyhole.audit(url)
+    vector = by_exposure(audit)["embedding: POST /v1/embeddings of OpenAI's form"]
+    assert vector.status is Status.NOT_APPLICABLE
+    assert f"64 numbers: audit {url}/v1/embeddings --known" in vector.reason
+    (states,) = [skip for skip in audit.skips if skip.exposure.startswith("token states")]
+    assert states.reason == "not given: no token states in the answer"
+
+
+@contextmanager
+def standing_in(answers, owner):
+    """No real server: one that answers each route as the documentation of `owner` says it does."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(
+                {"data": [{"id": "tiny", "owned_by": owner}]} if "models" in self.path else None
+            )
+
+        def do_POST(self):
+            content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply(answers[self.path](content) if self.path in answers else 404)
+
+        def reply(self, answer):
+            body = json.dumps({"error": answer} if isinstance(answer, int) else answer).encode()
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def states_of(box, text):
+    ids = torch.tensor([box.tokenizer(text)["input_ids"]])
+    with torch.no_grad():
+        return box.model(ids).last_hidden_state[0]
+
+
+def test_states_of_vllm(tmp_path):
+    """vLLM: POST /pooling with token_embed gives rows of length one, outside of /v1."""
+    tiny.save("bert", tmp_path / "model")
+    box = keyhole.models.load_model(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("w1 w20 w3 w4\n")
+
+    def pooling(content):
+        assert (content["model"], content["task"]) == ("tiny", "token_embed")
+        rows = torch.nn.functional.normalize(states_of(box, content["input"]), dim=-1)
+        return {
+            "object": "list",
+            "data": [{"index": 0, "object": "pooling", "data": rows.tolist()}],
+        }
+
+    with standing_in({"/pooling": pooling}, "vllm") as url:
+        audit = keyhole.audit(url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt")
+    given = by_exposure(audit)
+    assert given["token states: POST /pooling of vLLM"].exposed
+    assert given["text from POST /pooling of vLLM"].status is Status.RECOVERED
+    assert "guards /v1 alone" in given["token states: POST /pooling of vLLM"].remedy
+
+
+def test_hidden_states_of_sglang():
+    """SGLang: POST /generate with return_hidden_states, and top log-probabilities as triples."""
+
+    def generate(content):
+        assert content["sampling_params"]["max_new_tokens"] == 1
+        if content.get("return_hidden_states"):
+            return {"text": "", "meta_info": {"hidden_states": [[[0.5] * 8] * 3]}}
+        count = min(content["top_logprobs_num"], 500)
+        entries = [[-1.0 - token, token, f"t{token}"] for token in range(count)]
+        return {"text": "", "meta_info": {"output_top_logprobs": [entries]}}
+
+    with standing_in({"/generate": generate}, "sglang") as url:
+        given = by_exposure(keyhole.audit(url))
+    assert "3 rows of 8 numbers" in given["token states: POST /generate of SGLang"].reason
+    assert "500 log-prob" in given["log-probabilities: POST /generate of SGLang"].reason
+
+
+def test_few_log_probabilities_are_kept():
+    """OpenAI: five at most, by the text of their tokens; more are refused."""
+    asked = []
+
+    def completions(content):
+        asked.append(content["logprobs"])
+        if content["logprobs"] > 5:
+            return 400
+        return {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0, "b": -2.0}]}}]}
+
+    with standing_in({"/v1/completions": completions}, "openai") as url:
+        audit = keyhole.audit(url)
+    assert asked[0] > 100_000
+    assert asked[-1] == 5
+    kept = by_exposure(audit)["log-probabilities: POST /v1/completions of OpenAI's form"]
+    assert kept.status is Status.NOT_IDENTIFIABLE
+    assert not audit.exposed
+
+
+def test_who_may_be_probed(monkeypatch):
+    for name in ("http://example.org", "http://10.0.0.1:8080/", "http://[2001:db8::1]:80"):
+        with pytest.raises(InputError, match="expected --authorized to probe"):
+            keyhole.audit(name)
+    with standing_in({}, "llamacpp") as url:
+        here = url.replace("127.0.0.1", "localhost")
+        assert Server.at(here).kind == "llama.cpp"
+    with pytest.raises(OracleError, match="expected an answer from"):
+        keyhole.audit(url)  # gone
+
+
+def test_every_route_has_a_setting_that_closes_it():
+    assert len({(route.name, route.gives) for route in ROUTES}) == len(ROUTES)
+    for route in ROUTES:
+        assert "--" in route.remedy
+        assert "$text" in json.dumps(route.content) or route.enabled
+        assert route.asked("words", "name") != dict(route.content) or route.enabled

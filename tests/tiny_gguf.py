@@ -1,0 +1,108 @@
+"""A tiny random llama as a GGUF file, and the real server of llama.cpp on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from contextlib import contextmanager
+
+import gguf
+import numpy as np
+import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from command_line import PYTHON, started
+
+WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 64, 2, 4, 2, 128
+# One thread: two that wait for each other take for ever on a machine that is busy.
+SERVER = """
+import sys, xllamacpp as x
+p = x.CommonParams()
+p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 128, 1
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+for setting in sys.argv[3:]:
+    name, _, value = setting.partition("=")
+    if name == "slots":
+        p.slot_save_path = value
+    elif name == "pooling":
+        p.embedding = True
+        p.pooling_type = getattr(x.llama_pooling_type, "LLAMA_POOLING_TYPE_" + value)
+    elif name == "key":
+        p.api_keys = [value]
+server = x.Server(p)
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1):
+    """Weights large enough that layers do something, in blocks of four bits."""
+    draw = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEY_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    words = _tokenizer(writer)
+    writer.add_vocab_size(words)
+    size = WIDTH // HEADS * KEY_HEADS
+    shapes = {"token_embd": (words, WIDTH), "output": (words, WIDTH)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"blk.{layer}.attn_q": (WIDTH, WIDTH), f"blk.{layer}.attn_k": (size, WIDTH),
+            f"blk.{layer}.attn_v": (size, WIDTH), f"blk.{layer}.attn_output": (WIDTH, WIDTH),
+            f"blk.{layer}.ffn_gate": (INNER, WIDTH), f"blk.{layer}.ffn_up": (INNER, WIDTH),
+            f"blk.{layer}.ffn_down": (WIDTH, INNER),
+        }  # fmt: skip
+    for name, shape in shapes.items():
+        numbers = draw.normal(0, 1 / np.sqrt(shape[1]), shape).astype(np.float32)
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    norms = [
+        "output_norm",
+        *(f"blk.{n}.{name}_norm" for n in range(LAYERS) for name in ("attn", "ffn")),
+    ]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tokenizer(writer):
+    """A byte a token, and an end of text; no merges but one, which the format asks for."""
+    letters = list(bytes_to_unicode().values())
+    tokens = [*letters, "th", "<|endoftext|>"]
+    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - 1) + [gguf.TokenType.CONTROL]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["t h"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(len(tokens) - 1)
+    writer.add_add_bos_token(False)
+    return len(tokens)
+
+
+def expect_server():
+    if importlib.util.find_spec("xllamacpp") is None:
+        pytest.skip("xllamacpp is not installed")
+
+
+@contextmanager
+def serving(path, *settings):
+    """llama.cpp's server on this machine, for the length of a block: its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [PYTHON[0], "-c", SERVER, str(path), str(port), *settings]
+    with started(command, stdin=-1, stderr=-3) as process:
+        assert process.stdout.readline().strip() == "listening"
+        yield f"http://127.0.0.1:{port}"
