@@ -48,9 +48,9 @@ class DecoderStates:
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
     candidates in the first fan of a position; each next one is four times as large, up to `widest`,
     until `most` have been tried. `compared`: candidates at each position of a leak whose stated
-    noise is coarse. `draft`: the longest chain. `failures`: positions in a row that
-    nothing explains before the search ends. `batch`: texts at a time (None: one on a CPU, sixteen
-    elsewhere).
+    noise is coarse (at the first `widest`). `draft`: the longest chain. `failures`: positions in a
+    row that nothing explains before the search ends. `batch`: texts at a time (None: one on a CPU,
+    sixteen elsewhere).
     """
 
     samples: int | None = None
@@ -194,7 +194,9 @@ class Search:
             return [text.forced]
         if not text.fans:
             return text.guesses[at : at + text.reach].tolist()
-        least = self.method.compared if text.coarse else self.method.fan
+        least = self.method.fan
+        if text.coarse:  # at the first position nothing but the token itself tells tokens apart
+            least = self.method.compared if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         place = torch.tensor([at], device=text.rows.device)
         order = self.orders.first(text.rows, place, size + len(text.tried))[0].tolist()
