@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from keyhole.bounds import expect_count
+from keyhole.bounds import expect_count, expect_seed
 from keyhole.errors import InputError, KeyholeError
 from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
@@ -50,6 +50,7 @@ def draw_texts(
     """
     expect_count("count", count)
     expect_count("longest", longest)
+    expect_seed(seed)
     if not all(map(str.strip, begins)):
         raise InputError("expected words that sentences begin with, got none")
     loaded = model

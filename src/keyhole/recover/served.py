@@ -3,8 +3,8 @@
 The weights are ours, dequantised, but the server rounds what it multiplies (models/arithmetic.py).
 How far that moves an exposure is measured before the leak is looked at, by rounding in the same way
 on ordinary texts; the judge then tests the leak against it, as against any noise that was stated.
-On SmolLM2 in Q4_1, against llama.cpp itself, the measured and the true error of each position were
-between 0.9 and 1.3 of each other at layers 0, 5, 15, 29 and after the last.
+For one text of eight tokens on SmolLM2 in Q4_1, beside llama.cpp itself, the error so computed was
+0.7 to 1.4 times the true one at every position, at layers 0, 5, 15, 29 and after the last.
 """
 
 from __future__ import annotations

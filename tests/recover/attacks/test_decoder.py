@@ -13,6 +13,7 @@ from keyhole.recover.attacks.decoder import DecoderStates
 from keyhole.recover.leaks import TYPES, HiddenStates
 from keyhole.recover.recover_text import recover_text, recover_texts
 from keyhole.recover.recovery import Mark
+from keyhole.recover.simulate import leak_of
 from keyhole.results import Status
 
 TOKENIZER = tiny.tokenizer(causal=True)
@@ -148,3 +149,18 @@ def test_the_model_is_left_as_it_was():
     recover_text(model, TOKENIZER, leaks_of(model, "kv:1", ids)[0], method=QUICK)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_best_token_is_taken_where_noise_is_coarse():
+    """A twin of the right token passes as well, and comes first: it is not taken."""
+    model, words = tiny.model("llama"), tiny.tokenizer(causal=True)
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table[6] = table[5] + 0.02 * table[7]  # w0, which is listed first, nearly the same as w1
+    leak = leak_of(model, words, "w1 w50 w0 w60 w1", "hidden:2")
+    given = recover_text(model, words, replace(leak, noise=0.05 * float(leak.values.std())))
+    assert given.text == "w1 w50 w0 w60 w1"
+    gap = replace(leak, values=leak.values.clone())
+    gap.values[1] = torch.nan
+    given = recover_text(model, words, replace(gap, noise=0.05 * float(leak.values.std())))
+    assert len(given.ids) == 5

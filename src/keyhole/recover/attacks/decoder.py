@@ -12,6 +12,9 @@ and is recognised at once; the cost is linear in the length. Departures:
 - The first guesses of the next positions are tried as one chain: all that are right are accepted in
   one pass.
 - Leaks that are rounded or noisy are accepted by a test against their own error (tolerance.py).
+  Where noise is stated that is more than 1% of the leak's spread, the first token that passes need
+  not be the best (states of the first position hardly differ at the last layer): several are
+  compared at each position.
 
 Keys and values, and attention outputs, are searched in the same way: what is compared is the leak.
 """
@@ -29,10 +32,13 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
+from keyhole.recover.precision import precision_of
 from keyhole.recover.search.ordering import Orderings, contents, fit
 from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.tolerance import Tolerance
 from keyhole.results import Status, Unsuccessful
+
+_COARSE = 0.01  # of the leak's spread: stated noise above it leaves room for several tokens
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,17 @@ class DecoderStates:
 
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
     candidates in the first fan of a position; each next one is four times as large, up to `widest`,
-    until `most` have been tried. `draft`: the longest chain. `failures`: positions in a row that
-    nothing explains before the search ends. `batch`: texts at a time (None: one on a CPU, sixteen
-    elsewhere).
+    until `most` have been tried. `compared`: candidates at each position of a leak whose stated
+    noise is coarse (at the first `widest`). `draft`: the longest chain. `failures`: positions in a
+    row that nothing explains before the search ends. `batch`: texts at a time (None: one on a CPU,
+    sixteen elsewhere).
     """
 
     samples: int | None = None
     fan: int = 8
     widest: int = 512
     most: int = 4096
+    compared: int = 32
     draft: int = 16
     failures: int = 2
     batch: int | None = None
@@ -81,6 +89,7 @@ class Text:
     rows: Tensor
     start: int
     tolerance: Tolerance
+    coarse: bool = False
     ids: list[int] = field(default_factory=lambda: cast("list[int]", []))
     guesses: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     tried: list[int] = field(default_factory=lambda: cast("list[int]", []))
@@ -102,11 +111,18 @@ class Text:
         positions = torch.arange(leak.length or 0, device=device)[None]
         rows = contents(target, leak.exposure, tensors, positions)[0, start:]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
-        return cls(number, rows, start, Tolerance.of(leak, start))
+        coarse = bool(leak.noise) and precision_of(leak).relative > _COARSE
+        return cls(number, rows, start, Tolerance.of(leak, start), coarse)
 
     @property
     def position(self) -> int:
         return len(self.ids)
+
+    @property
+    def fans(self) -> bool:
+        """Are candidates for one position next, and not a chain of first guesses?"""
+        leaked = not bool(self.rows[self.position].isnan().any())
+        return self.forced is None and (bool(self.tried) or (self.coarse and leaked))
 
     @property
     def done(self) -> bool:
@@ -176,12 +192,16 @@ class Search:
         at = text.position
         if text.forced is not None:
             return [text.forced]
-        if not text.tried:
+        if not text.fans:
             return text.guesses[at : at + text.reach].tolist()
-        size = min(max(self.method.fan, 4 * len(text.tried)), self.method.widest)
+        least = self.method.fan
+        if text.coarse:  # at the first position nothing but the token itself tells tokens apart
+            least = self.method.compared if at else self.method.widest
+        size = min(max(least, 4 * len(text.tried)), self.method.widest)
         place = torch.tensor([at], device=text.rows.device)
         order = self.orders.first(text.rows, place, size + len(text.tried))[0].tolist()
         tried = set(text.tried)
+        order = dict.fromkeys([int(text.guesses[at]), *order])  # the guess may be a special token
         return [token for token in order if token not in tried][:size]
 
     def _try(
@@ -191,7 +211,7 @@ class Search:
         device = self.target.parts.device
         size = max(len(chunk) for chunk in chunks)
         padded = [chunk + [chunk[-1]] * (size - len(chunk)) for chunk in chunks]
-        chain = torch.tensor([not text.tried for text in texts], device=device)
+        chain = torch.tensor([not text.fans for text in texts], device=device)
         given = branches.expose(self.exposure, chain, ids=torch.tensor(padded, device=device))
         for text, chunk in zip(texts, chunks, strict=True):
             text.passes += 1
@@ -200,7 +220,7 @@ class Search:
 
     def _read(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
         """Accept what explains the leak: (first accepted node of the chunk, how many)."""
-        if not text.tried:
+        if not text.fans:
             return self._read_chain(text, chunk, rows)
         return self._read_fan(text, chunk, rows)
 
