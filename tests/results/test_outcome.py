@@ -96,6 +96,7 @@ def test_every_command_ends_with_the_code_of_its_status(
 
         read = [LeakRead(0, "leak", "digest", result)]
         monkeypatch.setattr("keyhole.cli.invert_text.recovering_files", lambda *_, **__: read)
+        monkeypatch.setattr("keyhole.cli.invert_text.read_sources", lambda leaks: leaks)
         monkeypatch.setattr("keyhole.cli.invert_text.task_for", lambda *_: "base")
         arguments = ["demo", "leak.safetensors"]
     done = inside(

@@ -115,7 +115,7 @@ class Hardening(Result):
 
 _PLAIN = ("model", "method", "defence", "data", "examples", "device", "seed", "identity",
           "environment")  # fmt: skip
-_SETTINGS = ("epochs", "rate", "batch", "longest", "amp")
+_SETTINGS = ("epochs", "rate", "batch", "longest", "amp", "average")
 
 
 def _written(evaluation: Evaluation | None) -> dict[str, Any] | None:
