@@ -96,8 +96,8 @@ def test_every_command_ends_with_the_code_of_its_status(
 
         read = [LeakRead(0, "leak", "digest", result)]
         monkeypatch.setattr("keyhole.cli.invert_text.recovering_files", lambda *_, **__: read)
-        monkeypatch.setattr("keyhole.cli.invert_text.read_sources", lambda leaks: leaks)
-        monkeypatch.setattr("keyhole.cli.invert_text.task_for", lambda *_: "base")
+        for name, given in {"read_sources": [], "task_for": "base", "open_leaks": []}.items():
+            monkeypatch.setattr(f"keyhole.cli.invert_text.{name}", lambda *_, g=given: g)
         arguments = ["demo", "leak.safetensors"]
     done = inside(
         *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys

@@ -106,7 +106,8 @@ class Hardening(Result):
         del tensors
         return cls(
             **{name: data[name] for name in _PLAIN},
-            settings={name: data[name] for name in _SETTINGS},
+            # Weights were not always averaged.
+            settings={"average": 0.0, **{name: data[name] for name in _SETTINGS if name in data}},
             before=_read(data["before"]),
             runs=tuple(Trained.from_dict(trained) for trained in data["runs"]),
             finished=data.get("finished", True),  # cards did not always say so
