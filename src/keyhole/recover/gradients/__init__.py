@@ -3,7 +3,8 @@
 `update.py` is what leaks and how a client makes it; `inputs.py` what the first layers receive;
 `span.py` what a gradient says of that; `tokens.py` which tokens, `places.py` at which positions;
 `encoder_texts.py` and `decoder_texts.py` which texts; `labels.py` their classes and last tokens;
-`judge.py` recomputes the update from the proposed batch; `recover_batch.py` goes through all that.
+`judge.py` makes the update again from the proposed batch; `recover_batch.py` goes through all that,
+`run.py` is the two commands.
 """
 
 from keyhole.recover.gradients.batch import Batch

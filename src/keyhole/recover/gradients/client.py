@@ -72,7 +72,7 @@ def update_of(
     protocol = protocol or Protocol()
     if precision not in PRECISIONS:
         raise InputError(f"expected --precision {' or '.join(PRECISIONS)}, got {precision}")
-    given = noised(model, made(model, batch, protocol), protocol, len(batch.texts), seed)
+    given = noised(made(model, batch, protocol), protocol, len(batch.texts), seed)
     absent = hidden_parameters(model, hide)
     values = {
         name: tensor.to(PRECISIONS[precision]).cpu()
@@ -100,7 +100,7 @@ def made(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tensor]:
 
 
 def noised(
-    model: Any, values: dict[str, Tensor], protocol: Protocol, texts: int, seed: int
+    values: dict[str, Tensor], protocol: Protocol, texts: int, seed: int
 ) -> dict[str, Tensor]:
     """The noise of DP-SGD: Gaussian, as strong for every number."""
     strength = noise_of(protocol, texts)

@@ -33,7 +33,7 @@ _BLOCKS = 2  # that rivals are compared in: more would only be stronger
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """`residual` and `errors` are relative to the update's size; `verified` says which texts are."""
+    """`residual` and `errors` are relative to the update's size; `verified` is of each text."""
 
     residual: float
     errors: float

@@ -53,7 +53,7 @@ class Span:
         return (rows @ self.rest).norm(dim=-1) / rows.norm(dim=-1)
 
     def some_directions(self, count: int) -> Tensor:
-        """Random directions (d, k) of the complement, along which distances are right on average."""
+        """Random directions (d, k) of the complement: along them distances are right on average."""
         stream = torch.Generator().manual_seed(0)
         count = min(count, self.rest.shape[1])
         mixed = torch.randn(self.rest.shape[1], count, generator=stream, dtype=torch.float64)

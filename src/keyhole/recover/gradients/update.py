@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from keyhole.bounds import expect_count, expect_number
@@ -86,6 +87,11 @@ class Update:
                 raise InputError(f"expected finite numbers in the gradient of {name}, got others")
 
     @property
+    def what(self) -> str:
+        """What was handed over, in words."""
+        return "difference of weights" if self.protocol.steps > 1 else "gradient"
+
+    @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of what is in it, whatever its file is called."""
         sum_ = hashlib.sha256(json.dumps(self._about(), sort_keys=True).encode())
@@ -107,9 +113,12 @@ class Update:
 
 
 def is_update(path: str | Path) -> bool:
-    """Is this file an update, rather than a leak of one text?"""
-    metadata, _ = read_tensors(path, "a leak file")
-    return metadata.get("leak") == KIND
+    """Is this file an update, rather than a leak of one text? Its tensors are not read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("leak") == KIND
+    except (OSError, SafetensorError):
+        return False  # whoever reads it says why it cannot be read
 
 
 def load_update(path: str | Path) -> Update:
