@@ -14,8 +14,10 @@ texts that are read had of a token is no longer looked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -23,19 +25,23 @@ from torch import Tensor
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.contexts import Contexts
 from keyhole.recover.gradients.inputs import second_inputs
-from keyhole.recover.gradients.places import Places
+from keyhole.recover.gradients.places import TOGETHER, Places
 from keyhole.recover.gradients.span import Span
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
+_NEAR = 5e-3  # the misfit from which on what is clear may change as well
+_CLEAR = 0.7  # of a token's share: it stands there
 
 
 @dataclass(frozen=True)
 class Search:
-    """So many `lengths` are tried of a text, `sweeps` over each, and `starts` a text."""
+    """So many `lengths` are tried of a text, `sweeps` over each, and `starts` a text; `kicks` are
+    tokens that take another one's place where no single change helps."""
 
-    lengths: int = 3
+    lengths: int = 5
     sweeps: int = 8
-    starts: int = 12
+    starts: int = 6
+    kicks: int = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,67 +105,122 @@ class EncoderTexts:
         """Tokens whose places are clear and in no text that is read, the clearest first."""
         tried = torch.zeros_like(self._left, dtype=torch.bool)
         for _ in range(self.search.starts * self.texts):
-            clear = self._left.masked_fill(tried, 0)
-            best = int(clear.argmax())
-            number, place = divmod(best, clear.shape[1])
-            if not float(clear[number, place]):
+            clear = (1 - (1 - self._left).abs()).masked_fill(tried, 0)  # a share of 1: all of it
+            number, place = divmod(int(clear.argmax()), clear.shape[1])
+            if float(clear[number, place]) <= 0:
                 return
             tried[number, place] = True
             yield number, place
 
     def _read(self, number: int, place: int) -> Read:
         """The nearest text to the span that begins its search with a token at a place."""
-        guess = self._guess(number, place)
-        best: Read | None = None
+        guess, clear = self._guess(number, place)
+        last = int(clear.nonzero().max())
+        best, misfit = self._ended(guess, last + 1), math.inf
         tried: set[int] = set()
         for _ in range(self.search.lengths):
-            ends = [end for end in self._ends if end > place and end not in tried]
-            if not ends:
+            ends = [end for end in self._ends if end > last and end not in tried]
+            if not ends or misfit < self._exact:
                 break
             misfits = [float(self.contexts.misfit(self._ended(guess, end))) for end in ends]
             end = ends[min(range(len(ends)), key=misfits.__getitem__)]
             tried.add(end)
-            text, misfit = self._improved(self._ended(guess, end), min(misfits), place)
-            if best is None or misfit < best.misfit:
-                ids = self.places.tokens[text].tolist()
-                best = Read(ids, self._fits(ids), misfit)
+            text, reached = self._swept(self._ended(guess, end), min(misfits), clear)
+            if reached < misfit:
+                best, misfit = text, reached
                 guess = torch.cat([text[:end], guess[end:]])
-            if best.fits:
-                for at, id_ in enumerate(text.tolist()):
-                    self._left[id_, at] = 0
+        for _ in range(self.search.sweeps):
+            if not self._exact < misfit < _NEAR:
                 break
-        return best or Read([], False, float("inf"))
+            text, reached = self._kicked(best, misfit, clear)
+            if not reached < misfit:
+                break
+            best, misfit = self._swept(text, reached, clear)
+        ids = self.places.tokens[best].tolist()
+        read = Read(ids, misfit < math.inf and self._fits(ids), misfit)
+        if read.fits:
+            for at, each in enumerate(best.tolist()):
+                whole = self.places.shares[each, at] > _CLEAR  # then it stands nowhere else
+                self._left[each, slice(None) if whole else at] = 0
+        return read
 
-    def _guess(self, number: int, place: int) -> Tensor:
-        """At each position the token most like the start by its gradient, as far as it is there."""
-        score = self._left * (1 + self.places.alike[:, number, None]) + self._may * 1e-9
+    def _guess(self, number: int, place: int) -> tuple[Tensor, Tensor]:
+        """At each position the likeliest token beside the start, and where (n,) it is clear."""
+        beside = self.places.beside(number)[:, None].clamp(min=0)
+        score = self._left * beside.square() + self._may * 1e-9
         guess = score.argmax(0)
-        guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
         guess[place] = number
-        return guess
+        at = torch.arange(len(guess), device=guess.device)
+        clear = (self._left[guess, at] > _CLEAR) & (beside[guess, 0] > TOGETHER)
+        clear[place] = True
+        guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
+        return guess, clear
 
     def _ended(self, guess: Tensor, end: int) -> Tensor:
         return torch.cat([guess[:end], torch.tensor(self._after, device=guess.device).long()])
 
-    def _improved(self, text: Tensor, misfit: float, place: int) -> tuple[Tensor, float]:
-        """One token after the other changed for the better, outwards from `place`."""
-        inside = range(len(self._before), len(text) - len(self._after))
+    def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
+        """One token after the other changed for the better, first where none is clear."""
+        inside = self._inside(text)
+        free = [at for at in inside if not clear[at]]
         for _ in range(self.search.sweeps):
             before = misfit
-            for at in sorted(inside, key=lambda at: abs(at - place)):
-                misfits = self.contexts.changed(text, at)
-                misfits = misfits.masked_fill(~self._may[:, at], torch.inf)
+            for at in free:
+                misfits = self._changed(text, at)
                 best = int(misfits.argmin())
-                self.tried += len(misfits)
                 if float(misfits[best]) < misfit:
-                    text, misfit = text.clone(), float(misfits[best])
-                    text[at] = best
-            if misfit > _WON * before or misfit < self.span.tolerance**2:
+                    text, misfit = _with(text, at, best), float(misfits[best])
+            if misfit < self._exact:
                 break
+            if misfit > _WON * before:
+                if len(free) == len(inside) or misfit > _NEAR:
+                    break
+                free = inside
         return text, misfit
+
+    def _kicked(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
+        """Two tokens changed at once, where one alone does not help: exchanged, or both others."""
+        inside = self._inside(text)
+        for one, other in combinations(inside, 2):
+            exchanged = _with(_with(text, one, int(text[other])), other, int(text[one]))
+            if self._may[text[other], one] and self._may[text[one], other]:
+                reached = float(self.contexts.misfit(exchanged))
+                if reached < misfit:
+                    return exchanged, reached
+        free = [at for at in inside if not clear[at]]
+        for at in free:
+            for number in self._changed(text, at).argsort()[: self.search.kicks].tolist():
+                changed = _with(text, at, number)
+                for other in free:
+                    misfits = self._changed(changed, other)
+                    best = int(misfits.argmin())
+                    if float(misfits[best]) < misfit:
+                        return _with(changed, other, best), float(misfits[best])
+        return text, misfit
+
+    def _inside(self, text: Tensor) -> list[int]:
+        """The positions between the special tokens."""
+        return list(range(len(self._before), len(text) - len(self._after)))
+
+    def _changed(self, text: Tensor, at: int) -> Tensor:
+        """The misfits (t,) with each token that may stand at a position."""
+        self.tried += len(self._may)
+        return self.contexts.changed(text, at).masked_fill(~self._may[:, at], torch.inf)
+
+    @property
+    def _exact(self) -> float:
+        """The misfit of a text that is right."""
+        return self.span.tolerance**2
 
     def _fits(self, ids: list[int]) -> bool:
         """Does every row that the second attention would receive lie in its span?"""
         given = torch.tensor([ids], device=self.target.parts.device)
         far = self.span.distance(second_inputs(self.target, given)[0])
         return bool((far <= self.span.tolerance).all())
+
+
+def _with(text: Tensor, place: int, number: int) -> Tensor:
+    """The text with another token at a place."""
+    changed = text.clone()
+    changed[place] = number
+    return changed

@@ -9,8 +9,12 @@ The ŵ of the batch's tokens, the û and b are linearly independent where there 
 the layer is wide, so least squares gives every α_v and β_p. A token that occurs once has all of its
 α_v in one β_p, and the α of different tokens are independent as well, so regressing β_p on them
 gives a share near 1 where it stands and near 0 elsewhere; a token that occurs several times has
-parts. So the pairs that the span of several texts admits besides the true ones are told apart. The
-α of one text's tokens also resemble each other, because one loss made them.
+parts. So the pairs that the span of several texts admits besides the true ones are told apart.
+
+The same sums say which tokens stand together. A value's gradient is Σ_i A_ij o_i in each head, with
+o_i the gradient of the head's output at position i of the same text and A_ij the attention: in
+every head the tokens of one text share a direction nearly, because one loss made them. Cosines of
+the value map's α, head by head, are therefore near 1 within a text and near 0 between texts.
 """
 
 from __future__ import annotations
@@ -22,34 +26,53 @@ from torch import Tensor
 
 from keyhole.recover.gradients.inputs import FirstInputs
 
+_RANK = 1e-9  # of the largest singular value: what counts as dependent
+_WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
+TOGETHER = 0.45  # the mean cosine above which tokens stand in one text
+_ROUNDS = 3  # of collecting a text's tokens
+
 
 @dataclass(frozen=True, eq=False)
 class Places:
     """Of tokens (t,): how much of each stands at each position, `shares` (t, n).
 
-    `alike` (t, t) is the cosine of what two tokens' gradients are, over all their positions.
+    `directions` (t, h, k) are those of the value's gradient in each head, of length one.
     """
 
     tokens: Tensor
     shares: Tensor
-    alike: Tensor
+    directions: Tensor
+
+    def beside(self, number: int) -> Tensor:
+        """How much each token (t,) resembles those that stand in one text with token `number`.
+
+        The mean cosine over heads, first with the token itself and then with all that resemble it.
+        """
+        once = self.shares.amax(1) > _WHOLE
+        own = self.directions[number]
+        alike = torch.einsum("thk,hk->th", self.directions, own)
+        for _ in range(_ROUNDS):
+            near = once & (alike.mean(-1) > TOGETHER)
+            near[number] = True
+            common = torch.nn.functional.normalize(self.directions[near].mean(0), dim=-1)
+            alike = torch.einsum("thk,hk->th", self.directions, common)
+        return alike.mean(-1)
 
 
-def places_of(rows: Tensor, inputs: FirstInputs, tokens: Tensor, count: int) -> Places:
-    """What the gradient's rows (m, d) say of tokens at the first `count` positions."""
+def places_of(
+    rows: Tensor, values: Tensor, heads: int, inputs: FirstInputs, tokens: Tensor, count: int
+) -> Places:
+    """What the gradient's rows (m, d) say of tokens at the first `count` positions.
+
+    `values` (d, d) are the rows of the value map among them.
+    """
     if inputs.places is None:
         raise ValueError("expected a model with embeddings of positions")
     table = torch.cat([inputs.words[tokens], inputs.places[:count], inputs.offset[None]])
-    sums = _solved(table.mT, rows.mT)
+    inverse = torch.linalg.pinv(table.mT, rtol=_RANK)
+    sums = inverse @ rows.mT
     own, at = sums[: len(tokens)], sums[len(tokens) : len(tokens) + count]
-    # Only products of these long rows are needed: their coordinates in their own span will do.
-    basis = torch.linalg.qr(torch.cat([own, at]).mT).Q
-    own, at = own @ basis, at @ basis
-    shares = _solved(own.mT, at.mT)
-    unit = torch.nn.functional.normalize(own, dim=-1)
-    return Places(tokens, shares, unit @ unit.mT)
-
-
-def _solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """Least squares of least length, whatever the rank."""
-    return torch.linalg.pinv(matrix, rtol=1e-9) @ right
+    shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
+    each = (inverse @ values.mT)[: len(tokens)].unflatten(-1, (heads, -1))
+    unit = torch.nn.functional.normalize(each, dim=-1)
+    return Places(tokens, shares, unit)

@@ -147,7 +147,10 @@ def _texts(
         texts = [(ids, True) for ids in prefixes]
         return texts[:count], prefixes.tried
     together = all_tokens(tokens)
-    places = places_of(known.rows(known.maps(1)), inputs, together, len(tokens))
+    values = known.rows([target.parts.attentions[0].value])
+    places = places_of(
+        known.rows(known.maps(1)), values, target.parts.heads, inputs, together, len(tokens)
+    )
     outer = known.span([target.parts.attentions[0].output])
     contexts = contexts_of(
         target.parts, inputs, together, len(tokens), outer.some_directions(_DIRECTIONS)
