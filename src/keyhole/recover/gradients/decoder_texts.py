@@ -8,7 +8,7 @@ prefix that no token extends is a text.
 
 A model with rotary positions gives the same row for a token behind itself as for the token alone,
 because attention over equal values is that value. Such a token is no evidence: it stays only if
-something else follows it.
+something else follows it, after a few at most.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keyhole.recover.gradients.span import Span
 
 _SAME = 1e-4  # of a row's length: rows nearer than this are one and the same
 _MORE = 2  # times the texts of a batch: prefixes that are followed
-_AT_ONCE = 8192  # tokens in one pass
+_REPEATED = 4  # times that a text's first token may follow itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +100,8 @@ class DecoderTexts:
             ids = (*prefix.ids, int(here[node]))
             same = prefix.row is not None and bool((row - prefix.row).norm() <= _SAME * row.norm())
             proven = prefix.proven if same else len(ids)
+            if len(ids) - proven > _REPEATED:
+                continue
             longer.append((parent, node, _Prefix(ids, proven, row)))
         return longer
 

@@ -51,9 +51,9 @@ def judge(target: Target, update: Update, batch: Batch) -> Fit:
         variance, off = errors.variance(name), (leaked - own).square()
         live = (leaked != 0) | (own != 0)
         count += int(live.sum())
-        misfit += float((off / variance)[live].sum())
+        misfit += float((off / variance).sum())
         far, size = far + float(off.sum()), size + float(leaked.square().sum())
-        error += float(variance[live].sum())
+        error += float((variance * live).sum())
     residual, relative = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
     texts = len(batch.texts)
     if texts != update.texts or misfit > _LIMIT * count:

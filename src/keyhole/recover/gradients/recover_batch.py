@@ -28,7 +28,7 @@ from keyhole.recover.gradients.judge import Fit, judge
 from keyhole.recover.gradients.labels import labelled
 from keyhole.recover.gradients.places import places_of
 from keyhole.recover.gradients.recovery import BatchRecovery
-from keyhole.recover.gradients.span import Span, map_rows, span_of
+from keyhole.recover.gradients.span import Span, inputs_last, map_rows, span_of
 from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
 from keyhole.recover.gradients.update import Update
 from keyhole.recover.recovery import Mark, TextRecovery
@@ -63,10 +63,13 @@ class _Knowledge:
 
     def span(self, maps: Sequence[nn.Module]) -> Span:
         """The span of the maps' inputs."""
-        names = [self.names[id(map_.get_parameter("weight"))] for map_ in maps]
-        variances = [self.errors.coarse(name) for name in names if name in self.update.values]
-        sigma = torch.cat([each.flatten() for each in variances]).mean().sqrt()
-        return span_of(self.rows(maps), float(sigma))
+        named = [(self.names[id(map_.get_parameter("weight"))], map_) for map_ in maps]
+        variances = [
+            inputs_last(self.errors.coarse(name), map_)
+            for name, map_ in named
+            if name in self.update.values
+        ]
+        return span_of(self.rows(maps), torch.cat(variances))
 
     def used(self) -> Tensor | None:
         """Tokens (v,) with a row of their own in the gradient; None where that does not show.
@@ -143,7 +146,9 @@ def _texts(
     """Texts, whether each fits its span, and how many single tokens were tried for them."""
     target, count = known.target, known.update.texts
     if target.parts.causal:
-        prefixes = DecoderTexts(target, span, tokens, count, target.parts.longest)
+        # Rows of one text are independent: no text is longer than the span has dimensions.
+        longest = min(span.rank, target.parts.longest)
+        prefixes = DecoderTexts(target, span, tokens, count, longest)
         texts = [(ids, True) for ids in prefixes]
         return texts[:count], prefixes.tried
     together = all_tokens(tokens)

@@ -7,13 +7,12 @@ almost surely does not. Departure: the gradients of the query, key and value map
 the same x_i, are stacked, so that inputs whose query gets no gradient are seen as well.
 
 Numbers are rounded, so the span is that of the singular vectors above a floor: the largest singular
-value that the errors alone would have. For independent errors of size σ in an m × d matrix that is
-σ (√m + √d) nearly (Bai and Yin, 1988).
+value that the errors alone would have. For independent errors of sizes σ_ij that is the length of
+the largest row of σ plus that of the largest column nearly (Bandeira and van Handel, 2016).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +59,10 @@ class Span:
         return self.rest @ mixed.to(self.rest) / count**0.5
 
 
-def span_of(rows: Tensor, sigma: float) -> Span:
-    """The span of a gradient's rows (m, d), each number of which errs by about `sigma`."""
+def span_of(rows: Tensor, variance: Tensor) -> Span:
+    """The span of a gradient's rows (m, d); `variance` (m, d) is that of their errors."""
     _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
-    noise = sigma * (math.sqrt(rows.shape[0]) + math.sqrt(rows.shape[1]))
+    noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
     floor = max(_ABOVE * noise, _FLOAT32 * largest)
     rank = int((values > floor).sum())
@@ -77,7 +76,9 @@ def map_rows(update: Update, names: dict[int, str], map_: nn.Module) -> Tensor |
     """The gradient (outputs, inputs) of one linear map; None where it was not handed over."""
     weight = map_.get_parameter("weight")
     given = update.values.get(names.get(id(weight), ""))
-    if given is None:
-        return None
-    rows = given.to(weight.device).double()
-    return rows if isinstance(map_, nn.Linear) else rows.mT  # GPT-2's maps hold their inputs first
+    return None if given is None else inputs_last(given.to(weight.device).double(), map_)
+
+
+def inputs_last(tensor: Tensor, map_: nn.Module) -> Tensor:
+    """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
+    return tensor if isinstance(map_, nn.Linear) else tensor.mT
