@@ -164,7 +164,7 @@ def _check(
         progress = track(f"{words}, {precision}")
         recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
         readings = tuple(
-            _reading(tokenizer, original, recovery)
+            reading_of(tokenizer, original, recovery)
             for original, recovery in zip(originals, recoveries, strict=True)
         )
         cells.append(Readings(line.kind, above, precision, readings))
@@ -196,7 +196,8 @@ def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
     return degrade(leak, precision)
 
 
-def _reading(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
+def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
+    """A text beside what was read of it, token by token."""
     truth = original.ids
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     note = "; ".join(original.notes)

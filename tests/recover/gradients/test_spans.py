@@ -36,7 +36,8 @@ def test_inputs_lie_in_the_span_and_others_do_not():
     inputs, others = stream.normal(size=(7, 20)), stream.normal(size=(5, 20))
     rows = reference.gradient_of_map(stream.normal(size=(7, 30)), inputs)
     span = span_of(torch.tensor(rows), torch.zeros(30, 20))
-    assert span.rank == 7 and span.says
+    assert span.rank == 7
+    assert span.says
     assert float(span.distance(torch.tensor(inputs)).max()) < 1e-12
     naive = [reference.distance_from_rows(row, inputs) for row in others]
     assert np.allclose(span.distance(torch.tensor(others)), naive, atol=1e-12)

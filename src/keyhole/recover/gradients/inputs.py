@@ -111,18 +111,26 @@ def _absolute(parts: Anatomy) -> bool:
     return not parts.rotary
 
 
-def _positions(parts: Anatomy, count: int) -> Tensor:
-    """What is added to the embedding of a token at each position, (n, e)."""
+def position_table(parts: Anatomy) -> tuple[nn.Embedding, int] | None:
+    """The embeddings of positions and the number of the first one; None where there are none."""
     base = cast("Any", parts.base)
     if not _absolute(parts):
-        return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
-    count = min(count, parts.longest)
+        return None
     if parts.family == "gpt2":
-        return base.wpe.weight.detach()[:count].double()
-    inside = base.embeddings
-    first = 0
-    if parts.family == "roberta":  # counts from behind the token that pads
-        first = int(inside.padding_idx) + 1
-    places = inside.position_embeddings.weight.detach()[first : first + count].double()
+        return base.wpe, 0
+    table = base.embeddings.position_embeddings
+    # RoBERTa counts from behind the token that pads.
+    return table, int(base.embeddings.padding_idx) + 1 if parts.family == "roberta" else 0
+
+
+def _positions(parts: Anatomy, count: int) -> Tensor:
+    """What is added to the embedding of a token at each position, (n, e)."""
+    known = position_table(parts)
+    if known is None:
+        return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
+    table, first = known
+    count = min(count, parts.longest)
+    places = table.weight.detach()[first : first + count].double()
+    inside = getattr(cast("Any", parts.base), "embeddings", None)
     types = getattr(inside, "token_type_embeddings", None)
     return places if types is None else places + types.weight.detach()[0].double()

@@ -23,7 +23,7 @@ from keyhole.recover.gradients.contexts import contexts_of
 from keyhole.recover.gradients.decoder_texts import DecoderTexts
 from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search
 from keyhole.recover.gradients.errors import Errors
-from keyhole.recover.gradients.inputs import FirstInputs, first_inputs
+from keyhole.recover.gradients.inputs import FirstInputs, first_inputs, position_table
 from keyhole.recover.gradients.judge import Fit, judge
 from keyhole.recover.gradients.labels import labelled
 from keyhole.recover.gradients.places import places_of
@@ -82,6 +82,15 @@ class _Knowledge:
         used = used_rows(given).to(self.target.parts.device)
         return None if bool(used.all()) else used
 
+    def positions(self) -> int | None:
+        """How long the longest text is, where the positions' own gradient shows it."""
+        known = position_table(self.target.parts)
+        if known is None or self.update.protocol.noise:
+            return None
+        table, first = known
+        given = self.update.values.get(self.names.get(id(table.weight), ""))
+        return None if given is None else int(used_rows(given)[first:].sum()) or None
+
 
 def recover_batch(
     model: Any, tokenizer: Any, update: Update, *, search: Search | None = None
@@ -96,7 +105,7 @@ def recover_batch(
     used = known.used()
     if not first.says:
         return _too_many(target, first, used, started)
-    inputs, tokens = _tokens(target, first, used)
+    inputs, tokens = _tokens(target, first, used, known.positions())
     if not tokens:
         return _nothing("no token's input lies in the span of the gradient", started)
     if not second.says:
@@ -106,7 +115,7 @@ def recover_batch(
         return _nothing("no text of these tokens fits the gradient", started, tokens)
     batch = labelled(target, update, names, [ids for ids, _ in texts])
     fit = judge(target, update, batch)
-    fits = [fits for _, fits in texts]
+    fits = [fits and second.sharp for _, fits in texts]
     return _result(target, update, batch, fit, fits, all_tokens(tokens), tried, started)
 
 
@@ -129,13 +138,16 @@ def _check(target: Target, update: Update) -> None:
         raise InputError("expected a model of two blocks or more, got one")
 
 
-def _tokens(target: Target, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
+def _tokens(
+    target: Target, span: Span, used: Tensor | None, positions: int | None
+) -> tuple[FirstInputs, list[Tensor]]:
     """Tokens that may stand at each position; tables grow until texts end before they do."""
-    count = _POSITIONS
+    count = positions or _POSITIONS
     while True:
         inputs = first_inputs(target.parts, count)
         tokens = tokens_in(inputs, span, used)
-        if len(tokens) < inputs.positions or inputs.positions < count or inputs.places is None:
+        ended = len(tokens) < inputs.positions or inputs.positions < count
+        if ended or positions is not None or inputs.places is None:
             return inputs, tokens
         count *= 2
 
