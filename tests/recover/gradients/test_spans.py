@@ -73,7 +73,7 @@ def test_contexts_are_the_attention_s_own_and_changes_are_whole_texts():
     numbers = torch.searchsorted(tokens, text)
     far = (taken[0].double() @ directions).square().sum(-1).mean()
     ratio = float(contexts.misfit(numbers)) / float(far)  # in units of a typical value's length
-    changed = contexts.changed(numbers, 4)
+    changed = contexts.changed(numbers, 4, torch.arange(len(tokens)))
     for number in (0, 7, 31):
         other = numbers.clone()
         other[4] = number

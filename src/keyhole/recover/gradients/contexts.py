@@ -36,8 +36,8 @@ class Contexts:
         rows = torch.einsum("hij,jhr->ir", scores.softmax(-1), self.values[text, places])
         return rows.square().sum(-1).mean()
 
-    def changed(self, text: Tensor, place: int) -> Tensor:
-        """The same (t,) of the text with each token in turn at one position."""
+    def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
+        """The same (c,) of the text with each of some tokens in turn at one position."""
         places = torch.arange(len(text), device=text.device)
         queries, keys = self.queries[text, places], self.keys[text, places]
         values = self.values[text, places]
@@ -47,25 +47,28 @@ class Contexts:
         weights = (scores - highest).exp() * others
         total = weights.sum(-1, keepdim=True)  # (h, i, 1), without the position that changes
         rows = torch.einsum("hij,jhr->hir", weights, values)
-        own = torch.einsum("ihk,thk->hit", queries, self.keys[:, place])
+        own = torch.einsum("ihk,thk->hit", queries, self.keys[tokens, place])
+        new_values = self.values[tokens, place]
         own = (own - highest).exp()
         # rows: (h, i, t, r) summed over heads, without ever holding all heads at once.
-        given = torch.zeros(len(text), len(self.keys), values.shape[-1]).to(values)
+        given = torch.zeros(len(text), len(tokens), values.shape[-1]).to(values)
         for head in range(values.shape[1]):
-            new = rows[head][:, None] + own[head][..., None] * self.values[:, place, head]
+            new = rows[head][:, None] + own[head][..., None] * new_values[:, head]
             given += new / (total[head] + own[head])[..., None]
         far = (given.square().sum(-1) * others[:, None]).sum(0)
-        return (far + self._own_rows(place, keys, values, others)) / len(text)
+        return (far + self._own_rows(tokens, place, keys, values, others)) / len(text)
 
-    def _own_rows(self, place: int, keys: Tensor, values: Tensor, others: Tensor) -> Tensor:
-        """Squared distances (t,) of the row at the position that changes itself."""
-        queries = self.queries[:, place]
+    def _own_rows(
+        self, tokens: Tensor, place: int, keys: Tensor, values: Tensor, others: Tensor
+    ) -> Tensor:
+        """Squared distances (c,) of the row at the position that changes itself."""
+        queries = self.queries[tokens, place]
         scores = torch.einsum("thk,jhk->htj", queries, keys)
-        own = torch.einsum("thk,thk->ht", queries, self.keys[:, place])
+        own = torch.einsum("thk,thk->ht", queries, self.keys[tokens, place])
         scores = scores.masked_fill(~others, -torch.inf)
         weights = torch.cat([scores, own[..., None]], -1).softmax(-1)
         rows = torch.einsum("htj,jhr->tr", weights[..., :-1], values)
-        rows = rows + torch.einsum("ht,thr->tr", weights[..., -1], self.values[:, place])
+        rows = rows + torch.einsum("ht,thr->tr", weights[..., -1], self.values[tokens, place])
         return rows.square().sum(-1)
 
 

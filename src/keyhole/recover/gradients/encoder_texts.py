@@ -35,12 +35,13 @@ _CLEAR = 0.7  # of a token's share: it stands there
 
 @dataclass(frozen=True)
 class Search:
-    """So many `lengths` are tried of a text, `sweeps` over each, and `starts` a text; `kicks` are
-    tokens that take another one's place where no single change helps."""
+    """So many `lengths` are tried of a text, `sweeps` over each, and `starts` a text; `few` tokens
+    are tried at a position first, and `kicks` of them where no single change helps."""
 
     lengths: int = 5
     sweeps: int = 8
     starts: int = 6
+    few: int = 32
     kicks: int = 3
 
 
@@ -81,6 +82,10 @@ class EncoderTexts:
         ]
         special = torch.tensor([*before, *after, *self.target.pads()], device=known.device)
         self._may &= ~torch.isin(known, special)[:, None]
+        order = self.places.shares.argsort(0, descending=True)
+        self._likeliest = [
+            order[:, at][self._may[order[:, at], at]] for at in range(len(self.tokens))
+        ]
         # Shares that no text explains yet: where texts start, and what they start with.
         self._left = self.places.shares.clamp(min=0) * self._may
 
@@ -162,20 +167,19 @@ class EncoderTexts:
     def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
         """One token after the other changed for the better, first where none is clear."""
         inside = self._inside(text)
-        free = [at for at in inside if not clear[at]]
+        free, few = [at for at in inside if not clear[at]], self.search.few
         for _ in range(self.search.sweeps):
             before = misfit
             for at in free:
-                misfits = self._changed(text, at)
-                best = int(misfits.argmin())
-                if float(misfits[best]) < misfit:
-                    text, misfit = _with(text, at, best), float(misfits[best])
+                best, reached = self._best(text, at, few)
+                if reached < misfit:
+                    text, misfit = _with(text, at, best), reached
             if misfit < self._exact:
                 break
             if misfit > _WON * before:
-                if len(free) == len(inside) or misfit > _NEAR:
+                if few == len(self._may) or misfit > _NEAR:
                     break
-                free = inside
+                free, few = inside, len(self._may)
         return text, misfit
 
     def _kicked(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
@@ -189,23 +193,32 @@ class EncoderTexts:
                     return exchanged, reached
         free = [at for at in inside if not clear[at]]
         for at in free:
-            for number in self._changed(text, at).argsort()[: self.search.kicks].tolist():
+            numbers, misfits = self._changed(text, at, self.search.few)
+            for number in numbers[misfits.argsort()[: self.search.kicks]].tolist():
                 changed = _with(text, at, number)
                 for other in free:
-                    misfits = self._changed(changed, other)
-                    best = int(misfits.argmin())
-                    if float(misfits[best]) < misfit:
-                        return _with(changed, other, best), float(misfits[best])
+                    best, reached = self._best(changed, other, self.search.few)
+                    if reached < misfit:
+                        return _with(changed, other, best), reached
         return text, misfit
 
     def _inside(self, text: Tensor) -> list[int]:
         """The positions between the special tokens."""
         return list(range(len(self._before), len(text) - len(self._after)))
 
-    def _changed(self, text: Tensor, at: int) -> Tensor:
-        """The misfits (t,) with each token that may stand at a position."""
-        self.tried += len(self._may)
-        return self.contexts.changed(text, at).masked_fill(~self._may[:, at], torch.inf)
+    def _changed(self, text: Tensor, at: int, few: int) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens at a position, and the misfits of the text with each of them."""
+        numbers = self._likeliest[at][:few]
+        self.tried += len(numbers)
+        return numbers, self.contexts.changed(text, at, numbers)
+
+    def _best(self, text: Tensor, at: int, few: int) -> tuple[int, float]:
+        """The one of them that fits best, and its misfit."""
+        numbers, misfits = self._changed(text, at, few)
+        if not len(numbers):
+            return int(text[at]), math.inf
+        best = int(misfits.argmin())
+        return int(numbers[best]), float(misfits[best])
 
     @property
     def _exact(self) -> float:

@@ -34,7 +34,7 @@ from keyhole.recover.gradients.update import Update
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.results import Status
 
-_DIRECTIONS = 64  # of a span's complement, at random: those that an encoder's search looks along
+_DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
 METHOD = "GradientSpans"
 
