@@ -41,7 +41,9 @@ EXAMPLE = (
     "\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
     "  keyhole invert text demo leak.safetensors --json\n"
-    "  keyhole invert text ./my-model gradients.safetensors"
+    '  keyhole capture demo --text "one of two" --text "texts of a batch" --expose gradient '
+    "--out gradients.safetensors\n"
+    "  keyhole invert text demo gradients.safetensors"
 )
 _STYLES = {Mark.VERIFIED: "green", Mark.LIKELY: "yellow", Mark.UNKNOWN: "red"}
 _NAMES = {Mark.LIKELY: "likely in [brackets]", Mark.UNKNOWN: "unknown in {braces}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,3 @@ def expect_batch(batch: Batch, task: str, classes: int) -> None:
     wrong = [label for label in batch.labels if not 0 <= label < classes]
     if wrong:
         raise InputError(f"expected classes from 0 to {classes - 1}, got {wrong[0]}")
-
-
-def chosen(batch: Batch, numbers: Sequence[int]) -> Batch:
-    """Some texts of a batch."""
-    labels = tuple(batch.labels[number] for number in numbers) if batch.labels else ()
-    return Batch(tuple(batch.texts[number] for number in numbers), labels)

@@ -7,7 +7,7 @@ have given: what is compared is computed in one way. Dropout is off.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +87,13 @@ def update_of(
 def made(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tensor]:
     """An update before noise: the gradient, or the difference of weights after several steps."""
     start = {name: each.detach() for name, each in model.named_parameters()}
+    gradients = _gradients(model, start, batch, protocol.clip)
+    if protocol.steps == 1:
+        return gradients
     weights = start
-    for _ in range(protocol.steps):
-        gradients = _gradients(model, weights, batch, protocol.clip)
-        if protocol.steps == 1:
-            return gradients
+    for step in range(protocol.steps):
+        if step:
+            gradients = _gradients(model, weights, batch, protocol.clip)
         weights = {
             name: each - protocol.rate * gradients[name] if name in gradients else each
             for name, each in weights.items()
@@ -138,7 +140,11 @@ def gradient(model: Any, weights: Weights, batch: Batch) -> dict[str, Tensor]:
     pad = getattr(model.config, "pad_token_id", None) or 0
     leaves = {name: each.detach().requires_grad_() for name, each in weights.items()}
     value = loss(model, leaves, batch, task_for(model), int(pad))
-    given = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    # None for what the loss does not depend on, whatever the library's types say.
+    given = cast(
+        "tuple[Tensor | None, ...]",
+        torch.autograd.grad(value, list(leaves.values()), allow_unused=True),
+    )
     return {name: each for name, each in zip(leaves, given, strict=True) if each is not None}
 
 

@@ -92,8 +92,8 @@ class DecoderTexts:
         self, active: Sequence[_Prefix], here: Tensor, rows: Tensor, far: Tensor
     ) -> list[tuple[int, int, _Prefix]]:
         """(prefix, node, longer prefix) of those in the span, the nearest ones first."""
-        near = (far <= self.span.tolerance).nonzero().tolist()
-        near.sort(key=lambda pair: float(far[pair[0], pair[1]]))
+        inside = (far <= self.span.tolerance).nonzero()
+        near: list[list[int]] = inside[far[inside[:, 0], inside[:, 1]].argsort()].tolist()
         longer: list[tuple[int, int, _Prefix]] = []
         for parent, node in near[: _MORE * self.texts]:
             prefix, row = active[parent], rows[parent, node]

@@ -27,8 +27,8 @@ from keyhole.recover.attack import Target
 class FirstInputs:
     """Tables in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
 
-    `lengths` are |w̃|² of the words and of the places, and `sums` (v, n) their products, all
-    divided by the size of an embedding.
+    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², `products` (v, n) are w̃·ũ, all
+    divided by the size e of an embedding.
     """
 
     words: Tensor
