@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +51,9 @@ RULES = (
     Rules("embeddings hidden", hide=("embeddings",)),
     Rules("bfloat16", precision="bfloat16"),
     Rules("each text clipped to 0.1", Protocol(clip=0.1)),
-    Rules("clipped to 0.1, noise of 0.0001", Protocol(clip=0.1, noise=1e-4)),
+    Rules("clipped to 0.1, noise of 1e-6", Protocol(clip=0.1, noise=1e-6)),
+    Rules("clipped to 0.1, noise of 1e-5", Protocol(clip=0.1, noise=1e-5)),
+    Rules("clipped to 0.1, noise of 1e-4", Protocol(clip=0.1, noise=1e-4)),
     Rules("clipped to 0.1, noise of 1", Protocol(clip=0.1, noise=1.0)),
     Rules("weights after 3 steps of 0.01", Protocol(steps=3, rate=0.01)),
 )
@@ -167,18 +168,10 @@ def measure(
 def rouges(batch: Batch, read: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
     """ROUGE-1 and ROUGE-2 of each text with the recovered one that has most of it."""
     pairs = [
-        [(rouge(text, other, 1), rouge(text, other, 2)) for other in read] for text in batch.texts
+        [(texts.rouge(text, other, 1), texts.rouge(text, other, 2)) for other in read]
+        for text in batch.texts
     ]
     return [max(each, default=(0.0, 0.0)) for each in pairs]
-
-
-def rouge(truth: Sequence[int], read: Sequence[int], size: int) -> float:
-    """The F1 of runs of `size` tokens (Lin, 2004)."""
-    wanted, given = (
-        Counter(zip(*(ids[start:] for start in range(size)), strict=False)) for ids in (truth, read)
-    )
-    both = (wanted & given).total()
-    return 2 * both / max(1, wanted.total() + given.total())
 
 
 if __name__ == "__main__":

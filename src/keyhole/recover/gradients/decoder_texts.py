@@ -14,7 +14,7 @@ something else follows it, after a few at most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,7 +48,6 @@ class DecoderTexts:
     tokens: Sequence[Tensor]
     texts: int
     longest: int
-    tried: int = field(default=0, init=False)
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[list[int]]:
@@ -82,7 +81,6 @@ class DecoderTexts:
 
     def _extended(self, branches: Branches, here: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Rows (b, c, d) of all tokens behind each prefix, and their distances (b, c)."""
-        self.tried += count * len(here)
         chain = torch.zeros(count, dtype=torch.bool, device=here.device)
         given = branches.expose(Exposure("hidden", 1), chain, ids=here.expand(count, -1))["values"]
         rows = normed(self.target.parts, given)

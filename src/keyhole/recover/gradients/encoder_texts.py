@@ -66,7 +66,6 @@ class EncoderTexts:
     places: Places
     texts: int
     search: Search = field(default_factory=Search)
-    tried: int = 0
 
     def __post_init__(self) -> None:
         known, count = self.places.tokens, len(self.tokens)
@@ -209,7 +208,6 @@ class EncoderTexts:
     def _changed(self, text: Tensor, at: int, few: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens at a position, and the misfits of the text with each of them."""
         numbers = self._likeliest[at][:few]
-        self.tried += len(numbers)
         return numbers, self.contexts.changed(text, at, numbers)
 
     def _best(self, text: Tensor, at: int, few: int) -> tuple[int, float]:

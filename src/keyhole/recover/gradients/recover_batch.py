@@ -110,13 +110,13 @@ def recover_batch(
         return _nothing("no token's input lies in the span of the gradient", started)
     if not second.says:
         return _too_many(target, second, _flags(target, tokens), started)
-    texts, tried = _texts(known, second, inputs, tokens, search or Search())
+    texts = _texts(known, second, inputs, tokens, search or Search())
     if not texts:
         return _nothing("no text of these tokens fits the gradient", started, tokens)
     batch = labelled(target, update, names, [ids for ids, _ in texts])
     fit = judge(target, update, batch)
     fits = [fits and second.sharp for _, fits in texts]
-    return _result(target, update, batch, fit, fits, all_tokens(tokens), tried, started)
+    return _result(target, update, batch, fit, fits, all_tokens(tokens), started)
 
 
 def _check(target: Target, update: Update) -> None:
@@ -154,15 +154,14 @@ def _tokens(
 
 def _texts(
     known: _Knowledge, span: Span, inputs: FirstInputs, tokens: list[Tensor], search: Search
-) -> tuple[list[tuple[list[int], bool]], int]:
-    """Texts, whether each fits its span, and how many single tokens were tried for them."""
+) -> list[tuple[list[int], bool]]:
+    """Texts, and whether all rows of each lie in the span."""
     target, count = known.target, known.update.texts
     if target.parts.causal:
         # Rows of one text are independent: no text is longer than the span has dimensions.
         longest = min(span.rank, target.parts.longest)
         prefixes = DecoderTexts(target, span, tokens, count, longest)
-        texts = [(ids, True) for ids in prefixes]
-        return texts[:count], prefixes.tried
+        return [(ids, True) for ids in prefixes][:count]
     together = all_tokens(tokens)
     values = known.rows([target.parts.attentions[0].value])
     places = places_of(
@@ -173,7 +172,7 @@ def _texts(
         target.parts, inputs, together, len(tokens), outer.some_directions(_DIRECTIONS)
     )
     read = EncoderTexts(target, span, contexts, tokens, places, count, search)
-    return [(text.ids, text.fits) for text in read if text.ids], read.tried
+    return [(text.ids, text.fits) for text in read if text.ids]
 
 
 def _flags(target: Target, tokens: Sequence[Tensor]) -> Tensor:
@@ -210,7 +209,6 @@ def _result(
     fit: Fit,
     fits: Sequence[bool],
     tokens: Tensor,
-    tried: int,
     started: float,
 ) -> BatchRecovery:
     verified = sum(fit.verified)
@@ -227,7 +225,7 @@ def _result(
     )
     everything = tuple(sorted({*tokens.tolist(), *(id_ for ids in batch.texts for id_ in ids)}))
     return BatchRecovery(
-        status, reason, METHOD, texts, batch.labels, everything if tried else (), fit.passes,
+        status, reason, METHOD, texts, batch.labels, everything, fit.passes,
         seconds, fit.residual, fit.errors,
     )  # fmt: skip
 
