@@ -25,12 +25,13 @@ from torch import Tensor
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.contexts import Contexts
 from keyhole.recover.gradients.inputs import second_inputs
-from keyhole.recover.gradients.places import TOGETHER, Places
+from keyhole.recover.gradients.places import Places
 from keyhole.recover.gradients.span import Span
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
 _CLEAR = 0.7  # of a token's share: it stands there
+_TOGETHER = 0.65  # how much a token resembles a text's others, at least
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class EncoderTexts:
         guess = score.argmax(0)
         guess[place] = number
         at = torch.arange(len(guess), device=guess.device)
-        clear = (self._left[guess, at] > _CLEAR) & (beside[guess, 0] > TOGETHER)
+        clear = (self._left[guess, at] > _CLEAR) & (beside[guess, 0] > _TOGETHER)
         clear[place] = True
         guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
         return guess, clear

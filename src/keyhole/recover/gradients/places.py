@@ -28,8 +28,7 @@ from keyhole.recover.gradients.inputs import FirstInputs
 
 _RANK = 1e-9  # of the largest singular value: what counts as dependent
 _WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
-TOGETHER = 0.45  # the mean cosine above which tokens stand in one text
-_ROUNDS = 3  # of collecting a text's tokens
+_GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step by step
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +45,22 @@ class Places:
     def beside(self, number: int) -> Tensor:
         """How much each token (t,) resembles those that stand in one text with token `number`.
 
-        The mean cosine over heads, first with the token itself and then with all that resemble it.
+        The mean cosine over heads with the token's own direction, then with the common one of the
+        few that resemble it most, then of more of them: at most one of those at each position, and
+        only such as stand at one position alone.
         """
-        once = self.shares.amax(1) > _WHOLE
-        own = self.directions[number]
-        alike = torch.einsum("thk,hk->th", self.directions, own)
-        for _ in range(_ROUNDS):
-            near = once & (alike.mean(-1) > TOGETHER)
-            near[number] = True
-            common = torch.nn.functional.normalize(self.directions[near].mean(0), dim=-1)
-            alike = torch.einsum("thk,hk->th", self.directions, common)
-        return alike.mean(-1)
+        most, at = self.shares.max(1)
+        once = most > _WHOLE
+        common = self.directions[number]
+        for count in _GROWING:
+            alike = torch.einsum("thk,hk->th", self.directions, common).mean(-1)
+            ranked = alike.masked_fill(~once, -1.0).argsort(descending=True).tolist()
+            nearest = dict[int, int]()  # the token most like it at each position
+            for token in ranked[: int(once.sum())]:
+                nearest.setdefault(int(at[token]), token)
+            members = [number, *list(nearest.values())[:count]]
+            common = torch.nn.functional.normalize(self.directions[members].mean(0), dim=-1)
+        return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
 
 
 def places_of(
