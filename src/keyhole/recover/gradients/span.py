@@ -23,6 +23,7 @@ from keyhole.recover.gradients.update import Update
 _FLOAT32 = 3e-7  # of the largest singular value: what adding up in float32 leaves
 _ABOVE = 1.1  # of the floor: what counts as a direction of the span
 _ROOM = 3  # directions that must be left for the span to say anything
+_BLURRED = 0.4  # a tolerance that many other inputs meet as well
 _SHARP = 1e-3  # a tolerance that nothing else meets by chance
 TIGHT = 1e-4  # of a row's length: how far from the span it may be in float32
 
@@ -46,6 +47,11 @@ class Span:
     def says(self) -> bool:
         """Is anything outside of it? With as many inputs as the layer is wide, nothing is."""
         return self.rest.shape[1] >= _ROOM
+
+    @property
+    def blurred(self) -> bool:
+        """Do the errors hide which inputs lie in it?"""
+        return self.rank == 0 or self.tolerance >= _BLURRED
 
     @property
     def sharp(self) -> bool:
