@@ -103,8 +103,8 @@ def recover_batch(
     known = _Knowledge(target, update, names, Errors.of(update, model))
     first, second = known.span(known.maps(1)), known.span(known.maps(2))
     used = known.used()
-    if first.blurred or second.blurred:
-        return _blurred(first, second, used, started)
+    if not first.rank or not second.rank or (used is None and (first.blurred or second.blurred)):
+        return _blurred(first, second, started)  # of few tokens the right ones may still stand out
     if not first.says:
         return _too_many(target, first, used, started)
     inputs, tokens = _tokens(target, first, used, known.positions())
@@ -198,17 +198,10 @@ def _too_many(target: Target, span: Span, used: Tensor | None, started: float) -
     )
 
 
-def _blurred(first: Span, second: Span, used: Tensor | None, started: float) -> BatchRecovery:
-    """Rounding or noise leaves too little of a span; the tokens may show all the same."""
+def _blurred(first: Span, second: Span, started: float) -> BatchRecovery:
+    """Rounding or noise leaves too little of a span."""
     ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
-    reason = f"the update's own errors hide what it is made of: {ranks}"
-    ids: list[int] = [] if used is None else used.nonzero()[:, 0].tolist()
-    if ids:
-        reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"
-    status = Status.INEXACT if ids else Status.UNSOLVED
-    return BatchRecovery(
-        status, reason, METHOD, (), (), tuple(ids), 0, time.perf_counter() - started
-    )
+    return _nothing(f"the update's own errors hide what it is made of: {ranks}", started)
 
 
 def _nothing(reason: str, started: float, tokens: Sequence[Tensor] = ()) -> BatchRecovery:
