@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,15 @@ def f1(answer: list[int], secret: list[int]) -> float:
     """How many tokens two texts share, wherever they stand."""
     shared = (Counter(answer) & Counter(secret)).total()
     return 2 * shared / (len(answer) + len(secret))
+
+
+def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
+    """ROUGE-N (Lin, 2004): the F1 of runs of so many tokens that two texts share."""
+    wanted, given = (
+        Counter(zip(*(ids[start:] for start in range(size)), strict=False))
+        for ids in (secret, answer)
+    )
+    return 2 * (wanted & given).total() / max(1, wanted.total() + given.total())
 
 
 def _read(path: Path) -> str:

@@ -165,3 +165,20 @@ def one_edit_away(text: tuple[int, ...], vocabulary: range) -> set[tuple[int, ..
     for p, q in itertools.combinations(range(len(text)), 2):
         edits.add((*text[:p], text[q], *text[p + 1 : q], text[p], *text[q + 1 :]))
     return edits - {text}
+
+
+def distance_from_rows(row: np.ndarray, rows: np.ndarray) -> float:
+    """How far a row is from all combinations of others, relative to its own length."""
+    weights = np.linalg.lstsq(rows.T, row, rcond=None)[0]
+    left = row.astype(float).copy()
+    for weight, other in zip(weights, rows, strict=True):
+        left -= weight * other
+    return float(np.linalg.norm(left) / np.linalg.norm(row))
+
+
+def gradient_of_map(deltas: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+    """The gradient of a linear map's weights: a sum of outer products, input by input."""
+    total = np.zeros((deltas.shape[1], inputs.shape[1]))
+    for delta, row in zip(deltas, inputs, strict=True):
+        total += np.outer(delta, row)
+    return total

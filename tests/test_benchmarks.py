@@ -60,6 +60,21 @@ show.main(lambda quick: rows, "A benchmark")
     assert done.stdout.count("NOT MET") == 2
 
 
+def test_rouge_counts_runs_of_tokens(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import texts
+
+    assert texts.rouge([1, 2, 3, 4], [1, 2, 3, 4], 2) == 1
+    assert texts.rouge([1, 2, 3, 4], [4, 3, 2, 1], 1) == 1
+    assert texts.rouge([1, 2, 3, 4], [4, 3, 2, 1], 2) == 0
+    assert texts.rouge([1, 2, 3, 4], [1, 2, 9], 1) == pytest.approx(2 * 2 / 7)
+    assert texts.rouge([1, 2, 3, 4], [1, 2, 9], 2) == pytest.approx(2 * 1 / 5)
+    assert texts.rouge([1, 1, 1], [1], 1) == pytest.approx(
+        2 * 1 / 4
+    )  # each as often as it is there
+    assert texts.rouge([1], [], 2) == 0
+
+
 def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
     tiny.save("bert", tmp_path / "encoder")
     for name, content in {"sst2/dev.tsv": "sentence\tlabel\n", "dream/dev.json": "[]"}.items():

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.audit import flips as flip_checks
+from keyhole.audit import gradients as gradient_checks
 from keyhole.audit import inputs, weights
 from keyhole.audit import leaks as leak_checks
 from keyhole.audit import servers as server_checks
@@ -44,7 +45,7 @@ from keyhole.results import Audit
 from keyhole.stores import names_store
 
 ENDPOINTS = (weights.checks, inputs.checks)
-MODELS = (text_checks.checks, flip_checks.checks)
+MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)
 STORES = (store_checks.checks,)
 LEAKS = (leak_checks.checks,)
 SERVERS = (server_checks.checks,)

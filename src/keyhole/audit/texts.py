@@ -197,7 +197,7 @@ def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
 
 
 def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
-    """What was read of a text, beside the text."""
+    """A text beside what was read of it, token by token."""
     truth = original.ids
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     note = "; ".join(original.notes)

@@ -19,8 +19,10 @@ from keyhole.cli.app import (
     interruptible,
 )
 from keyhole.cli.console import show
-from keyhole.data import read_texts
+from keyhole.data import NO_LABEL, Example, read_examples, read_texts
 from keyhole.errors import InputError
+from keyhole.recover.gradients.run import capture_update
+from keyhole.recover.gradients.update import KIND, Protocol
 from keyhole.recover.run import UNFINISHED, capturing, files_of
 from keyhole.resume import records_in
 
@@ -29,6 +31,8 @@ from keyhole.resume import records_in
     epilog="\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
     "  keyhole capture ./my-model --data texts.txt --expose kv:1 --precision int8 --out leaks\n"
+    '  keyhole capture demo --text "one text" --text "another one" --expose gradient '
+    "--out gradients.safetensors\n"
     '  keyhole capture demo --text "in any order" --expose hidden:1 --degrade permuted '
     "--out rows.safetensors"
 )
@@ -39,7 +43,7 @@ def capture(
         typer.Option(
             help="What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; "
             "logits are those of the next token, logits:4 those of the first 4 tokens after the "
-            "text."
+            "text; gradient is what a client hands over for a batch of texts."
         ),
     ],
     text: Annotated[
@@ -64,7 +68,11 @@ def capture(
         ),
     ] = "float32",
     noise: Annotated[
-        float, typer.Option(help="How much noise to add, in standard deviations of the leak.")
+        float,
+        typer.Option(
+            help="How much noise to add, in standard deviations of the leak; to a gradient, in "
+            "units of --clip."
+        ),
     ] = 0.0,
     degrade: Annotated[
         list[str] | None,
@@ -76,6 +84,25 @@ def capture(
             "be repeated.",
         ),
     ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Of a gradient: so many texts are its batch (all given).")
+    ] = None,
+    hide: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PART", help="Of a gradient: what is left out of it, embeddings."),
+    ] = None,
+    clip: Annotated[
+        float | None,
+        typer.Option(help="Of a gradient: the length that each text's own is clipped to."),
+    ] = None,
+    local_steps: Annotated[
+        int,
+        typer.Option(
+            help="Of a gradient: steps that the client takes on its batch; with more than one the "
+            "difference of its weights leaks."
+        ),
+    ] = 1,
+    rate: Annotated[float, typer.Option(help="The size of the client's own steps.")] = 0.01,
     out: Annotated[
         Path,
         typer.Option(
@@ -89,7 +116,28 @@ def capture(
 ) -> None:
     """Write down what a model leaks about a text, to try an attack on."""
     expect_count("--limit", limit)
+    expect_count("--batch", batch)
     forms = degrade or []
+    if expose == KIND:
+        if forms:
+            raise InputError(f"expected no --degrade for a gradient, got {forms[0]}")
+        protocol = Protocol(clip, noise, local_steps, rate)
+        examples = [Example(f"text {n}", NO_LABEL, each) for n, each in enumerate(text or [], 1)]
+        if data is not None:
+            more = batch if limit is None else limit
+            examples += read_examples(data, text=column or (), limit=more, labelled=False)
+        if not examples:
+            raise InputError("expected --text or --data, got neither")
+        expect_new(out, force=force)
+        update = capture_update(
+            model, examples[:batch], out=out, protocol=protocol, hide=hide or (),
+            precision=precision, device=device, allow_pickle=allow_pickle, seed=seed,
+        )  # fmt: skip
+        show(f"{out}: the {update.what} of a batch of {update.texts} texts, {precision}")
+        return
+    for option, given in {"--batch": batch, "--hide": hide, "--clip": clip}.items():
+        if given is not None:
+            raise InputError(f"expected {option} with --expose gradient, got {expose}")
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
     if not texts:
         raise InputError("expected --text or --data, got neither")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -27,19 +27,24 @@ from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
+from keyhole.recover.gradients import BatchRecovery, is_update
+from keyhole.recover.gradients.run import opened, recovering_updates
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
-from keyhole.recover.recovery import Mark
+from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.run import LeakRead, recovering_files
 from keyhole.recover.simulate import LONGEST
-from keyhole.recover.sources import open_leaks, read_sources, task_for
+from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
 from keyhole.results import exit_code
 
 EXAMPLE = (
     "\b\nExample:\n"
     '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
-    "  keyhole invert text demo leak.safetensors --json"
+    "  keyhole invert text demo leak.safetensors --json\n"
+    '  keyhole capture demo --text "one of two" --text "texts of a batch" --expose gradient '
+    "--out gradients.safetensors\n"
+    "  keyhole invert text demo gradients.safetensors"
 )
 _STYLES = {Mark.VERIFIED: "green", Mark.LIKELY: "yellow", Mark.UNKNOWN: "red"}
 _NAMES = {Mark.LIKELY: "likely in [brackets]", Mark.UNKNOWN: "unknown in {braces}"}
@@ -99,6 +104,18 @@ def invert_text(
     {braces} and red. With --out, leaks that are there already are not read again.
     """
     expect_folder(out)
+    if is_update(leak_files(leaks)[0]):
+        given = {
+            "--method": method,
+            "--corpus": corpus,
+            "--noise": noise,
+            "--out": out,
+            "--expose": expose,
+        }
+        for option, value in given.items():
+            if value is not None:
+                raise InputError(f"expected no {option} for gradients, got {value}")
+        return _invert_updates(model, leaks, truth, device, allow_pickle, as_json)
     texts: list[LeakRead] = []
     kept = f" texts are in {out}: the same command goes on"
     with (
@@ -127,6 +144,54 @@ def invert_text(
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
+def _invert_updates(
+    model: str,
+    leaks: list[Path],
+    truth: Path | None,
+    device: str,
+    allow_pickle: bool,
+    as_json: bool,
+) -> None:
+    """The batches behind files of gradients, each as its texts in no order."""
+    loaded = opened(model, device, allow_pickle)
+    true = [] if truth is None else read_texts(truth)
+    longest = min(LONGEST, anatomy(loaded.model).longest)
+    originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
+    shown: list[dict[str, Any]] = []
+    batches: list[BatchRecovery] = []
+    with bars("invert text", "batches") as track:
+        for file, batch in recovering_updates(loaded, leak_files(leaks), track=track):
+            batches.append(batch)
+            exact = sum(
+                any(original.is_exactly(loaded.tokenizer, text.ids) for text in batch.texts)
+                for original in originals
+            )
+            shares = {"exact": exact} if originals else {}
+            shown.append({"leak": str(file), **batch.to_dict(), **shares})
+            if not as_json:
+                with track.paused():
+                    show(_shown_batch(loaded, file, batch))
+                    if originals:
+                        show(f"  {exact} of {len(originals)} true texts are among them, exactly")
+    if as_json:
+        data = shown if len(shown) > 1 else shown[0]
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+    raise typer.Exit(exit_code(batch.status for batch in batches))
+
+
+def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
+    line = Text(f"{file.name}: {batch.status} ({batch.reason})")
+    for number, text in enumerate(batch.texts):
+        label = f" (class {batch.labels[number]})" if batch.labels else ""
+        line.append(f"\n  text {number + 1}{label}: ")
+        line.append(_marked(loaded, text))
+    if not batch.texts and batch.tokens:
+        words = visible(" ".join(written(loaded.tokenizer, list(batch.tokens))))
+        line.append(f"\n  its tokens, in no order: {words}")
+    line.append(f"\n  {batch.cost}")
+    return line
+
+
 def _originals(loaded: Loaded, truth: Path, count: int) -> list[Original]:
     """The true texts as the model takes them, one for each leak."""
     texts = read_texts(truth)
@@ -153,19 +218,7 @@ def _shared(
 def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> Text:
     recovery = text.recovery
     line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
-    if recovery.ids:
-        padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
-        pieces = [
-            (" ?" if id_ == padding and mark is Mark.UNKNOWN else piece, mark)
-            for piece, mark, id_ in zip(
-                written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
-            )
-        ]
-        for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
-            words = visible("".join(piece for piece, _ in run))
-            space = words[: len(words) - len(words.lstrip())]
-            before, after = _SIGNS[mark]
-            line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])
+    line.append(_marked(loaded, recovery))
     signs = ", ".join(words for mark, words in _NAMES.items() if mark in recovery.marks)
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
     if originals is not None:
@@ -174,4 +227,22 @@ def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> 
         words = "exactly the true text" if exact else "not the true text"
         line.append(f"\n  {words}: {original.shared(loaded.tokenizer, recovery.ids)}")
     line.append(f"\n  {recovery.cost}")
+    return line
+
+
+def _marked(loaded: Loaded, recovery: TextRecovery) -> Text:
+    """A text's tokens as they are written, in the colours and signs of their marks."""
+    line = Text()
+    padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
+    pieces = [
+        (" ?" if id_ == padding and mark is Mark.UNKNOWN else piece, mark)
+        for piece, mark, id_ in zip(
+            written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
+        )
+    ]
+    for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+        words = visible("".join(piece for piece, _ in run))
+        space = words[: len(words) - len(words.lstrip())]
+        before, after = _SIGNS[mark]
+        line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])
     return line

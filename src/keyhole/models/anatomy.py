@@ -72,6 +72,12 @@ class Anatomy:
         most = int(config.max_position_embeddings)
         return most - 2 if self.family == "roberta" else most  # the first two are for padding
 
+    def opening_norm(self, number: int) -> nn.Module | None:
+        """What stands between the input of block `number` (from 1) and its attention."""
+        if self.first_norm is None:
+            return None
+        return self.blocks[number - 1].get_submodule(_NORMS[self.family])
+
     def closing_norm(self, layer: int) -> nn.Module | None:
         """The normalisation that hidden states of `layer` come straight out of, if there is one.
 

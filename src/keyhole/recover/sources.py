@@ -58,7 +58,7 @@ def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
     read: list[Opened | Dump] = []
     for source in leaks if several else [leaks]:
         if isinstance(source, str | Path):
-            read += [_read(path) for path in _files(Path(source))]
+            read += [_read(path) for path in leak_files([Path(source)])]
         elif isinstance(source, Opened | Dump):
             read.append(source)
         elif isinstance(source, BaseLeak):
@@ -102,6 +102,11 @@ def _is_leak(source: Any) -> bool:
 
 def _exposure(expose: str | Exposure | None) -> Exposure | None:
     return Exposure.parse(expose) if isinstance(expose, str) else expose
+
+
+def leak_files(sources: Sequence[Path]) -> list[Path]:
+    """The files of leaks, those in folders in the order of their names."""
+    return [file for source in sources for file in _files(source)]
 
 
 def _files(path: Path) -> list[Path]:

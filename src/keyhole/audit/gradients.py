@@ -1,0 +1,114 @@
+"""The texts of a batch from the gradient that a client would hand over for it.
+
+The auditor makes the gradient of its texts with the model's own loss, in float32 and as it is often
+sent, and hands the attacker the model and the update: nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.texts import TextTarget, reading_of
+from keyhole.data import NO_LABEL, Example
+from keyhole.errors import InputError
+from keyhole.models.anatomy import anatomy
+from keyhole.models.tasks import head_of
+from keyhole.percent import percent
+from keyhole.progress import Track
+from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
+from keyhole.recover.gradients.run import LONGEST
+from keyhole.recover.gradients.update import KIND, TASKS
+from keyhole.recover.originals import Original
+from keyhole.recover.recovery import TextRecovery
+from keyhole.results import Finding, Skip, Status
+from keyhole.results.readings import Readings
+
+EXPOSURE = "gradient of a batch of texts"
+REMEDY = (
+    "Treat gradients as the texts themselves: add noise (DP-SGD) or sum them over clients before "
+    "anybody sees them; rounding, clipping and hiding the embeddings do not help."
+)
+_PRECISIONS = ("float32", "bfloat16")
+_LARGEST = 1 << 28  # weights whose gradient an audit makes
+
+
+def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
+    """One check of a model that has a loss; `seed` is every family's, nothing here is random."""
+    del seed
+    model = target.loaded.model
+    reason = ""
+    try:
+        parts = anatomy(model)
+    except InputError:
+        return []  # said of the text already: a family whose parts are not known here
+    if head_of(model) not in TASKS:
+        reason = "the model has no head, so no loss: a client would train one"
+    elif parts.layers < 2:
+        reason = "texts are put together by the second block, and the model has one"
+    elif sum(each.numel() for each in model.parameters()) > _LARGEST:
+        reason = "takes longer than an audit: keyhole capture --expose gradient, invert text"
+    if reason:
+        return [nothing_to_try(EXPOSURE, Skip(EXPOSURE, "none", reason))]
+    return [Check(f"text from the {EXPOSURE}", partial(_check, surface, target))]
+
+
+def _check(surface: str, target: TextTarget, track: Track) -> Checked:
+    started = time.perf_counter()
+    loaded = target.loaded
+    longest = min(LONGEST, anatomy(loaded.model).longest)
+    examples = [Example("", NO_LABEL, text) for text in target.texts]
+    batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
+    originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]
+    precisions = [name for name in _PRECISIONS if name in target.precisions]
+    progress = track(EXPOSURE, len(precisions))
+    cells: list[Readings] = []
+    notes: list[str] = []
+    for number, precision in enumerate(precisions, 1):
+        update = update_of(loaded.model, batch, precision=precision)
+        recovery = recover_batch(loaded.model, loaded.tokenizer, update)
+        readings = tuple(
+            reading_of(loaded.tokenizer, original, _nearest(original, recovery))
+            for original in originals
+        )
+        cells.append(Readings(KIND, 1, precision, readings))
+        notes.append(f"{precision} {percent(cells[-1].known)}")
+        progress(number)
+    status, exact = _status(cells), cells[0].exact if cells else 0
+    reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
+    finding = Finding(
+        surface=surface,
+        exposure=EXPOSURE,
+        attack="GradientSpans" if cells else "",
+        status=status,
+        reason=reason + ", ".join(notes) if cells else "none of the precisions asked for is tried",
+        remedy=REMEDY,
+        error=None,
+        queries=1,
+        seconds=time.perf_counter() - started,
+        known=cells[0].known if cells else 0.0,
+        sought="text",
+        texts=tuple(cells),
+    )
+    return Checked((finding,))
+
+
+def _nearest(original: Original, recovery: BatchRecovery) -> TextRecovery:
+    """The recovered text that has most of an original: a batch has no order."""
+    none = TextRecovery(Status.UNSOLVED, "", recovery.method, [], "", False, 0, 0.0)
+    return max([none, *recovery.texts], key=lambda text: _shared(original.ids, text.ids))
+
+
+def _shared(truth: Sequence[int], ids: Sequence[int]) -> float:
+    same = sum(one == other for one, other in zip(truth, ids, strict=False))
+    return 2 * same / max(1, len(truth) + len(ids))
+
+
+def _status(cells: Sequence[Readings]) -> Status:
+    if not cells:
+        return Status.NOT_APPLICABLE
+    if cells[0].exact == len(cells[0].readings):
+        return Status.RECOVERED
+    return Status.INEXACT if cells[0].exact or cells[0].known >= 0.5 else Status.UNSOLVED

@@ -1,0 +1,19 @@
+"""Texts from gradients: what a client of federated learning, or of a tuning service, hands over.
+
+`update.py` is what leaks and how a client makes it; `inputs.py` what the first layers receive;
+`span.py` what a gradient says of that; `tokens.py` which tokens, `places.py` at which positions;
+`encoder_texts.py` and `decoder_texts.py` which texts; `labels.py` their classes and last tokens;
+`judge.py` makes the update again from the proposed batch; `recover_batch.py` goes through all that,
+`run.py` is the two commands.
+"""
+
+from keyhole.recover.gradients.batch import Batch
+from keyhole.recover.gradients.client import batch_of, update_of
+from keyhole.recover.gradients.recover_batch import recover_batch
+from keyhole.recover.gradients.recovery import BatchRecovery
+from keyhole.recover.gradients.update import Protocol, Update, is_update, load_update
+
+__all__ = [
+    "Batch", "BatchRecovery", "Protocol", "Update", "batch_of", "is_update", "load_update",
+    "recover_batch", "update_of",
+]  # fmt: skip

@@ -1,0 +1,258 @@
+"""`recover_batch(model, tokenizer, update)`: which tokens, at which places, in which texts.
+
+Tokens come from the first span, texts from the second, classes and last tokens from least squares,
+and the judge makes the update again. What the update does not show is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.errors import InputError
+from keyhole.models.loading import identity
+from keyhole.recover.attack import Target
+from keyhole.recover.gradients.batch import Batch
+from keyhole.recover.gradients.client import task_for
+from keyhole.recover.gradients.contexts import contexts_of
+from keyhole.recover.gradients.decoder_texts import DecoderTexts
+from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search
+from keyhole.recover.gradients.errors import Errors
+from keyhole.recover.gradients.inputs import FirstInputs, first_inputs, position_table
+from keyhole.recover.gradients.judge import Fit, judge
+from keyhole.recover.gradients.labels import labelled
+from keyhole.recover.gradients.places import places_of
+from keyhole.recover.gradients.recovery import BatchRecovery
+from keyhole.recover.gradients.span import Span, inputs_last, map_rows, span_of
+from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
+from keyhole.recover.gradients.update import Update
+from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.results import Status
+
+_DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
+_POSITIONS = 128  # that texts may be long, unless they turn out to be longer
+METHOD = "GradientSpans"
+
+
+@dataclass(eq=False)
+class _Knowledge:
+    """What the update shows before any text is put together."""
+
+    target: Target
+    update: Update
+    names: dict[int, str]
+    errors: Errors
+
+    def maps(self, number: int) -> list[nn.Module]:
+        """The maps that block `number` (from 1) applies to its input, each once."""
+        attention = self.target.parts.attentions[number - 1]
+        return list(dict.fromkeys((attention.query, attention.key, attention.value)))
+
+    def rows(self, maps: Sequence[nn.Module]) -> Tensor:
+        """The gradients of maps of the same inputs, one under the other, in float64."""
+        parts = [map_rows(self.update, self.names, map_) for map_ in maps]
+        given = [rows for rows in parts if rows is not None]
+        if not given:
+            raise InputError("expected the gradient of the first attentions, got none of them")
+        return torch.cat(given)
+
+    def span(self, maps: Sequence[nn.Module]) -> Span:
+        """The span of the maps' inputs."""
+        named = [(self.names[id(map_.get_parameter("weight"))], map_) for map_ in maps]
+        variances = [
+            inputs_last(self.errors.coarse(name), map_)
+            for name, map_ in named
+            if name in self.update.values
+        ]
+        return span_of(self.rows(maps), torch.cat(variances))
+
+    def used(self) -> Tensor | None:
+        """Tokens (v,) with a row of their own in the gradient; None where that does not show.
+
+        A table that is tied to the head has a row for every token; one with noise as well.
+        """
+        given = self.update.values.get(self.names.get(id(self.target.parts.tokens.weight), ""))
+        if given is None or self.update.protocol.noise:
+            return None
+        used = used_rows(given).to(self.target.parts.device)
+        return None if bool(used.all()) else used
+
+    def positions(self) -> int | None:
+        """How long the longest text is, where the positions' own gradient shows it."""
+        known = position_table(self.target.parts)
+        if known is None or self.update.protocol.noise:
+            return None
+        table, first = known
+        given = self.update.values.get(self.names.get(id(table.weight), ""))
+        return None if given is None else int(used_rows(given)[first:].sum()) or None
+
+
+def recover_batch(
+    model: Any, tokenizer: Any, update: Update, *, search: Search | None = None
+) -> BatchRecovery:
+    """The texts behind an update, verified by making the update again from them."""
+    started = time.perf_counter()
+    target = Target.of(model, tokenizer)
+    _check(target, update)
+    names = {id(each): name for name, each in model.named_parameters()}
+    known = _Knowledge(target, update, names, Errors.of(update, model))
+    first, second = known.span(known.maps(1)), known.span(known.maps(2))
+    used = known.used()
+    if not first.rank or not second.rank or (used is None and (first.blurred or second.blurred)):
+        return _blurred(first, second, started)  # of few tokens the right ones may still stand out
+    if not first.says:
+        return _too_many(target, first, used, started)
+    inputs, tokens = _tokens(target, first, used, known.positions())
+    if not tokens:
+        return _nothing("no token's input lies in the span of the gradient", started)
+    if not second.says:
+        return _too_many(target, second, _flags(target, tokens), started)
+    texts = _texts(known, second, inputs, tokens, search or Search())
+    if not texts:
+        return _nothing("no text of these tokens fits the gradient", started, tokens)
+    batch = labelled(target, update, names, [ids for ids, _ in texts])
+    fit = judge(target, update, batch)
+    fits = [fits and second.sharp for _, fits in texts]
+    return _result(target, update, batch, fit, fits, all_tokens(tokens), started)
+
+
+def _check(target: Target, update: Update) -> None:
+    if task_for(target.model) != update.task:
+        raise InputError(
+            f"expected a model with a head for {update.task}, got {type(target.model).__name__}"
+        )
+    whose = identity(target.model, head=True)
+    if update.model is not None and update.model != whose:
+        raise InputError(f"expected gradients of the model {whose}, got those of {update.model}")
+    shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
+    for name, each in update.values.items():
+        if shapes.get(name) != tuple(each.shape):
+            raise InputError(
+                f"expected {name} of shape {shapes.get(name)}, got {tuple(each.shape)}: "
+                "is it another model's?"
+            )
+    if target.parts.layers < 2:
+        raise InputError("expected a model of two blocks or more, got one")
+
+
+def _tokens(
+    target: Target, span: Span, used: Tensor | None, positions: int | None
+) -> tuple[FirstInputs, list[Tensor]]:
+    """Tokens that may stand at each position; tables grow until texts end before they do."""
+    count = positions or _POSITIONS
+    while True:
+        inputs = first_inputs(target.parts, count)
+        tokens = tokens_in(inputs, span, used)
+        ended = len(tokens) < inputs.positions or inputs.positions < count
+        if ended or positions is not None or inputs.places is None:
+            return inputs, tokens
+        count *= 2
+
+
+def _texts(
+    known: _Knowledge, span: Span, inputs: FirstInputs, tokens: list[Tensor], search: Search
+) -> list[tuple[list[int], bool]]:
+    """Texts, and whether all rows of each lie in the span."""
+    target, count = known.target, known.update.texts
+    if target.parts.causal:
+        # Rows of one text are independent: no text is longer than the span has dimensions.
+        longest = min(span.rank, target.parts.longest)
+        prefixes = DecoderTexts(target, span, tokens, count, longest)
+        return [(ids, True) for ids in prefixes][:count]
+    together = all_tokens(tokens)
+    values = known.rows([target.parts.attentions[0].value])
+    places = places_of(
+        known.rows(known.maps(1)), values, target.parts.heads, inputs, together, len(tokens)
+    )
+    outer = known.span([target.parts.attentions[0].output])
+    contexts = contexts_of(
+        target.parts, inputs, together, len(tokens), outer.some_directions(_DIRECTIONS)
+    )
+    read = EncoderTexts(target, span, contexts, tokens, places, count, search)
+    return [(text.ids, text.fits) for text in read if text.ids]
+
+
+def _flags(target: Target, tokens: Sequence[Tensor]) -> Tensor:
+    flags = torch.zeros(target.vocabulary, dtype=torch.bool, device=target.parts.device)
+    flags[all_tokens(tokens)] = True
+    return flags
+
+
+def _too_many(target: Target, span: Span, used: Tensor | None, started: float) -> BatchRecovery:
+    """The span is all there is; the tokens may show in their table's own gradient."""
+    width = target.parts.width
+    reason = f"the batch has as many tokens as the model is wide ({width}), or more: its span "
+    reason += f"has {span.rank} dimensions and says nothing"
+    ids: list[int] = []
+    if used is not None:
+        ids = used.nonzero()[:, 0].tolist()
+        reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"
+    status = Status.INEXACT if ids else Status.NOT_IDENTIFIABLE
+    return BatchRecovery(
+        status, reason, METHOD, (), (), tuple(ids), 0, time.perf_counter() - started
+    )
+
+
+def _blurred(first: Span, second: Span, started: float) -> BatchRecovery:
+    """Rounding or noise leaves too little of a span."""
+    ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
+    return _nothing(f"the update's own errors hide what it is made of: {ranks}", started)
+
+
+def _nothing(reason: str, started: float, tokens: Sequence[Tensor] = ()) -> BatchRecovery:
+    ids = tuple(all_tokens(tokens).tolist()) if tokens else ()
+    status = Status.INEXACT if ids else Status.UNSOLVED
+    return BatchRecovery(status, reason, METHOD, (), (), ids, 0, time.perf_counter() - started)
+
+
+def _result(
+    target: Target,
+    update: Update,
+    batch: Batch,
+    fit: Fit,
+    fits: Sequence[bool],
+    tokens: Tensor,
+    started: float,
+) -> BatchRecovery:
+    verified = sum(fit.verified)
+    fitting = sum(fits)
+    words = f"{len(batch.texts)} of {update.texts} texts, {fitting} in the span"
+    reason = f"{words}; {verified} verified: their update differs by {fit.residual:.1e} of its "
+    reason += f"size, the leak's errors are {fit.errors:.1e}"
+    status = Status.INEXACT if fitting or verified else Status.UNSOLVED
+    status = Status.RECOVERED if verified == update.texts else status
+    seconds = time.perf_counter() - started
+    texts = tuple(
+        _text(target, ids, fit, sure, inside, seconds / len(batch.texts))
+        for ids, sure, inside in zip(batch.texts, fit.verified, fits, strict=True)
+    )
+    everything = tuple(sorted({*tokens.tolist(), *(id_ for ids in batch.texts for id_ in ids)}))
+    return BatchRecovery(
+        status, reason, METHOD, texts, batch.labels, everything, fit.passes,
+        seconds, fit.residual, fit.errors,
+    )  # fmt: skip
+
+
+def _text(
+    target: Target, ids: Sequence[int], fit: Fit, sure: bool, inside: bool, seconds: float
+) -> TextRecovery:
+    """One text of the batch, marked as a whole."""
+    mark = Mark.VERIFIED if sure else Mark.LIKELY if inside else Mark.UNKNOWN
+    status = {
+        Mark.VERIFIED: Status.RECOVERED, Mark.LIKELY: Status.INEXACT, Mark.UNKNOWN: Status.UNSOLVED,
+    }[mark]  # fmt: skip
+    reasons = {
+        Mark.VERIFIED: "the batch gives the leaked update again",
+        Mark.LIKELY: "all its rows lie in the span, but the batch does not give the update again",
+        Mark.UNKNOWN: "not all its rows lie in the span",
+    }
+    return TextRecovery(
+        status=status, reason=reasons[mark], method=METHOD, ids=list(ids), text=target.decode(ids),
+        verified=sure, passes=0, seconds=seconds, marks=(mark,) * len(ids), residual=fit.residual,
+        precision=fit.errors,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The audit's own batch: read back from its gradient, or a reason why that was not tried."""
+
+from __future__ import annotations
+
+import tiny_models as tiny
+from keyhole.audit import gradients
+from keyhole.audit.texts import TextTarget
+from keyhole.models.loading import Loaded, identity
+from keyhole.progress import untracked
+from keyhole.results import Status
+
+TEXTS = ("w1 w2 w3 w4", "w9 w8 w7 w6 w5")
+
+
+def target(family, head, **changes):
+    model = tiny.model(family, head=head, **changes)
+    words = tiny.tokenizer(family in tiny.DECODERS)
+    return TextTarget(Loaded(model, words, identity(model), family), TEXTS)
+
+
+def test_the_texts_come_back():
+    for family, head in (
+        ("bert", "AutoModelForSequenceClassification"),
+        ("llama", "AutoModelForCausalLM"),
+    ):
+        (check,) = gradients.checks("", target(family, head), 0)
+        (finding,) = check.run(untracked).findings
+        assert finding.status is Status.RECOVERED, finding.reason
+        assert finding.exposed
+        assert finding.reason.startswith(
+            "2 of 2 texts exact and verified; tokens right: float32 100%"
+        )
+        assert [cell.precision for cell in finding.texts] == ["float32", "bfloat16"]
+        assert all(reading.exact for reading in finding.texts[0].readings)
+        for cell in finding.texts:  # whatever rounding leaves: nothing wrong is vouched for
+            assert all(reading.exact for reading in cell.readings if reading.verified)
+
+
+def test_what_has_no_loss_is_said():
+    (check,) = gradients.checks("", target("bert", "AutoModel"), 0)
+    (skip,) = check.run(untracked).skips
+    assert "no head" in skip.reason
+
+
+def test_one_block_is_said():
+    one = target("bert", "AutoModelForSequenceClassification", num_hidden_layers=1)
+    (check,) = gradients.checks("", one, 0)
+    (skip,) = check.run(untracked).skips
+    assert "second block" in skip.reason

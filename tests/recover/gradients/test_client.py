@@ -1,0 +1,101 @@
+"""What a client hands over: the library's own gradient, clipped, noised, or after several steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.recover.gradients import Batch, Protocol, Update, load_update, update_of
+
+HEADS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}
+
+
+def case(family, task, texts=3):
+    model, causal = tiny.model(family, head=HEADS[task]), family in tiny.DECODERS
+    ids = tiny.ids(texts, 7, causal=causal).tolist()
+    ids[0] = ids[0][:5]  # one is shorter: there is padding
+    labels = tuple(number % 2 for number in range(texts)) if task == "classification" else ()
+    return model, Batch(tuple(map(tuple, ids)), labels)
+
+
+@pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("llama", "causal")])
+def test_it_is_the_gradient_of_the_library_s_own_loss(family, task):
+    model, batch = case(family, task)
+    update = update_of(model, batch)
+    ids, mask = batch.padded(0, torch.device("cpu"))
+    labels = torch.tensor(batch.labels) if batch.labels else ids.masked_fill(mask == 0, -100)
+    model.requires_grad_(True)
+    model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            assert torch.allclose(update.values[name], weight.grad, atol=1e-6), name
+
+
+def test_each_text_is_clipped_and_noise_has_its_strength():
+    model, batch = case("bert", "classification")
+    clipped = update_of(model, batch, Protocol(clip=1e-3))
+    length = torch.stack([each.norm() for each in clipped.values.values()]).norm()
+    assert 0 < float(length) <= 1e-3
+    noisy = update_of(model, batch, Protocol(clip=1e-3, noise=2.0), seed=3)
+    off = torch.cat([(noisy.values[n] - clipped.values[n]).flatten() for n in clipped.values])
+    assert float(off.std()) == pytest.approx(2.0 * 1e-3 / 3, rel=0.02)
+
+
+def test_several_steps_give_the_difference_of_weights():
+    model, batch = case("bert", "classification")
+    update = update_of(model, batch, Protocol(steps=3, rate=0.1))
+    copy = case("bert", "classification")[0].requires_grad_(True)
+    ids, mask = batch.padded(0, torch.device("cpu"))
+    steps = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for _ in range(3):
+        steps.zero_grad()
+        copy(input_ids=ids, attention_mask=mask, labels=torch.tensor(batch.labels)).loss.backward()
+        steps.step()
+    before = dict(model.named_parameters())
+    for name, weight in copy.named_parameters():
+        if name in update.values:
+            assert torch.allclose(update.values[name], weight - before[name], atol=1e-6), name
+
+
+def test_embeddings_can_be_left_out():
+    model, batch = case("bert", "classification")
+    names = set(update_of(model, batch).values) - set(
+        update_of(model, batch, hide=["embeddings"]).values
+    )
+    assert names == {
+        f"bert.embeddings.{each}_embeddings.weight" for each in ("word", "position", "token_type")
+    }
+
+
+def test_it_comes_back_from_a_file(tmp_path):
+    model, batch = case("bert", "classification")
+    update = update_of(model, batch, Protocol(clip=1.0), precision="bfloat16")
+    update.save(tmp_path / "g.safetensors")
+    again = load_update(tmp_path / "g.safetensors")
+    assert again.digest == update.digest
+    assert (again.protocol, again.precision, again.texts) == (Protocol(clip=1.0), "bfloat16", 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"noise": 1.0}, "expected --clip with --noise"),
+        ({"clip": 0.0}, "expected --clip above 0"),
+        ({"steps": 0}, "expected --local-steps of 1 or more"),
+        ({"rate": -1.0}, "expected --rate above 0"),
+    ],
+)
+def test_wrong_rules_are_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        Protocol(**wrong)
+
+
+def test_wrong_updates_are_refused():
+    with pytest.raises(InputError, match="expected finite numbers"):
+        Update({"w": torch.tensor([float("nan")])}, "causal", 1)
+    with pytest.raises(InputError, match="expected a task among"):
+        Update({"w": torch.ones(1)}, "images", 1)
+    with pytest.raises(InputError, match="expected the gradient"):
+        Update({}, "causal", 1)

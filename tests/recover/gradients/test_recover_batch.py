@@ -1,0 +1,129 @@
+"""Batches come back from their gradients, whole and verified, and nothing else is vouched for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.recover.attack import Target
+from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
+from keyhole.recover.gradients.judge import judge
+from keyhole.results import Status
+
+CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
+CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),
+         ("llama", NEXT), ("qwen3", NEXT), ("llama", CLASSES)]  # fmt: skip
+
+
+def case(family, head, texts=3, length=7, seed=0):
+    model, causal = tiny.model(family, head=head), family in tiny.DECODERS
+    ids = tiny.ids(texts, length, seed, causal=causal).tolist()
+    if texts > 1:
+        ids[0] = [*ids[0][:4], ids[0][-1]]
+    labels = tuple(number % 2 for number in range(texts)) if head == CLASSES else ()
+    return model, tiny.tokenizer(causal), Batch(tuple(map(tuple, ids)), labels)
+
+
+def expect_all(recovery, batch):
+    assert recovery.status is Status.RECOVERED, recovery.reason
+    read = {tuple(text.ids): number for number, text in enumerate(recovery.texts)}
+    assert set(read) == set(batch.texts)
+    assert all(text.verified for text in recovery.texts)
+    for text, label in zip(batch.texts, batch.labels, strict=bool(batch.labels)):
+        assert recovery.labels[read[text]] == label
+
+
+@pytest.mark.parametrize(("family", "head"), CASES)
+@pytest.mark.parametrize("hide", [(), ("embeddings",)])
+def test_a_batch_comes_back(family, head, hide):
+    model, words, batch = case(family, head)
+    expect_all(recover_batch(model, words, update_of(model, batch, hide=hide)), batch)
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
+@pytest.mark.parametrize("protocol", [Protocol(clip=0.01), Protocol(steps=3, rate=1e-3)])
+def test_by_other_rules(family, head, protocol):
+    model, words, batch = case(family, head, texts=2)
+    recovery = recover_batch(model, words, update_of(model, batch, protocol))
+    if protocol.clip:
+        expect_all(recovery, batch)
+    for text in recovery.texts:  # several steps: as much as there is, none of it wrong
+        assert not text.verified or tuple(text.ids) in batch.texts
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_rounded_gradients(family, head, precision):
+    model, words, batch = case(family, head, texts=1)
+    recovery = recover_batch(model, words, update_of(model, batch, precision=precision))
+    assert [tuple(text.ids) for text in recovery.texts] == list(batch.texts)
+
+
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_noise_ends_the_proof(noise):
+    model, words, batch = case("bert", CLASSES, texts=2)
+    update = update_of(model, batch, Protocol(clip=0.1, noise=noise))
+    recovery = recover_batch(model, words, update)
+    assert not recovery.verified
+    assert recovery.status is not Status.RECOVERED
+
+
+def test_more_tokens_than_the_model_is_wide():
+    model, words, batch = case("bert", CLASSES, texts=6, length=9)
+    recovery = recover_batch(model, words, update_of(model, batch))
+    assert "says nothing" in recovery.reason
+    assert not recovery.texts
+    assert set(recovery.tokens) == {id_ for text in batch.texts for id_ in text}
+    hidden = recover_batch(model, words, update_of(model, batch, hide=["embeddings"]))
+    assert hidden.status is Status.NOT_IDENTIFIABLE or not hidden.texts
+    assert not hidden.verified
+
+
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
+def test_the_judge_finds_one_wrong_token_and_one_wrong_class(family, head):
+    model, words, batch = case(family, head)
+    target = Target.of(model, words)
+    for precision in ("float32", "bfloat16"):
+        update = update_of(model, batch, precision=precision)
+        assert all(judge(target, update, batch).verified)
+        for place in range(1, 4):
+            text = list(batch.texts[1])
+            text[place] = 5 + (text[place] + 1) % 190
+            wrong = replace(batch, texts=(batch.texts[0], tuple(text), batch.texts[2]))
+            assert not any(judge(target, update, wrong).verified)
+        if batch.labels:
+            wrong = replace(batch, labels=(1 - batch.labels[0], *batch.labels[1:]))
+            assert not any(judge(target, update, wrong).verified)
+        fewer = Batch(batch.texts[:2], batch.labels[:2])
+        assert not any(judge(target, update, fewer).verified)
+
+
+def test_a_spliced_update_is_not_vouched_for():
+    model, words, batch = case("bert", CLASSES, texts=2)
+    update = update_of(model, batch)
+    other = update_of(model, case("bert", CLASSES, texts=2, seed=9)[2])
+    half = {n: other.values[n] if ".layer.2" in n else each for n, each in update.values.items()}
+    assert not recover_batch(model, words, replace(update, values=half)).verified
+
+
+def test_gradients_of_another_model_are_refused():
+    model, words, batch = case("bert", CLASSES)
+    update = update_of(model, batch)
+    other = tiny.model("bert", seed=1, head=CLASSES)
+    with pytest.raises(InputError, match="expected gradients of the model"):
+        recover_batch(other, words, update)
+    assert not recover_batch(other, words, replace(update, model=None)).verified
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    model, words, batch = case("bert", CLASSES, texts=1)
+    recovery = recover_batch(model, words, update_of(model, batch))
+    recovery.save(tmp_path / "batch.json")
+    again = BatchRecovery.load(tmp_path / "batch.json")
+    assert again == recovery
+    assert "recovered" in repr(again)
+    assert torch.is_grad_enabled()

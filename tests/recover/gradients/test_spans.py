@@ -1,0 +1,84 @@
+"""What a gradient says of the inputs, against naive loops and against the model itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+import tiny_models as tiny
+from keyhole.models.capture import Exposure, capture, hooks
+from keyhole.recover.attack import Target
+from keyhole.recover.gradients.contexts import contexts_of
+from keyhole.recover.gradients.inputs import first_inputs
+from keyhole.recover.gradients.span import span_of
+
+
+def target_of(family, head="AutoModel"):
+    return Target.of(tiny.model(family, head=head), tiny.tokenizer(family in tiny.DECODERS))
+
+
+@pytest.mark.parametrize("family", [*tiny.ENCODERS, *tiny.DECODERS])
+def test_the_first_inputs_are_the_model_s_own(family):
+    target, ids = target_of(family), tiny.ids(20, 12, causal=family in tiny.DECODERS)
+    given = capture(target.model, Exposure("hidden", 0), ids=ids)["values"]
+    norm = target.parts.opening_norm(1)
+    given = given if norm is None else norm(given)
+    inputs = first_inputs(target.parts, 12)
+    for place in range(12):
+        own = inputs.at(ids[:, place], 0 if inputs.places is None else place)
+        assert torch.allclose(own, given[:, place].double(), atol=2e-6)
+
+
+def test_inputs_lie_in_the_span_and_others_do_not():
+    stream = np.random.default_rng(0)
+    inputs, others = stream.normal(size=(7, 20)), stream.normal(size=(5, 20))
+    rows = reference.gradient_of_map(stream.normal(size=(7, 30)), inputs)
+    span = span_of(torch.tensor(rows), torch.zeros(30, 20))
+    assert span.rank == 7
+    assert span.says
+    assert float(span.distance(torch.tensor(inputs)).max()) < 1e-12
+    naive = [reference.distance_from_rows(row, inputs) for row in others]
+    assert np.allclose(span.distance(torch.tensor(others)), naive, atol=1e-12)
+
+
+def test_the_span_of_as_many_inputs_as_it_is_wide_says_nothing():
+    stream = np.random.default_rng(0)
+    rows = reference.gradient_of_map(stream.normal(size=(25, 30)), stream.normal(size=(25, 20)))
+    assert not span_of(torch.tensor(rows), torch.zeros(30, 20)).says
+
+
+def test_noise_is_no_part_of_the_span():
+    stream = np.random.default_rng(0)
+    rows = reference.gradient_of_map(stream.normal(size=(7, 90)), stream.normal(size=(7, 60)))
+    noisy = rows + 0.01 * stream.normal(size=rows.shape)
+    assert span_of(torch.tensor(noisy), torch.full((90, 60), 1e-4)).rank == 7
+    assert span_of(torch.tensor(noisy), torch.zeros(90, 60)).rank == 60
+
+
+def test_contexts_are_the_attention_s_own_and_changes_are_whole_texts():
+    target, text = target_of("bert"), tiny.ids(1, 9)[0]
+    parts, tokens = target.parts, torch.arange(2, 60)
+    tokens = torch.cat([tokens, text]).unique()
+    directions = torch.randn(32, 5, generator=torch.Generator().manual_seed(0)).double()
+    contexts = contexts_of(parts, first_inputs(parts, 9), tokens, 9, directions)
+    taken = []
+
+    def take(_module, args):
+        taken.append(args[0][0])
+
+    with hooks((parts.attentions[0].output.register_forward_pre_hook, take)):
+        target.model(input_ids=text[None])
+    numbers = torch.searchsorted(tokens, text)
+    far = (taken[0].double() @ directions).square().sum(-1).mean()
+    ratio = float(contexts.misfit(numbers)) / float(far)  # in units of a typical value's length
+    changed = contexts.changed(numbers, 4, torch.arange(len(tokens)))
+    for number in (0, 7, 31):
+        other = numbers.clone()
+        other[4] = number
+        assert float(changed[number]) == pytest.approx(float(contexts.misfit(other)), rel=1e-4)
+        with hooks((parts.attentions[0].output.register_forward_pre_hook, take)):
+            target.model(input_ids=tokens[other][None])
+        far = float((taken[-1].double() @ directions).square().sum(-1).mean())
+        assert float(changed[number]) == pytest.approx(ratio * far, rel=1e-3)
