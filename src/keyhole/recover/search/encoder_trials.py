@@ -1,8 +1,9 @@
 """Other tokens for texts that are nearly right: what attacks/encoder.py tries by running the model.
 
 Three ways, from the cheapest: the token that the residual asks for at the positions that fit worst
-(`flip`), a few candidates at those positions, judged row by row (`replace`, row_trials.py), and
-all positions one at a time (`substitute`, substitution.py).
+(`flip`), a few candidates at those positions, judged row by row and then by sums of what they do
+(`replace`, row_trials.py, sum_trials.py), and all positions one at a time (`substitute`,
+substitution.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import Tensor
 from keyhole.recover.search.comparison import Comparison
 from keyhole.recover.search.encoder_batch import EncoderBatch
 from keyhole.recover.search.row_trials import Misfits, try_rows
+from keyhole.recover.search.substitution import Tried
 from keyhole.recover.search.substitution import substitute as try_all
+from keyhole.recover.search.sum_trials import try_sums
 
 _WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
 _ROUGHLY = 0.5  # of the leak's variance left unexplained: rows say something of their own tokens
@@ -21,6 +24,7 @@ _NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, 
 _PLACES, _TOGETHER = 40, 8  # positions tried in a sweep, and in one pass, …
 _ALONE = 8  # … and positions tried one by one, once that has nothing more to give
 _SWEEPS = 12
+_MORE = 3  # times as many candidates where sums of them are looked at
 _AT_ONCE = 4096  # tokens in one pass
 
 
@@ -59,7 +63,8 @@ def replace(texts: EncoderBatch, candidates: int) -> list[int]:
     """Try so many candidates at the positions that fit worst, as long as that helps.
 
     Many positions at once first; what they do to each other hides the last few wrong tokens, so
-    then the worst positions one by one, with twice the candidates.
+    then the worst positions one by one, with twice the candidates; and where no single token helps
+    any more, several of them together.
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
@@ -77,11 +82,34 @@ def replace(texts: EncoderBatch, candidates: int) -> list[int]:
             helped = not torch.equal(tried.ids, ids[:n])
             ids[:n] = tried.ids
             fits = texts.note(rows, ids[None], texts.run(rows, ids[None]), tried.forwards + 1)
-            if alone and not helped:
-                break
+            if alone and not helped and not fits:
+                tried = _by_sums(texts, row, ids[:n], candidates)
+                helped = not torch.equal(tried.ids, ids[:n])
+                ids[:n] = tried.ids
+                given = texts.run(rows, ids[None])
+                fits = texts.note(rows, ids[None], given, tried.forwards + 1)
+                if not helped:
+                    break
             alone = alone or not helped
         done += fits
     return done
+
+
+def _by_sums(texts: EncoderBatch, row: int, ids: Tensor, candidates: int) -> Tried:
+    """Several tokens at the worst positions of a text that is nearly right."""
+    places = _worst_places(texts, row, alone=True)
+    if row not in _within(texts, _NEAR) or len(places) < 2:
+        return Tried(ids, 0.0, 0)
+    leaked, seen = texts.leaked[row, : len(ids)], texts.seen[row, : len(ids), None]
+
+    def missing(tried: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        for part in tried.split(max(1, _AT_ONCE // len(ids))):
+            rows = torch.full((len(part),), row, device=ids.device)
+            parts.append(((leaked - texts.run(rows, part)) * seen).flatten(1))
+        return torch.cat(parts)
+
+    return try_sums(missing, ids, places, _proposed(texts, row, places, _MORE * candidates))
 
 
 def _misfits(texts: EncoderBatch, row: int) -> Misfits:
