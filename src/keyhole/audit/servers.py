@@ -83,19 +83,23 @@ def _probe(
     if status is None:
         skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
         return Checked(skips=(skip,))
-    finding = Finding(
-        surface=surface,
-        exposure=exposure,
-        attack="probe",
-        status=status,
-        reason=reason,
-        remedy=route.remedy,
-        error=None,
-        queries=1,
-        seconds=time.perf_counter() - started,
-        sought=route.gives,
-    )
-    return Checked((finding,))
+    return _checked(surface, exposure, route, "probe", status, reason, started, sought=route.gives)
+
+
+def _checked(
+    surface: str, exposure: str, route: Route, attack: str, status: Status, reason: str,
+    started: float, *, error: float | None = None, queries: int = 1, **more: Any,
+) -> Checked:  # fmt: skip
+    """One finding about a route."""
+    return Checked(
+        (
+            Finding(
+                surface=surface, exposure=exposure, attack=attack, status=status, reason=reason,
+                remedy=route.remedy, error=error, queries=queries,
+                seconds=time.perf_counter() - started, **more,
+            ),
+        )
+    )  # fmt: skip
 
 
 def _verdict(
@@ -157,21 +161,11 @@ def _texts(
     status = Status.RECOVERED if cell.exact == len(readings) else recoveries[0].status
     if status is Status.RECOVERED and cell.exact < len(readings):
         status = Status.INEXACT
-    finding = Finding(
-        surface=surface,
-        exposure=exposure,
-        attack=recoveries[0].method,
-        status=status,
-        reason=f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}",
-        remedy=route.remedy,
-        error=None,
-        queries=len(readings),
-        seconds=time.perf_counter() - started,
-        known=cell.known,
-        sought="text",
-        texts=(cell,),
-    )
-    return Checked((finding,))
+    reason = f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
+    return _checked(
+        surface, exposure, route, recoveries[0].method, status, reason, started,
+        queries=len(readings), known=cell.known, sought="text", texts=(cell,),
+    )  # fmt: skip
 
 
 def _recovered(loaded: Loaded, leak: Leak, *, served: bool) -> TextRecovery:
@@ -202,19 +196,10 @@ def _state(
     if not answered.open:
         return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
     status, reason, error = _compared(loaded, text, answered.content, route)
-    finding = Finding(
-        surface=surface,
-        exposure=exposure,
-        attack="final_states",
-        status=status,
-        reason=reason,
-        remedy=route.remedy,
-        error=error,
-        queries=1,
-        seconds=time.perf_counter() - started,
+    return _checked(
+        surface, exposure, route, "final_states", status, reason, started, error=error,
         sought="last state",
-    )
-    return Checked((finding,))
+    )  # fmt: skip
 
 
 def _compared(

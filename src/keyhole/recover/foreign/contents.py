@@ -26,7 +26,7 @@ from keyhole.recover.foreign.section import Section
 from keyhole.recover.foreign.shapes import Reading, readings_of
 from keyhole.recover.leaks import TYPES, Leak
 
-_TRIED = 4  # likely layers: the right one was never further down (layers.py)
+_TRIED = 4  # likely layers (layers.py)
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
 _UNIT = 1e-3  # how far from 1 rounding may put the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer

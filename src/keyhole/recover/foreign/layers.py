@@ -3,9 +3,6 @@
 Every layer has its own means and spreads. With μ and σ those of each number over rows of ordinary
 texts at a layer, rows x are as likely as −Σ log σ − Σ (x − μ)²/2σ² says. That only orders the
 layers to try: a layer is taken if a text read at it is verified, and not before.
-
-Of two sentences at every layer of MiniLM and every third of SmolLM2, the right layer came first in
-30 of 36 cases and third at worst.
 """
 
 from __future__ import annotations
