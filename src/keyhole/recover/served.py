@@ -3,8 +3,6 @@
 The weights are ours, dequantised, but the server rounds what it multiplies (models/arithmetic.py).
 How far that moves an exposure is measured before the leak is looked at, by rounding in the same way
 on ordinary texts; the judge then tests the leak against it, as against any noise that was stated.
-For one text of eight tokens on SmolLM2 in Q4_1, beside llama.cpp itself, the error so computed was
-0.7 to 1.4 times the true one at every position, at layers 0, 5, 15, 29 and after the last.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from keyhole.models.arithmetic import eight_bit_activations
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 
-_MARGIN = 1.5  # above the largest error of a position of the ordinary texts
+_MARGIN = 1.5  # above the largest error of a position of the ordinary texts; chosen, not fitted
 
 
 def with_served_noise(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
