@@ -29,7 +29,7 @@ from keyhole.results.readings import Readings
 EXPOSURE = "gradient of a batch of texts"
 REMEDY = (
     "Treat gradients as the texts themselves: add noise (DP-SGD) or sum them over clients before "
-    "anybody sees them; rounding, clipping and hiding the embeddings do not help."
+    "anybody sees them; clipping and hiding the embeddings do not help, rounding only in part."
 )
 _PRECISIONS = ("float32", "bfloat16")
 _LARGEST = 1 << 28  # weights whose gradient an audit makes
