@@ -7,10 +7,11 @@ text behind the vector e are linear in e:
     log odds_t(e) = δ_tᵀC⁻¹(e − μ) − δ_tᵀC⁻¹δ_t / 2 + log(share of the texts that hold t)
 
 δ_t is a mean over the texts of a corpus that hold t. Most tokens are in few texts or in none, so it
-is drawn towards what the encoder says of the token alone: B·(vector of the text "t"), where the
-linear map B is fitted to the tokens that are frequent. All of it is counted and solved for, from
-one run of the encoder over corpus and vocabulary. Being linear it also reads differences: what
-`missing` says of e − e′ are the tokens that a guess with vector e′ lacks (or has too many of).
+is drawn towards what the encoder says of the token alone: B·(vector of the text "t"; for last
+states, of texts that end in t), where the linear map B is fitted to the tokens that are frequent.
+All of it is counted and solved for, from one run of the encoder over corpus and vocabulary. Being
+linear it also reads differences: what `missing` says of e − e′ are the tokens that a guess with
+vector e′ lacks (or has too many of).
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class Bag:
         return differences @ self.weights
 
     @classmethod
-    def of(cls, encoder: Encoder, texts: Texts, vectors: Tensor) -> Bag:
-        """From texts and their vectors."""
-        size = len(encoder.table)
+    def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> Bag:
+        """From texts and their vectors, and from the vector (V, d) of each token by itself."""
+        size = len(own)
         rows, tokens = _held(texts)
         vectors = vectors.double()
         middle = vectors.mean(0)
@@ -51,8 +52,7 @@ class Bag:
         held = torch.bincount(tokens, minlength=size).double()
         sums = centred.new_zeros(size, centred.shape[1]).index_add_(0, tokens, centred[rows])
         means = sums / held.clamp(min=1)[:, None]
-        alone = _alone(encoder).double()
-        expected = _fitted(alone, means, held)
+        expected = _fitted(own.double(), means, held)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
         covariance = centred.T @ centred / len(centred)
         covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
@@ -78,15 +78,15 @@ def _held(texts: Texts) -> tuple[Tensor, Tensor]:
     return keys // size, keys % size
 
 
-def _alone(encoder: Encoder) -> Tensor:
+def alone(encoder: Encoder) -> Tensor:
     """The vector (V, d) of each token as a text of its own."""
     tokens = torch.arange(len(encoder.table), device=encoder.device)
     return encoder.vectors(Texts(tokens[:, None], torch.ones_like(tokens)), fast=True)
 
 
-def _fitted(alone: Tensor, means: Tensor, held: Tensor) -> Tensor:
+def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
     """The means that the tokens' own vectors tell, by a ridge that trusts frequent tokens."""
-    inputs = torch.cat([alone, alone.new_ones(len(alone), 1)], 1)
+    inputs = torch.cat([own, own.new_ones(len(own), 1)], 1)
     trusted = inputs * (held / (held + _DRAWN))[:, None]
     square = trusted.T @ inputs
     square.diagonal().add_(1.0)

@@ -3,7 +3,8 @@
 The encoder is run once over lines of the corpus; a bag (bag.py) and n-grams (ngrams.py) come from
 that, and the lines themselves, the nearest of which are what a search begins with (sum_search.py).
 Where the encoder is quick it is also run on the lines with some tokens replaced by any others, so
-that the bag has seen every token of the vocabulary in some text.
+that the bag has seen every token of the vocabulary in some text. For last states every token is
+also run at the end of a text (endings.py), and a search begins there too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.recover.embedding.bag import Bag
+from keyhole.recover.embedding.bag import Bag, alone
+from keyhole.recover.embedding.endings import Endings
 from keyhole.recover.embedding.ngrams import NGrams
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
@@ -36,6 +38,7 @@ class Counted:
     lines: Texts
     vectors: Tensor
     special: Tensor  # tokens that no text holds
+    endings: Endings | None = None  # of last states
 
     @classmethod
     def of(
@@ -55,21 +58,31 @@ class Counted:
         enough = len(texts) >= _ENOUGH
         vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
+        endings = None
         if guess:
             seen = _altered(encoder, texts, vectors, frame, seed)
-            bag = Bag.of(encoder, *seen)
+            if encoder.exposure.pooling == "last":
+                endings = Endings.of(encoder, texts, seed)
+            bag = Bag.of(*seen, endings.of_tokens if endings else alone(encoder))
         else:
             vectors = vectors[:1].expand(len(texts), -1)
             bag = Bag.blank(encoder, texts, vectors.shape[1])
         ngrams = ngrams or NGrams.of(lines, len(encoder.table))
-        return cls(encoder, bag, ngrams.to(device), texts, vectors, frame)
+        return cls(encoder, bag, ngrams.to(device), texts, vectors, frame, endings)
 
     def nearest(self, goals: Tensor, count: int, longest: int) -> tuple[Texts, Tensor]:
-        """The lines nearest to each vector (v, d), of at most so many tokens; and its number."""
+        """The lines nearest to each vector (v, d), of at most so many tokens; and its number.
+
+        Of last states as many endings again.
+        """
         cosines = (goals @ self.vectors.T).where(self.lines.lengths <= longest, -2.0)
         best = cosines.topk(min(count, len(self.lines)), dim=1)
         vector, place = (best.values > -2).nonzero().unbind(1)
-        return self.lines[best.indices[vector, place]].padded(longest), vector
+        lines = self.lines[best.indices[vector, place]].padded(longest)
+        if self.endings is None:
+            return lines, vector
+        ends, owner = self.endings.nearest(goals, self.special, count, longest)
+        return Texts.cat([lines, ends]), torch.cat([vector, owner])
 
 
 def _altered(
