@@ -104,7 +104,7 @@ FAMILIES = {
     "bart": Family("Bart", _sizes("d_model", "encoder_layers", "encoder_attention_heads",
                    "encoder_ffn_dim", "max_position_embeddings"), _BART_LAYER, offset=2),
     "t5": Family("T5", _sizes("d_model", "num_layers", "num_heads", "d_ff", "n_positions"),
-                 ((_WORDS, "transformer.shared."),), layers=False, epochs=4, rate=5e-4),
+                 ((_WORDS, "transformer.shared."),), layers=False, epochs=4),
 }  # fmt: skip
 
 
