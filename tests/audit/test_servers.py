@@ -202,7 +202,7 @@ def test_few_log_probabilities_are_kept():
 
 def test_who_may_be_probed(monkeypatch):
     for name in ("http://example.org", "http://10.0.0.1:8080/", "http://[2001:db8::1]:80"):
-        with pytest.raises(InputError, match="expected --authorized to probe"):
+        with pytest.raises(InputError, match="expected --authorized to ask"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:
         here = url.replace("127.0.0.1", "localhost")

@@ -39,7 +39,8 @@ from keyhole.disrupt.workers import MOST_PROCESSES, Pool, cluster
 from keyhole.errors import InputError
 from keyhole.models.loading import names_model
 from keyhole.oracle import Oracle
-from keyhole.oracle.session import session
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.session import Notice, session, unheard
 from keyhole.progress import Track, untracked
 from keyhole.results import Audit
 from keyhole.stores import names_store
@@ -73,6 +74,8 @@ def audit(
     seed: int = 0,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
+    endpoint: EndpointOptions | None = None,
+    notice: Notice = unheard,
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.
 
@@ -88,7 +91,8 @@ def audit(
     that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
     finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
     once the findings are saved. Another audit's journal is refused, or replaced with `force`.
-    `authorized` says that a server which is not this machine may be probed.
+    `authorized` says that a server which is not this machine may be asked, `endpoint` how it is;
+    `notice` is told what a person should know at once.
     """
     started = time.perf_counter()
     expect_seed(seed)
@@ -106,8 +110,9 @@ def audit(
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
         stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus)
         opened = open_target(
-            target, data=given, layers=layers, device=device, stored=stored, authorized=authorized
-        )
+            target, data=given, layers=layers, device=device, stored=stored,
+            authorized=authorized, endpoint=endpoint,
+        )  # fmt: skip
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
@@ -117,7 +122,7 @@ def audit(
         raise InputError(f"expected --processes and --dask with a vector store, got {name}")
     opening = time.perf_counter() - started
     with (
-        session(opened.surfaces, ledger=ledger) as surfaces,
+        session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
         _workers(processes, dask) as pool,
     ):

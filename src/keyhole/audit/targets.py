@@ -23,7 +23,9 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, load_model, names_model, task_of
 from keyhole.models.tasks import head_of
 from keyhole.oracle import Oracle, identity_of
-from keyhole.oracle.probe import Server, expect_authorized, names_server
+from keyhole.oracle.address import expect_authorized, names_address, without_password
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.sources import names_leak, open_leaks, read_sources, task_for
@@ -135,14 +137,24 @@ def open_target(
     device: str = "cpu",
     stored: Stored | None = None,
     authorized: bool = False,
+    endpoint: EndpointOptions | None = None,
 ) -> Target:
     """What `name` stands for; `data` and `layers` say what a model is tried with.
 
-    `authorized`: a server that is not this machine may be probed.
+    `authorized`: a server that is not this machine may be asked; `endpoint`: how.
     """
+    endpoint = endpoint or EndpointOptions()
     if names_server(name):
         expect_authorized(name, authorized)
-        return _server(name, data, stored or Stored(), device)
+        shown = without_password(name)
+        return _server(
+            name, data, stored or Stored(), device, endpoint.only_connecting(f"the server {shown}")
+        )
+    if names_address(name) and not names_store(name):
+        return _endpoint(name, data, stored or Stored(), endpoint, authorized)
+    endpoint.expect_none(without_password(name))
+    if names_address(name):  # a server of embeddings
+        expect_authorized(name, authorized)
     if names_leak(name):
         return _leak(name, stored or Stored(), device)
     if names_store(name):
@@ -184,7 +196,9 @@ def _model(
     return Target(name, models={loaded.name: subject})
 
 
-def _server(name: str, data: Data | None, stored: Stored, device: str) -> Target:
+def _server(
+    name: str, data: Data | None, stored: Stored, device: str, endpoint: EndpointOptions
+) -> Target:
     """A server of a language model; with the weights of --model its answers are read."""
     model = _one_model(stored, f"the server {name}")
     loaded = None
@@ -193,10 +207,22 @@ def _server(name: str, data: Data | None, stored: Stored, device: str) -> Target
     texts = list(demo.TEXTS)
     if data is not None:
         texts = read_texts(data.file, data.column, data.texts)
-    server = Server.at(name)
+    server = Server.at(name, endpoint)
     skips = () if loaded else (Skip("what routes return", "none", "give --model to read it back"),)
     words = f"{server.kind or 'a server'} at {server.url}"
     return Target(words, servers={words: ServerTarget(server, loaded, texts)}, skips=skips)
+
+
+def _endpoint(
+    name: str, data: Data | None, stored: Stored, options: EndpointOptions, authorized: bool
+) -> Target:
+    """An endpoint that takes vectors."""
+    public = without_password(name)
+    surfaces = open_surfaces(name, options, authorized=authorized)
+    stored.expect_none(public, corpus=False)
+    if data is not None:
+        raise InputError(f"expected --data with a model, got the endpoint {public}")
+    return Target(describe(name, surfaces), surfaces)
 
 
 def _leak(name: str, stored: Stored, device: str) -> Target:

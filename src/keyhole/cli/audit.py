@@ -28,9 +28,11 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
+from keyhole.cli.endpoint import asks_endpoint
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
+from keyhole.oracle.options import EndpointOptions
 from keyhole.results import Audit
 from keyhole.resume import records_in
 
@@ -49,6 +51,7 @@ def _count(number: str | int) -> int:
     epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html\n"
     "  keyhole audit ./my-model --data texts.tsv --texts 10"
 )
+@asks_endpoint
 def audit(
     target: Annotated[
         str,
@@ -61,6 +64,8 @@ def audit(
             "model, or a file: a saved slot of llama.cpp or a leak of keyhole capture.",
         ),
     ],
+    endpoint: EndpointOptions,
+    authorized: bool,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,10 +124,6 @@ def audit(
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
     force: Force = False,
-    authorized: Annotated[
-        bool,
-        typer.Option("--authorized", help="You may test the server, which is not on this machine."),
-    ] = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +144,7 @@ def audit(
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
             journal=journal, force=force, authorized=authorized, seed=seed, track=track,
-            resuming=_say_resuming,
+            resuming=_say_resuming, endpoint=endpoint, notice=say,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

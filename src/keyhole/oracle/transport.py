@@ -8,6 +8,7 @@ pool (httpcore) on sockets that know the moment when the whole request must end:
 from __future__ import annotations
 
 import math
+import socket
 import ssl
 import time
 import urllib.request
@@ -34,10 +35,13 @@ class NotHttp(httpcore.RemoteProtocolError):
 
 
 class Transport(httpx.BaseTransport):
-    """httpx on a pool of connections that end in time; proxies of the environment are used."""
+    """httpx on a pool of connections that end in time; proxies of the environment are used.
 
-    def __init__(self, address: httpx.URL) -> None:
-        context = httpx.create_ssl_context() if address.scheme == "https" else None
+    `trust` says whose certificates count, by default those of the usual authorities.
+    """
+
+    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None = None) -> None:
+        context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
         proxies = urllib.request.getproxies()
         proxy = proxies.get(address.scheme) or proxies.get("all")
         if not proxy or urllib.request.proxy_bypass(address.host):
@@ -65,7 +69,9 @@ class Transport(httpx.BaseTransport):
             )
         )
         body = _Body(cast("Any", reply.stream))
-        return httpx.Response(reply.status, headers=reply.headers, stream=body)
+        return httpx.Response(
+            reply.status, headers=reply.headers, stream=body, extensions=reply.extensions
+        )
 
     def close(self) -> None:
         self._pool.close()
@@ -148,6 +154,9 @@ class _Stream(httpcore.NetworkStream):
         self._opening = b""
 
     def close(self) -> None:
+        # So that a thread that waits for an answer here does not wait any longer.
+        with suppress(OSError, AttributeError):
+            self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._inner.close()
 
     def start_tls(

@@ -1,0 +1,54 @@
+"""Addresses as people write them, without what must not be written down, and who may ask there.
+
+`http://user:password@host/…` is an address and a secret in one. `parted` takes them apart: what
+stands in identities, ledgers, findings and error messages is the address alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+from contextlib import suppress
+from urllib.parse import unquote, urlsplit
+
+from keyhole.errors import InputError
+
+
+def names_address(name: str) -> bool:
+    return name.lower().startswith(("http://", "https://"))
+
+
+def without_password(name: str) -> str:
+    """The same with nothing before the host: what may be shown."""
+    scheme, mark, rest = name.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
+
+
+def parted(url: str) -> tuple[str, dict[str, str]]:
+    """The address, and the header that carries the user and the password it was written with."""
+    public = without_password(url)
+    if public == url:
+        return url, {}
+    try:
+        user, password = urlsplit(url).username or "", urlsplit(url).password or ""
+    except ValueError:
+        return public, {}
+    pair = f"{unquote(user)}:{unquote(password)}".encode()
+    return public, {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+def expect_authorized(url: str, authorized: bool) -> None:
+    """Refuse to ask somebody else's machine unless one may."""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        host = without_password(url).partition("://")[2].partition("/")[0]
+    here = host == "localhost"
+    with suppress(ValueError):
+        here = ipaddress.ip_address(host).is_loopback
+    if not here and not authorized:
+        raise InputError(
+            f"expected --authorized to ask {host}, which is not this machine, got none: give it "
+            "if you may test that server"
+        )
