@@ -64,6 +64,7 @@ def vectors(dim: int, datatype: str = "FP64", name: str = "sequences") -> dict[s
 def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[Endpoint]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one piece: two would wait for an acknowledgement
 
         def do_GET(self):
             if self._refused():

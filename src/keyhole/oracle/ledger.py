@@ -299,7 +299,7 @@ def _numbers(shape: str, data: bytes | bytearray, *count: int) -> Tensor:
     sizes = [int(size) for size in shape.split(",") if size]
     # A clone is aligned as every tensor is: the same numbers at another alignment may be summed
     # in another order, and the next question would differ in its last bit.
-    return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape(*count, *sizes).clone()
+    return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape([*count, *sizes]).clone()
 
 
 def remembered(oracle: Oracle) -> int:
