@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.audit import answers as answer_checks
 from keyhole.audit import flips as flip_checks
 from keyhole.audit import gradients as gradient_checks
 from keyhole.audit import inputs, weights
@@ -21,17 +22,10 @@ from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check
+from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.journal import Resuming, make_all, opened_journal
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import (
-    TEXTS_OF_A_MODEL,
-    TEXTS_OF_A_STORE,
-    Data,
-    Stored,
-    Target,
-    open_target,
-    target_of,
-)
+from keyhole.audit.targets import Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
@@ -50,6 +44,7 @@ MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)
 STORES = (store_checks.checks,)
 LEAKS = (leak_checks.checks,)
 SERVERS = (server_checks.checks,)
+ANSWERS = (answer_checks.checks,)
 
 
 def audit(
@@ -172,6 +167,8 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
           for family in LEAKS),
         *((name, family(name, server)) for name, server in opened.servers.items()
           for family in SERVERS),
+        *((name, family(name, answers)) for name, answers in opened.answers.items()
+          for family in ANSWERS),
     ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [

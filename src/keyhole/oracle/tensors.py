@@ -62,13 +62,12 @@ class TakesTexts(InputError):
     """An endpoint that takes texts or numbers of tokens, where vectors are asked."""
 
     def __init__(self, tensor: Stated, url: str) -> None:
-        what = "texts" if tensor.datatype in TEXTS else "numbers of tokens"
+        self.what = "texts" if tensor.datatype in TEXTS else "numbers of tokens"
         super().__init__(
             f"expected an endpoint that takes vectors in {', '.join(FLOATS)}, got {url}, whose "
-            f"input {tensor.name!r} takes {what} ({tensor.datatype}): keyhole audit tells what its "
-            "answers expose"
+            f"input {tensor.name!r} takes {self.what} ({tensor.datatype}): keyhole audit tells "
+            "what its answers expose"
         )
-        self.tensor = tensor
 
 
 def stated(metadata: dict[str, Any], kind: str, url: str) -> list[Stated]:
