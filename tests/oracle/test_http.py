@@ -79,15 +79,22 @@ def test_long_questions_are_spread_over_requests_that_fit():
         assert server.inferences == 4
 
 
-def test_answers_before_a_failure_are_kept():
+@pytest.mark.parametrize("connections", [1, 4])
+def test_answers_beside_a_failure_are_kept(connections):
     with (
         Server(answer("no", 500), "later") as server,
-        closing(OpenInference(server.url, "m", batch=3, retries=0)) as remote,
+        closing(
+            OpenInference(server.url, "m", batch=2, retries=0, connections=connections)
+        ) as remote,
         pytest.raises(OracleError, match="got 500: no") as caught,
     ):
         remote(QUESTIONS)
-    assert caught.value.answers is not None
-    assert len(caught.value.answers) == 3
+    answers = caught.value.answers
+    assert answers is not None
+    # Either of two requests that are under way together may be the second to arrive.
+    assert answers[answers.isfinite()].tolist() == [0.5, 0.5]
+    if connections == 1:
+        assert answers.tolist() == [0.5, 0.5]
 
 
 def test_a_passing_failure_is_tried_again():

@@ -28,8 +28,8 @@ from keyhole.oracle.transport import NotHttp, Transport, moments
 __all__ = ["Garbled", "Http", "Limits", "Refused", "shown"]
 
 _PASSING = frozenset({429, 502, 503, 504})
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 8.0
-_INTERNAL_ERRORS = 3  # after which a 500 counts as what the server has to say
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_INTERNAL_ERRORS = 3  # one after the other; the next counts as what the server has to say
 _RESTART_PAUSE = 1.0  # between two looks at whether a server is there again
 _LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
 _NO_SUCH_ROUTE = (404, 405, 501)
@@ -120,14 +120,15 @@ class Http:
         body = None if content is None else json.dumps(content, allow_nan=False).encode()
         self._pace.wait()
         end = time.monotonic() + self.limits.seconds
-        attempt = 0
+        attempt = internal = 0
         while True:
             last = attempt >= self._retries
             pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
             attempt += 1
             try:
                 with self._stream(verb, url, body, end) as reply:
-                    trouble = self._passing(reply, last or attempt > _INTERNAL_ERRORS)
+                    internal = internal + 1 if reply.status_code == 500 else 0
+                    trouble = self._passing(reply, last or internal > _INTERNAL_ERRORS)
                     if trouble is None:
                         return self._kept_apart(reply, lambda reply: taken(reply, end))
                     pause = max(pause, _asked_to_wait(reply))

@@ -55,7 +55,7 @@ class OpenInference:
         dim: int | None = None,
         batch: int | None = None,
         timeout: float | None = None,
-        retries: int = 6,
+        retries: int = 8,
         headers: dict[str, str] | None = None,
         limits: Limits | None = None,
         connections: int = 4,

@@ -105,7 +105,7 @@ class EndpointOptions:
         url: str,
         *,
         limits: Limits | None = None,
-        retries: int = 6,
+        retries: int = 8,
         key: bool = True,
         headers: Mapping[str, str] | None = None,
     ) -> Http:
