@@ -239,8 +239,8 @@ def hostile(case: Case) -> Row:
     )  # fmt: skip
     shown = re.sub(r"http://127.0.0.1:\d+", "http://…", line)[:110]
     return Row(
-        f"hostile: {case}", f"{seconds:.1f} s, {memory / 1e6:.0f} MB", "< 60 s, < 500 MB, one line",
-        fine, shown,
+        f"hostile: {case}", f"{seconds:.1f} s, {max(0, memory) / 1e6:.0f} MB",
+        "< 60 s, < 500 MB, one line", fine, shown,
     )  # fmt: skip
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from endpoint_server import Endpoint, output, scores, self_signed, serving, vectors
 
-from command_line import KEYHOLE, inside, started
+from command_line import KEYHOLE, inside, interrupted, started
 from keyhole import oracle
 
 DIM = 4
@@ -143,3 +145,30 @@ def test_a_retrained_model_is_said(run, tmp_path):
     assert "another model answers" not in first.stderr
     assert "another model answers at" in second.stderr
     assert Path(tmp_path / "run.db").exists()
+
+
+@pytest.mark.slow  # a process
+def test_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path):
+    released = threading.Event()
+
+    def hang(inputs):
+        released.wait(60)
+        return scores(TARGET)(inputs)
+
+    with serving(Endpoint([vectors(DIM)], hang)) as endpoint:
+        started_at = []
+
+        def ready(_):
+            if len(endpoint.requests) >= 4:  # all connections wait
+                started_at.append(time.monotonic())
+            return bool(started_at)
+
+        done = interrupted(
+            "extract", endpoint.address, "--batch", 1, "--ledger", "run.db", "--method",
+            "single-head", cwd=tmp_path, ready=ready,
+        )  # fmt: skip
+        seconds = time.monotonic() - started_at[0]
+        released.set()
+    assert done.returncode == 130
+    assert "keyhole: stopped" in done.stderr
+    assert seconds < 15

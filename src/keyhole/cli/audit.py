@@ -64,8 +64,6 @@ def audit(
             "model, or a file: a saved slot of llama.cpp or a leak of keyhole capture.",
         ),
     ],
-    endpoint: EndpointOptions,
-    authorized: bool,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -116,6 +114,9 @@ def audit(
     device: Device = "cpu",
     processes: Processes = 0,
     dask: DaskAddress = None,
+    *,
+    endpoint: EndpointOptions,
+    authorized: bool,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
     ] = Path("keyhole-report.html"),

@@ -37,7 +37,9 @@ OPTIONS: dict[str, Any] = {
     ],
     "rate": Annotated[
         float | None,
-        typer.Option(metavar="PER_SECOND", help="Send an endpoint at most this many requests."),
+        typer.Option(
+            metavar="PER_SECOND", help="Send an endpoint at most this many requests a second."
+        ),
     ],
     "timeout": Annotated[
         float | None,

@@ -49,8 +49,6 @@ def _for(option: str, about: str, **more: Any) -> Any:
 @asks_endpoint
 def extract(
     target: Target,
-    endpoint: EndpointOptions,
-    authorized: bool,
     method: Annotated[
         str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
     ] = "auto",
@@ -81,6 +79,9 @@ def extract(
     oversampling: Annotated[
         float | None, _for("oversampling", "Questions for each unknown, about")
     ] = None,
+    *,
+    endpoint: EndpointOptions,
+    authorized: bool,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
     out: Annotated[

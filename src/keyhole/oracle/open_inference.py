@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
@@ -173,15 +173,12 @@ class OpenInference:
         failure: KeyholeError | None = None
         pool = ThreadPoolExecutor(min(len(parts), self._connections))
         try:
-            futures: list[Future[Tensor]] = [pool.submit(self._infer, part) for part in parts]
+            futures = [pool.submit(self._outcome, part) for part in parts]
             for future in futures:
-                try:
-                    answers.append(future.result())
-                except CancelledError:
-                    answers.append(None)
-                except KeyholeError as error:
-                    failure = failure or error
-                    answers.append(None)
+                outcome = None if future.cancelled() else future.result()
+                answers.append(outcome if isinstance(outcome, Tensor) else None)
+                if isinstance(outcome, KeyholeError):
+                    failure = failure or outcome
                     pool.shutdown(wait=False, cancel_futures=True)
         except BaseException:  # Ctrl-C: nobody waits for what is under way
             pool.shutdown(wait=False, cancel_futures=True)
@@ -190,6 +187,14 @@ class OpenInference:
         finally:
             pool.shutdown()
         return answers, failure
+
+    def _outcome(self, part: Tensor) -> Tensor | KeyholeError:
+        """The answers, or why there are none, without the frames that hold the whole reply."""
+        try:
+            return self._infer(part)
+        except KeyholeError as error:
+            error.__context__ = None
+            return error.with_traceback(None)
 
     def _finite(self, answers: Tensor) -> Tensor:
         bad = int((~torch.isfinite(answers)).reshape(len(answers), -1).any(1).sum())
