@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -12,8 +13,10 @@ import psutil
 import pytest
 from endpoint_server import Endpoint, output, scores, self_signed, serving, vectors
 
-from command_line import KEYHOLE, inside, interrupted, started
+import warm_process
+from command_line import KEYHOLE, inside, started
 from keyhole import oracle
+from kill_points import keyhole
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)
@@ -156,19 +159,16 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path):
         return scores(TARGET)(inputs)
 
     with serving(Endpoint([vectors(DIM)], hang)) as endpoint:
-        started_at = []
-
-        def ready(_):
-            if len(endpoint.requests) >= 4:  # all connections wait
-                started_at.append(time.monotonic())
-            return bool(started_at)
-
-        done = interrupted(
-            "extract", endpoint.address, "--batch", 1, "--ledger", "run.db", "--method",
-            "single-head", cwd=tmp_path, ready=ready,
-        )  # fmt: skip
-        seconds = time.monotonic() - started_at[0]
+        words = ("extract", endpoint.address, "--batch", "1", "--method", "single-head")
+        with warm_process.started(
+            keyhole, str(tmp_path / "begun"), *words, cwd=tmp_path
+        ) as process:
+            deadline = time.monotonic() + 60
+            while len(endpoint.requests) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(endpoint.requests) == 4  # all connections wait
+            process.send_signal(signal.SIGINT)
+            done = process.finish(timeout=20)
         released.set()
     assert done.returncode == 130
     assert "keyhole: stopped" in done.stderr
-    assert seconds < 15

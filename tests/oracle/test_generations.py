@@ -10,7 +10,8 @@ import torch
 from endpoint_server import Endpoint, scores, serving, vectors
 
 from keyhole import extract, oracle
-from keyhole.oracle import Counted, Ledger, OpenInference, OracleError
+from keyhole.errors import InputError
+from keyhole.oracle import Counted, EndpointOptions, Ledger, OpenInference, OracleError
 from keyhole.oracle.ledger import answers_in
 from keyhole.results import Status
 
@@ -33,10 +34,10 @@ def endpoint():
         yield running
 
 
-def extracted(endpoint, path, **options):
+def extracted(running, path, **options):
     heard = []
     result = extract.run(
-        endpoint.address, "single-head", ledger=path, notice=heard.append, **options
+        running.address, "single-head", ledger=path, notice=heard.append, **options
     )
     assert result.status is Status.RECOVERED
     return result, heard
@@ -138,3 +139,20 @@ def test_ledgers_from_before_are_taken_as_they_are(endpoint, tmp_path):
         with Ledger(remote, path) as ledger:
             ledger(draw(12))
             assert ledger.asked_again == 2  # of the three that were new
+
+
+def test_an_endpoint_behind_a_wrapper_is_looked_at_too(endpoint, tmp_path):
+    for answer, count in ((scores(OLD), 0), (scores(OLD), 0), (scores(NEW), 1)):
+        endpoint.answer, heard = answer, []
+        with closing(OpenInference(endpoint.url, "m")) as remote:
+            rounded = oracle.Rounded(remote, 3)
+            with Ledger(rounded, tmp_path / "run.db", notice=heard.append) as ledger:
+                assert torch.equal(ledger(draw(5)), rounded(draw(5)))
+        assert len(heard) == count
+
+
+def test_another_output_of_the_same_address_has_a_ledger_of_its_own(endpoint, tmp_path):
+    path = tmp_path / "run.db"
+    extracted(endpoint, path)
+    with pytest.raises(InputError, match="got one with target"):
+        extracted(endpoint, path, endpoint=EndpointOptions(output="answers"))

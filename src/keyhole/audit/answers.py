@@ -59,7 +59,8 @@ class AnswersTarget:
     @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
-        return f"{without_password(self.url)}/v2/models/{self.model}{weights}"
+        address = f"{without_password(self.url)}/v2/models/{self.model}"
+        return f"{address}{self.options.chosen}{weights}"
 
 
 def checks(surface: str, target: AnswersTarget) -> list[Check]:

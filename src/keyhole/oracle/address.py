@@ -22,6 +22,8 @@ def without_password(name: str) -> str:
     """The same with nothing before the host: what may be shown."""
     scheme, mark, rest = name.partition("://")
     host, slash, path = rest.partition("/")
+    if "@" in path and "@" not in host and not host.rpartition(":")[2].isdigit() and ":" in host:
+        host, slash, path = rest.rpartition("@")[2].partition("/")  # a password with a slash in it
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
 
 
@@ -43,7 +45,8 @@ def expect_authorized(url: str, authorized: bool) -> None:
     try:
         host = urlsplit(url).hostname or ""
     except ValueError:
-        host = without_password(url).partition("://")[2].partition("/")[0]
+        public = without_password(url)
+        raise InputError(f"expected a URL such as http://localhost:8080, got {public}") from None
     here = host == "localhost"
     with suppress(ValueError):
         here = ipaddress.ip_address(host).is_loopback

@@ -79,7 +79,7 @@ def difference(stored: Tensor, again: Tensor) -> float:
 
 def allowed(oracle: Oracle, answer: Tensor, answer_error: float) -> float:
     """How far apart answers of one model may be: by rounding, and by what is stated of them."""
-    precision: float = getattr(oracle, "precision", torch.finfo(torch.float64).eps / 2)
+    precision = float(_of_any_layer(oracle, "precision", torch.finfo(torch.float64).eps / 2))
     return _ROUNDINGS * 2 * precision * float(answer.abs().max()) + 2 * answer_error
 
 
@@ -96,7 +96,21 @@ def set_aside(db: sqlite3.Connection) -> Aside:
     return Aside(f"answers_{number}", count)
 
 
-def beneath(oracle: Oracle) -> Any:
+def may_change(oracle: Oracle) -> bool:
+    """Is it, or is it around, an address behind which another model may stand tomorrow?"""
+    return bool(_of_any_layer(oracle, "may_change", False))
+
+
+def _of_any_layer(oracle: Oracle, name: str, default: object) -> Any:
+    layer: Any = oracle
+    while layer is not None:
+        if hasattr(layer, name):
+            return getattr(layer, name)
+        layer = getattr(layer, "inner", None)
+    return default
+
+
+def beneath(oracle: Oracle) -> Oracle:
     """The oracle without counters around it."""
     while isinstance(oracle, Counted):
         oracle = oracle.inner

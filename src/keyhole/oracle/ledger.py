@@ -28,6 +28,7 @@ from keyhole.oracle.generations import (
     begin,
     beneath,
     difference,
+    may_change,
     remember,
     set_aside,
     witnesses,
@@ -73,7 +74,7 @@ class Ledger:
         self.remembered = 0
         self.asked_again = 0
         self._answer_error, self._notice = answer_error, notice
-        self._same = not getattr(beneath(inner), "may_change", False)  # as what is remembered
+        self._same = not may_change(inner)  # as what is remembered
         self._batch = 64  # questions per commit; grows until a commit covers about a second
         self._db = _open(self.path)
         try:

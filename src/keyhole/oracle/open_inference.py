@@ -71,7 +71,7 @@ class OpenInference:
             **{name: value for name, value in given.items() if value is not None},
         )
         address = f"{url.rstrip('/')}/v2/models/{model}"
-        self.identity = without_password(address)
+        self.url = without_password(address)
         self._name = unquote(model.partition("/")[0])  # what follows may be a version
         self._options, self._connections = options, connections
         self._http = options.http(address, limits=limits, retries=retries, headers=headers)
@@ -83,47 +83,52 @@ class OpenInference:
 
     def _inspect(self) -> None:
         """Read what the server states of the model, once it is ready."""
-        metadata = self._http.request("GET", self.identity)
-        expect_model(self._name, metadata.get("name"), self.identity)
-        inputs = stated(metadata, "inputs", self.identity)
-        outputs = stated(metadata, "outputs", self.identity)
-        self.input = chosen_input(inputs, self._options.input, self.identity)
+        metadata = self._http.request("GET", self.url)
+        expect_model(self._name, metadata.get("name"), self.url)
+        inputs = stated(metadata, "inputs", self.url)
+        outputs = stated(metadata, "outputs", self.url)
+        self.input = chosen_input(inputs, self._options.input, self.url)
         self._masks = [tensor for tensor in inputs if tensor.masks and tensor != self.input]
         if self._options.output is not None and outputs:
-            named(outputs, self._options.output, self.identity)
+            named(outputs, self._options.output, self.url)
         self.dim = self._dimension(self._options.dim, self.input.width)
         self._replies = Replies(
-            self.identity, self._name, self.input.datatype, max(self._http.limits.dim, self.dim),
+            self.url, self._name, self.input.datatype, max(self._http.limits.dim, self.dim),
             self._options.output, self._options.positive,
         )  # fmt: skip
         most = [self._options.batch or _BATCH, most_at_once(metadata, self.input)]
         if metadata.get("platform"):
             most.append(self._configured())
         self._batch = min(size for size in most if size is not None)
-        self._http.expect_ready(f"{self.identity}/ready")
+        self._http.expect_ready(f"{self.url}/ready")
 
     def _configured(self) -> int | None:
         """The largest batch that Triton's configuration of the model allows."""
         try:
-            configured = self._http.request("GET", f"{self.identity}/config").get("max_batch_size")
+            configured = self._http.request("GET", f"{self.url}/config").get("max_batch_size")
         except OracleError:  # only Triton has this route
             return None
         return configured if isinstance(configured, int) and configured > 0 else None
 
     def _dimension(self, dim: int | None, served: int | None) -> int:
         if dim is not None and served is not None and dim != served:
-            raise InputError(f"expected dimension {dim}, got {shown(served)} from {self.identity}")
+            raise InputError(f"expected dimension {dim}, got {shown(served)} from {self.url}")
         known = dim if dim is not None else served
         if known is None:
             raise InputError(
-                f"expected a dimension in the metadata of {self.identity}, got none: give --dim"
+                f"expected a dimension in the metadata of {self.url}, got none: give --dim"
             )
         if dim is None and known > self._http.limits.dim:
             raise OracleError(
-                f"expected a dimension of at most {self._http.limits.dim:,} from {self.identity}, "
+                f"expected a dimension of at most {self._http.limits.dim:,} from {self.url}, "
                 f"got {shown(known)}: give --dim or raise Limits(dim=)"
             )
         return known
+
+    @property
+    def identity(self) -> str:
+        """The address, and which of its tensors are asked and read where people chose them."""
+        return self.url + self._options.chosen
 
     @property
     def precision(self) -> float:
@@ -149,7 +154,7 @@ class OpenInference:
         length = self.input.length
         if length is not None and sequences.shape[1] != length:
             raise InputError(
-                f"expected sequences of {length} tokens, the only length that {self.identity} "
+                f"expected sequences of {length} tokens, the only length that {self.url} "
                 f"states to take, got {sequences.shape[1]}"
             )
         parts = sequences.split(self._rows(sequences))
@@ -200,7 +205,7 @@ class OpenInference:
         bad = int((~torch.isfinite(answers)).reshape(len(answers), -1).any(1).sum())
         if bad:
             raise OracleError(
-                f"expected finite answers from {self.identity}, got NaN or infinity in {bad} of "
+                f"expected finite answers from {self.url}, got NaN or infinity in {bad} of "
                 f"{len(answers)}",
                 answers,
             )
@@ -217,7 +222,7 @@ class OpenInference:
         rounded = sequences.to(FLOATS[self.input.datatype])
         if not bool(torch.isfinite(rounded).all()):
             raise InputError(
-                f"expected numbers that {self.input.datatype} can hold for {self.identity}, got "
+                f"expected numbers that {self.input.datatype} can hold for {self.url}, got "
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
@@ -232,7 +237,7 @@ class OpenInference:
         def read(data: object) -> Tensor:
             return self._replies.read(data, sequences, number)
 
-        return self._http.ask("POST", f"{self.identity}/infer", content, read)
+        return self._http.ask("POST", f"{self.url}/infer", content, read)
 
 
 def _with_gaps(answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -71,6 +71,13 @@ class EndpointOptions:
         names = {"headers": "--header", "input": "--input-tensor", "output": "--output-tensor"}
         return [names.get(name, f"--{name}") for name in changed]
 
+    @property
+    def chosen(self) -> str:
+        """What tells two targets at one address apart, to be written behind it."""
+        names = ("input", "output", "positive")
+        values = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
+        return f" {', '.join(values)}" if values else ""
+
     def expect_none(self, target: str) -> None:
         """Refuse what is for endpoints alone, where the target is none."""
         if self.given:

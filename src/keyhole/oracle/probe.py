@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from keyhole.oracle.address import without_password
+from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import OracleError
@@ -115,8 +115,13 @@ class Server:
 
 def names_server(name: str) -> bool:
     """Is it the address of a server alone, without a path that says what is asked?"""
-    parts = urlsplit(name) if name.startswith(("http://", "https://")) else None
-    return parts is not None and parts.path in ("", "/") and not parts.query
+    if not names_address(name):
+        return False
+    try:
+        parts = urlsplit(name)
+    except ValueError:  # half an IPv6 address
+        return False
+    return parts.path in ("", "/") and not parts.query
 
 
 def _words(error: OracleError) -> str:
