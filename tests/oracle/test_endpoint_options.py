@@ -232,7 +232,7 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
         opened(endpoint, ca=tmp_path / "certificate.pem")
 
 
-def test_a_password_in_the_address_is_sent_and_kept_nowhere():
+def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     endpoint.token = "Basic dXNlcjpwYXNzd29yZC0xMjM="
     with serving(endpoint):
@@ -245,6 +245,10 @@ def test_a_password_in_the_address_is_sent_and_kept_nowhere():
             with pytest.raises((OracleError, InputError)) as caught:
                 open_target(wrong)
             assert "password" not in str(caught.value)
+        monkeypatch.setenv("MY_KEY", "Bearer other")
+        both = EndpointOptions(headers={"authorization": "MY_KEY"})
+        with pytest.raises(InputError, match="a password in the address or --header"):
+            open_target(address, options=both)
 
 
 def test_other_machines_need_a_word():
@@ -262,7 +266,10 @@ def test_other_machines_need_a_word():
         ({"dim": -1}, "--dim of 1 or more"),
         ({"ca": "x", "insecure": True}, "--ca or --insecure, got both"),
         ({"headers": {"a b": "PATH"}}, "NAME=VARIABLE, got the name 'a b'"),
-        ({"headers": {"X-Key": "NO_SUCH_VARIABLE"}}, "variable NO_SUCH_VARIABLE, got none"),
+        (
+            {"headers": {"X-Key": "NO_SUCH_VARIABLE"}},
+            "X-Key=VARIABLE with an environment variable .*, got none",
+        ),
     ],
 )
 def test_wrong_options_are_refused(wrong, words):

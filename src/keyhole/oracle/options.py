@@ -96,14 +96,14 @@ class EndpointOptions:
             if not _HEADER.fullmatch(name):
                 raise InputError(f"expected --header NAME=VARIABLE, got the name {name!r}")
             value = os.environ.get(variable) if variable and "\0" not in variable else None
-            if not value:
+            if not value:  # its name is not shown: somebody may have given the secret itself
                 raise InputError(
-                    f"expected the value of the header {name} in the environment variable "
-                    f"{variable}, got none: export it first"
+                    f"expected --header {name}=VARIABLE with an environment variable that holds "
+                    "the value, got none of that name: export it first"
                 )
             values[name] = value
         key = os.environ.get(KEY)
-        if key and "authorization" not in (name.lower() for name in values):
+        if key and not _authorizes(values):
             values["Authorization"] = f"Bearer {key}"
         return values
 
@@ -124,7 +124,15 @@ class EndpointOptions:
         if self.timeout is not None:
             limits = replace(limits, seconds=self.timeout)
         public, password = parted(url)
-        values = {**(self.secrets() if key else {}), **password, **(headers or {})}
+        if password and _authorizes(self.headers or {}):
+            raise InputError(
+                "expected a password in the address or --header Authorization, got both"
+            )
+        more = password | dict(headers or {})
+        values = self.secrets() if key else {}
+        if _authorizes(more):
+            values.pop("Authorization", None)  # the environment's key is for who says nothing
+        values |= more
         return Http(
             public, limits, retries=retries, headers=values, rate=self.rate, trust=self.trust()
         )
@@ -142,6 +150,10 @@ class EndpointOptions:
             return ssl.create_default_context(cafile=str(self.ca))
         except (ssl.SSLError, OSError, ValueError) as error:
             raise InputError(f"expected certificates in PEM in {self.ca}, got {error}") from error
+
+
+def _authorizes(headers: Mapping[str, str]) -> bool:
+    return "authorization" in (name.lower() for name in headers)
 
 
 def headers_of(words: list[str] | None) -> dict[str, str] | None:
