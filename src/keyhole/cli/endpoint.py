@@ -77,29 +77,30 @@ _FLAGS = ("insecure", "authorized")
 _FIELDS = [name for name in OPTIONS if name not in ("header", "authorized")]
 
 
-def asks_endpoint(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with these options instead of its parameter `endpoint`, which they become."""
+class asks_endpoint:  # noqa: N801 - a decorator
+    """A command with these options instead of its parameter `endpoint`, which they become."""
 
-    @functools.wraps(command)
-    def given(*, header: list[str] | None, **words: Any) -> None:
-        about = {
-            name: words.pop(name) for name in OPTIONS if name in words and name != "authorized"
-        }
-        endpoint = EndpointOptions(headers=headers_of(header), **about)
-        command(endpoint=endpoint, **words)
+    def __init__(self, command: Callable[..., None]) -> None:
+        functools.update_wrapper(self, command)
+        self._command = command
 
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.name == "endpoint":
-            parameters += [
-                inspect.Parameter(
-                    name, parameter.KEYWORD_ONLY, annotation=kind,
-                    default=False if name in _FLAGS else None,
-                )
-                for name, kind in OPTIONS.items()
-            ]  # fmt: skip
-        elif parameter.name not in OPTIONS:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-    given.__signature__ = inspect.Signature(parameters)  # pyright: ignore
-    given.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return given
+    def __call__(self, *, header: list[str] | None, **words: Any) -> None:
+        about = {name: words.pop(name) for name in _FIELDS}
+        self._command(endpoint=EndpointOptions(headers=headers_of(header), **about), **words)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What Typer reads, each time it does: registries may have grown since the import."""
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(self._command, eval_str=True).parameters.values():
+            if parameter.name == "endpoint":
+                parameters += [
+                    inspect.Parameter(
+                        name, parameter.KEYWORD_ONLY, annotation=kind,
+                        default=False if name in _FLAGS else None,
+                    )
+                    for name, kind in OPTIONS.items()
+                ]  # fmt: skip
+            elif parameter.name not in OPTIONS:
+                parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+        return inspect.Signature(parameters)
