@@ -19,6 +19,7 @@ SHARED = {
     "mismatches",
     "seeds",
     "leaking_server",
+    "faulty_server",
     "outcomes",
     "stored_forms",
     "trained",

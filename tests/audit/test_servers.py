@@ -15,6 +15,7 @@ import keyhole
 import tiny_gguf
 import tiny_models as tiny
 from keyhole.errors import InputError
+from keyhole.oracle import EndpointOptions
 from keyhole.oracle.probe import Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.routes import ROUTES
@@ -86,9 +87,19 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
         assert all("asks for a key (401)" in finding.reason for finding in audit.findings)
         assert audit.exit_code == 0
         monkeypatch.setenv("KEYHOLE_API_KEY", "secret")
-        given = by_exposure(keyhole.audit(url, model=str(weights), data=data, texts=1))
-        assert given["text from POST /embeddings of llama.cpp"].status is Status.RECOVERED
-        assert not given["token states: POST /embeddings of llama.cpp"].exposed
+        monkeypatch.setenv("MY_KEY", "Bearer secret")
+        named = EndpointOptions(headers={"Authorization": "MY_KEY"}, rate=1000)
+        for endpoint in (None, named):
+            options = {"model": str(weights), "data": data, "texts": 1, "endpoint": endpoint}
+            given = by_exposure(keyhole.audit(url, **options))
+            assert given["text from POST /embeddings of llama.cpp"].status is Status.RECOVERED
+            assert not given["token states: POST /embeddings of llama.cpp"].exposed
+            monkeypatch.setenv("KEYHOLE_API_KEY", "another")
+
+
+def test_a_server_of_routes_has_no_tensors():
+    with pytest.raises(InputError, match=r"expected --batch with an endpoint, .* has no tensors"):
+        keyhole.audit("http://127.0.0.1:9", endpoint=EndpointOptions(batch=3))
 
 
 def test_a_pooled_vector_is_not_judged_here(weights):
@@ -202,7 +213,7 @@ def test_few_log_probabilities_are_kept():
 
 def test_who_may_be_probed(monkeypatch):
     for name in ("http://example.org", "http://10.0.0.1:8080/", "http://[2001:db8::1]:80"):
-        with pytest.raises(InputError, match="expected --authorized to probe"):
+        with pytest.raises(InputError, match="expected --authorized to ask"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:
         here = url.replace("127.0.0.1", "localhost")

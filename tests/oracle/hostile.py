@@ -125,6 +125,8 @@ class Server:
                     if line.startswith(b"content-length:"):
                         length = int(line.split(b":")[1])
                 question = requests.read(length)
+                if len(question) < length:
+                    return  # the client gave up, maybe because of another request
                 if hostile:
                     self._behave(wire)
                     return

@@ -89,8 +89,8 @@ def test_what_the_server_refuses_is_one_line(served):
 
 def test_a_dead_server_ends_in_a_status(served):
     url, _ = served
-    remote = OpenInference(url, "target", retries=1)
-    remote.identity = "http://127.0.0.1:9/v2/models/target"
+    remote = OpenInference(url, "target", retries=1, timeout=2)
+    remote.url = "http://127.0.0.1:9/v2/models/target"
     result = extract.SingleHead()(remote)
     assert result.status is Status.ORACLE_FAILED
     remote.close()

@@ -9,9 +9,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from keyhole.audit.given import Data, Stored
 from keyhole.audit.run import audit
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import Data, Stored, Target, open_target
+from keyhole.audit.targets import Target, open_target
 from keyhole.audit.texts import TextTarget
 from keyhole.results import Audit
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole.audit import answers as answer_checks
 from keyhole.audit import flips as flip_checks
 from keyhole.audit import gradients as gradient_checks
 from keyhole.audit import inputs, weights
@@ -21,17 +22,10 @@ from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check
+from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.journal import Resuming, make_all, opened_journal
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import (
-    TEXTS_OF_A_MODEL,
-    TEXTS_OF_A_STORE,
-    Data,
-    Stored,
-    Target,
-    open_target,
-    target_of,
-)
+from keyhole.audit.targets import Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
@@ -39,7 +33,8 @@ from keyhole.disrupt.workers import MOST_PROCESSES, Pool, cluster
 from keyhole.errors import InputError
 from keyhole.models.loading import names_model
 from keyhole.oracle import Oracle
-from keyhole.oracle.session import session
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.session import Notice, session, unheard
 from keyhole.progress import Track, untracked
 from keyhole.results import Audit
 from keyhole.stores import names_store
@@ -49,6 +44,7 @@ MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)
 STORES = (store_checks.checks,)
 LEAKS = (leak_checks.checks,)
 SERVERS = (server_checks.checks,)
+ANSWERS = (answer_checks.checks,)
 
 
 def audit(
@@ -73,6 +69,8 @@ def audit(
     seed: int = 0,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
+    endpoint: EndpointOptions | None = None,
+    notice: Notice = unheard,
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.
 
@@ -88,7 +86,8 @@ def audit(
     that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
     finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
     once the findings are saved. Another audit's journal is refused, or replaced with `force`.
-    `authorized` says that a server which is not this machine may be probed.
+    `authorized` says that a server which is not this machine may be asked, `endpoint` how it is;
+    `notice` is told what a person should know at once.
     """
     started = time.perf_counter()
     expect_seed(seed)
@@ -106,8 +105,9 @@ def audit(
             given = Data(data, texts or TEXTS_OF_A_MODEL, flips, column, label)
         stored = Stored(model, texts or TEXTS_OF_A_STORE, known, seed, corpus)
         opened = open_target(
-            target, data=given, layers=layers, device=device, stored=stored, authorized=authorized
-        )
+            target, data=given, layers=layers, device=device, stored=stored,
+            authorized=authorized, endpoint=endpoint,
+        )  # fmt: skip
     else:
         opened = target_of(target)
     if ledger is not None and not opened.surfaces:
@@ -117,7 +117,7 @@ def audit(
         raise InputError(f"expected --processes and --dask with a vector store, got {name}")
     opening = time.perf_counter() - started
     with (
-        session(opened.surfaces, ledger=ledger) as surfaces,
+        session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
         _workers(processes, dask) as pool,
     ):
@@ -167,6 +167,8 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
           for family in LEAKS),
         *((name, family(name, server)) for name, server in opened.servers.items()
           for family in SERVERS),
+        *((name, family(name, answers)) for name, answers in opened.answers.items()
+          for family in ANSWERS),
     ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [

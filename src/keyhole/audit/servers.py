@@ -7,7 +7,6 @@ the states alone; and the last state is computed from log-probabilities.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import Loaded
 from keyhole.models.tasks import head_of
-from keyhole.oracle.probe import KEY, Answered, Server
+from keyhole.oracle.probe import Answered, Server
 from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
 from keyhole.progress import Track
 from keyhole.recover import HiddenStates, Logits, recover_text
@@ -146,7 +145,7 @@ def _texts(
     progress = track(exposure, len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):
-        answered = server.try_route(route, text, key=_has_key())
+        answered = server.try_route(route, text, key=True)
         if not answered.open:
             return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
         leak = HiddenStates(torch.tensor(answered.content), parts.layers)
@@ -190,7 +189,7 @@ def _state(
         return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
     answered, text = Answered(), ""
     for text in texts:  # after some texts comes half a character, of which llama.cpp says nothing
-        answered = server.try_route(route, text, key=_has_key())
+        answered = server.try_route(route, text, key=True)
         if answered.open:
             break
     if not answered.open:
@@ -230,7 +229,3 @@ def _compared(
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
     )
     return (Status.RECOVERED if error <= allowed else Status.MISMATCH), reason, error
-
-
-def _has_key() -> bool:
-    return bool(os.environ.get(KEY))

@@ -11,27 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.encoders import likeliest
+from keyhole.audit.given import Data, Stored, corpus_file
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
-from keyhole.data import Example, read_examples, read_texts
+from keyhole.data import read_texts
 from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists, expect_file
+from keyhole.files import exists
 from keyhole.models import Loaded, demo
-from keyhole.models.loading import class_names, load_model, names_model, task_of
-from keyhole.models.tasks import head_of
+from keyhole.models.loading import load_model, names_model, task_of
 from keyhole.oracle import Oracle, identity_of
-from keyhole.oracle.probe import Server, expect_authorized, names_server
-from keyhole.oracle.target import DEMO, describe, open_surfaces
-from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.oracle.address import expect_authorized, names_address, without_password
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.probe import Server, names_server
+from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
+from keyhole.oracle.tensors import TakesTexts
 from keyhole.recover.sources import names_leak, open_leaks, read_sources, task_for
 from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
-
-TEXTS_OF_A_MODEL = 3
-TEXTS_OF_A_STORE = 20
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Target:
     stores: Mapping[str, StoreTarget] = field(default_factory=dict[str, StoreTarget])
     leaks: Mapping[str, LeakTarget] = field(default_factory=dict[str, LeakTarget])
     servers: Mapping[str, ServerTarget] = field(default_factory=dict[str, ServerTarget])
+    answers: Mapping[str, AnswersTarget] = field(default_factory=dict[str, AnswersTarget])
     skips: tuple[Skip, ...] = ()  # parts that could not be opened
 
     @property
@@ -53,66 +54,9 @@ class Target:
         loaded = [model.loaded for model in self.models.values()]
         named += [f"{model.name} {model.identity}" for model in loaded]
         named += [store.identity for store in self.stores.values()]
-        named += [part.identity for part in (*self.leaks.values(), *self.servers.values())]
+        parts = (*self.leaks.values(), *self.servers.values(), *self.answers.values())
+        named += [part.identity for part in parts]
         return "; ".join(named)
-
-
-@dataclass(frozen=True)
-class Data:
-    """Which part of a file a model is tried with, and which columns hold what."""
-
-    file: str | Path
-    texts: int = TEXTS_OF_A_MODEL
-    flips: int = 12
-    column: str | None = None
-    label: str | None = None  # None: `label`, if there is such a column
-
-    def read(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
-        """Texts to read back, and examples to flip where the model is a classifier."""
-        texts = read_texts(self.file, self.column, self.texts)
-        if head_of(loaded.model) != "classification":
-            return texts, []
-        return texts, read_examples(
-            self.file, text=self.column or (), label=self.label or "label",
-            names=class_names(loaded.model.config), limit=self.flips,
-            labelled=self.label is not None,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Stored:
-    """How a vector store is read: with which encoder, how many of its vectors, what is known.
-
-    `model` may name several encoders, of which the one that made the vectors is found out. `corpus`
-    is a file of texts that is counted, by default the one that ships.
-    """
-
-    model: str | Sequence[str] | None = None
-    texts: int = TEXTS_OF_A_STORE
-    known: str | Path | None = None
-    seed: int = 0
-    corpus: str | Path | None = None
-
-    def expect_none(self, name: str, *, corpus: bool) -> None:
-        """Refuse what is for a store alone, where the target is none; a model takes a corpus."""
-        options = {"--model": self.model, "--known": self.known}
-        for option, value in options.items():
-            if value:
-                raise InputError(f"expected {option} with a vector store, got {name}")
-        if self.corpus is not None and not corpus:
-            raise InputError(f"expected --corpus with a vector store or a model, got {name}")
-
-    def method(self) -> CountedReader:
-        """The attack: it counts the corpus, or the one that ships."""
-        if self.corpus is None:
-            return CountedReader()
-        return CountedReader(_corpus(self.corpus))
-
-
-def _corpus(file: str | Path) -> Path:
-    """The file of a corpus, which is there, as other processes find it."""
-    expect_file(file, "a corpus")
-    return Path(file).absolute()
 
 
 def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
@@ -135,14 +79,24 @@ def open_target(
     device: str = "cpu",
     stored: Stored | None = None,
     authorized: bool = False,
+    endpoint: EndpointOptions | None = None,
 ) -> Target:
     """What `name` stands for; `data` and `layers` say what a model is tried with.
 
-    `authorized`: a server that is not this machine may be probed.
+    `authorized`: a server that is not this machine may be asked; `endpoint`: how.
     """
+    endpoint = endpoint or EndpointOptions()
     if names_server(name):
         expect_authorized(name, authorized)
-        return _server(name, data, stored or Stored(), device)
+        shown = without_password(name)
+        return _server(
+            name, data, stored or Stored(), device, endpoint.only_connecting(f"the server {shown}")
+        )
+    if names_address(name) and not names_store(name):
+        return _endpoint(name, data, stored or Stored(), device, endpoint, authorized)
+    endpoint.expect_none(without_password(name))
+    if names_address(name):  # a server of embeddings
+        expect_authorized(name, authorized)
     if names_leak(name):
         return _leak(name, stored or Stored(), device)
     if names_store(name):
@@ -154,7 +108,7 @@ def open_target(
     corpus = None
     if stored is not None:
         stored.expect_none(name, corpus=name == DEMO or names_model(name))
-        corpus = None if stored.corpus is None else _corpus(stored.corpus)
+        corpus = None if stored.corpus is None else corpus_file(stored.corpus)
     if names_model(name):
         return _model(name, data, layers, device, corpus)
     if name == DEMO:
@@ -184,19 +138,52 @@ def _model(
     return Target(name, models={loaded.name: subject})
 
 
-def _server(name: str, data: Data | None, stored: Stored, device: str) -> Target:
+def _server(
+    name: str, data: Data | None, stored: Stored, device: str, endpoint: EndpointOptions
+) -> Target:
     """A server of a language model; with the weights of --model its answers are read."""
-    model = _one_model(stored, f"the server {name}")
-    loaded = None
-    if model is not None:
-        loaded = demo.open_model(model, task=task_of(demo.folder_of(model)), device=device)
-    texts = list(demo.TEXTS)
-    if data is not None:
-        texts = read_texts(data.file, data.column, data.texts)
-    server = Server.at(name)
+    loaded = _weights(stored, f"the server {without_password(name)}", device)
+    texts = _texts(data)
+    server = Server.at(name, endpoint)
     skips = () if loaded else (Skip("what routes return", "none", "give --model to read it back"),)
     words = f"{server.kind or 'a server'} at {server.url}"
     return Target(words, servers={words: ServerTarget(server, loaded, texts)}, skips=skips)
+
+
+def _weights(stored: Stored, what: str, device: str) -> Loaded | None:
+    """The model of --model, with its head; None where none is given."""
+    model = _one_model(stored, what)
+    if model is None:
+        return None
+    return demo.open_model(model, task=task_of(demo.folder_of(model)), device=device)
+
+
+def _texts(data: Data | None) -> list[str]:
+    """What is sent to a server."""
+    if data is None:
+        return list(demo.TEXTS)
+    return read_texts(data.file, data.column, data.texts)
+
+
+def _endpoint(
+    name: str, data: Data | None, stored: Stored, device: str, options: EndpointOptions,
+    authorized: bool,
+) -> Target:  # fmt: skip
+    """An endpoint that takes vectors, or one that takes texts."""
+    public = without_password(name)
+    try:
+        surfaces = open_surfaces(name, options, authorized=authorized)
+    except TakesTexts as end:
+        loaded = _weights(stored, f"the endpoint {public}", device)
+        base, model = parts_of(name)
+        words = f"{model}, which takes {end.what} ({public})"
+        return Target(
+            words, answers={"": AnswersTarget(base, model, options, loaded, _texts(data))}
+        )
+    stored.expect_none(public, corpus=False)
+    if data is not None:
+        raise InputError(f"expected --data with a model, got the endpoint {public}")
+    return Target(describe(name, surfaces), surfaces)
 
 
 def _leak(name: str, stored: Stored, device: str) -> Target:

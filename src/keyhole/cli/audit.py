@@ -28,9 +28,11 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
+from keyhole.cli.endpoint import asks_endpoint
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
+from keyhole.oracle.options import EndpointOptions
 from keyhole.results import Audit
 from keyhole.resume import records_in
 
@@ -49,6 +51,7 @@ def _count(number: str | int) -> int:
     epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html\n"
     "  keyhole audit ./my-model --data texts.tsv --texts 10"
 )
+@asks_endpoint
 def audit(
     target: Annotated[
         str,
@@ -111,6 +114,9 @@ def audit(
     device: Device = "cpu",
     processes: Processes = 0,
     dask: DaskAddress = None,
+    *,
+    endpoint: EndpointOptions,
+    authorized: bool,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
     ] = Path("keyhole-report.html"),
@@ -119,10 +125,6 @@ def audit(
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
     force: Force = False,
-    authorized: Annotated[
-        bool,
-        typer.Option("--authorized", help="You may test the server, which is not on this machine."),
-    ] = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +145,7 @@ def audit(
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
             journal=journal, force=force, authorized=authorized, seed=seed, track=track,
-            resuming=_say_resuming,
+            resuming=_say_resuming, endpoint=endpoint, notice=say,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

@@ -22,9 +22,12 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
+from keyhole.cli.console import say
+from keyhole.cli.endpoint import asks_endpoint
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
+from keyhole.oracle.options import EndpointOptions
 from keyhole.results import exit_code
 
 _UNIT = "queries, the judge's included"
@@ -43,6 +46,7 @@ def _for(option: str, about: str, **more: Any) -> Any:
     "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
     "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10",
 )
+@asks_endpoint
 def extract(
     target: Target,
     method: Annotated[
@@ -75,6 +79,9 @@ def extract(
     oversampling: Annotated[
         float | None, _for("oversampling", "Questions for each unknown, about")
     ] = None,
+    *,
+    endpoint: EndpointOptions,
+    authorized: bool,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
     out: Annotated[
@@ -93,7 +100,7 @@ def extract(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
             accuracy=accuracy, values=values, bound=bound, margin=margin, repeats=repeats,
             bases=bases, oversampling=oversampling, heads=heads, budget=budget, ledger=ledger,
-            seed=seed, track=track,
+            seed=seed, track=track, endpoint=endpoint, authorized=authorized, notice=say,
         )  # fmt: skip
         if out is not None:
             result.save(out)

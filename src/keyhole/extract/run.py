@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,8 +15,10 @@ from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.registry import METHODS
 from keyhole.oracle.counted import Counted
+from keyhole.oracle.ledger import Ledger
+from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle
-from keyhole.oracle.session import session
+from keyhole.oracle.session import Notice, session, unheard
 from keyhole.oracle.target import open_target
 from keyhole.progress import Track, untracked
 
@@ -39,6 +42,9 @@ def run(
     ledger: str | Path | None = None,
     seed: int = 0,
     track: Track = untracked,
+    endpoint: EndpointOptions | None = None,
+    authorized: bool = False,
+    notice: Notice = unheard,
 ) -> Extraction:
     """Read the weights of a target back from its answers.
 
@@ -47,7 +53,8 @@ def run(
     are for the named methods that have them; given with another they are refused. `bases` are
     matrices, or a .safetensors file that holds one for each head. `budget` is the most
     queries to ask; `ledger` the file that remembers every answer, from which a run that was
-    stopped goes on.
+    stopped goes on. `endpoint` says how a server is asked, `authorized` that it may be though it is
+    another machine; `notice` is told what a person should know at once.
     """
     expect_count("a budget", budget, 0)
     options = {
@@ -64,9 +71,22 @@ def run(
         given = [option for option, value in options.items() if value is not None]
         if given:
             raise InputError(f"expected {given[0]} as a field of the {name} given, got it apart")
-    oracle = open_target(target) if isinstance(target, str) else target
-    with session({"": oracle}, budget=budget, ledger=ledger) as surfaces:
+    oracle = target
+    if isinstance(oracle, str):
+        oracle = open_target(oracle, options=endpoint, authorized=authorized)
+    notes = [getattr(oracle, "note", "")]
+
+    def heard(line: str) -> None:
+        notes.append(line)
+        notice(line)
+
+    with session(
+        {"": oracle}, budget=budget, ledger=ledger, answer_error=answer_error, notice=heard
+    ) as surfaces:
         ready = surfaces[""]
         progress = track("extract", method.expected(ready.dim))
         progress(0, note=name)
-        return method(Counted(ready, progress=progress))
+        result = method(Counted(ready, progress=progress))
+        if isinstance(ready, Ledger) and ready.asked_again:
+            notes.append(f"{ready.asked_again} remembered answers were asked for again, uncounted")
+    return replace(result, reason="; ".join([result.reason, *filter(None, notes)]))

@@ -5,6 +5,7 @@ from keyhole.oracle.degraded import Clipped, Degradation, Failing, Noisy, Rounde
 from keyhole.oracle.http import Limits
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
+from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
@@ -17,6 +18,7 @@ __all__ = [
     "Clipped",
     "Counted",
     "Degradation",
+    "EndpointOptions",
     "Failing",
     "Head",
     "Ledger",

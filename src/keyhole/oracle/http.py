@@ -2,56 +2,40 @@
 
 Whatever it sends (gigabytes, bombs, nothing, garbage, one byte a minute) ends as one line, in the
 memory and time that `Limits` states. Redirects are never followed: no answer comes from another
-address than the one that was asked.
-
-httpx reads a body whole and unpacks it without a bound, so both are done here, in small pieces.
+address than the one that was asked. Secrets that were sent are taken out of what comes back.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import ssl
+import threading
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, fields
 from email.utils import parsedate_to_datetime
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import httpcore
 import httpx
 
 from keyhole.errors import InputError
+from keyhole.oracle.bodies import FAILURES, Garbled, Limits, body_of, opening_of, parsed, shown
+from keyhole.oracle.pace import Pace
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.transport import NotHttp, Transport, moments
 
+__all__ = ["Garbled", "Http", "Limits", "Refused", "shown"]
+
 _PASSING = frozenset({429, 502, 503, 504})
-_FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
-_PIECE = 2**14
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_INTERNAL_ERRORS = 3  # one after the other; the next counts as what the server has to say
+_RESTART_PAUSE = 1.0  # between two looks at whether a server is there again
+_LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
+_NO_SUCH_ROUTE = (404, 405, 501)
+_SECRET = 8  # letters at least; a shorter word may stand in any answer
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server may cost; one that wants more is refused in a line that names the limit.
-
-    - `seconds`: one request, from connecting to its last byte, with its retries and their waits.
-    - `body`: bytes of one answer, both as sent and as unpacked.
-    - `parts`: opening brackets, quotes and commas in one answer. Python needs up to 60 bytes for
-      what one of them stands for, so that an answer takes less than 500 MB unless this is raised.
-    - `dim`: the dimension a server may claim unasked, and the width of its answers.
-    """
-
-    seconds: float = 60.0
-    body: int = 64 * 2**20
-    parts: int = 4_000_000
-    dim: int = 16_384
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value > 0):
-                raise InputError(f"expected a limit {field.name} above 0, got {value}")
+T = TypeVar("T")
 
 
 class Refused(OracleError):
@@ -63,17 +47,34 @@ class Refused(OracleError):
 
 
 class Http:
-    """Asks for JSON and takes nothing else. Keeps its connections until closed."""
+    """Asks for JSON and takes nothing else. Keeps its connections until closed.
+
+    Passing failures (no connection, 429, 500, 502–504, garbage) are tried again `retries` times,
+    with longer and longer pauses; a server that has answered before and is gone is waited for as
+    long as a request may take. `rate` is how many requests there are in a second, at most; `trust`
+    whose certificates count.
+    """
 
     def __init__(
-        self, url: str, limits: Limits, *, retries: int, headers: dict[str, str] | None = None
+        self,
+        url: str,
+        limits: Limits,
+        *,
+        retries: int,
+        headers: Mapping[str, str] | None = None,
+        rate: float | None = None,
+        trust: ssl.SSLContext | None = None,
     ) -> None:
         self.limits = limits
         self._retries = retries
-        accept = {"Accept-Encoding": "gzip, deflate"}
-        transport = Transport(_address(url))
+        self._pace = Pace(rate)
+        self._answered = False
+        self._room = threading.Lock()  # for a large answer
+        self._secrets = _secrets(headers or {})
+        accept = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
+        transport = Transport(_address(url), trust)
         try:
-            self._client = httpx.Client(transport=transport, headers=accept | (headers or {}))
+            self._client = httpx.Client(transport=transport, headers=accept | dict(headers or {}))
         except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
             raise InputError("expected headers as ASCII text, got something else") from None
 
@@ -81,61 +82,183 @@ class Http:
         self._client.close()
 
     def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object that `url` answers with. Passing failures are tried again."""
-        data = self.ask(verb, url, content)
-        if not isinstance(data, dict):
-            raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
-        return cast("dict[str, Any]", data)
+        """The JSON object that `url` answers with."""
+        return self.ask(verb, url, content, lambda data: as_object(data, url))
 
-    def ask(self, verb: str, url: str, content: dict[str, Any] | None = None) -> object:
-        """The same, be it an object, a list or anything else that JSON can say."""
+    def ask(
+        self,
+        verb: str,
+        url: str,
+        content: dict[str, Any] | None = None,
+        read: Callable[[object], T] = lambda data: cast("T", data),
+    ) -> T:
+        """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
+
+        `read` may raise Garbled, so that it is asked again on another connection.
+        """
+
+        def taken(reply: httpx.Response, end: float) -> T:
+            return self._read(reply, url, end, read)
+
+        return self._tried(verb, url, content, taken)
+
+    def expect_ready(self, url: str) -> None:
+        """Wait until `url` says that it is ready, where the server has such a route."""
+
+        def taken(reply: httpx.Response, end: float) -> None:
+            del end
+            if not reply.is_success and reply.status_code not in _NO_SUCH_ROUTE:
+                self._refuse(reply, url)
+            opening_of(reply, self._hidden)  # a connection whose answer was read can be kept
+
+        self._tried("GET", url, None, taken)
+
+    def _tried(
+        self, verb: str, url: str, content: dict[str, Any] | None,
+        taken: Callable[[httpx.Response, float], T],
+    ) -> T:  # fmt: skip
+        body = None if content is None else json.dumps(content, allow_nan=False).encode()
+        self._pace.wait()
         end = time.monotonic() + self.limits.seconds
-        trouble = ""
-        for attempt in range(self._retries + 1):
-            pause = min(0.5 * 2**attempt, 8.0)
+        attempt = internal = 0
+        while True:
+            last = attempt >= self._retries
+            pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
+            attempt += 1
             try:
-                with self._stream(verb, url, content, end) as reply:
-                    if reply.status_code not in _PASSING:
-                        return self._read(reply, url)
-                    trouble, pause = _passing(reply, pause)
+                with self._stream(verb, url, body, end) as reply:
+                    internal = internal + 1 if reply.status_code == 500 else 0
+                    trouble = self._passing(reply, last or internal > _INTERNAL_ERRORS)
+                    if trouble is None:
+                        return self._kept_apart(reply, lambda reply: taken(reply, end))
+                    pause = max(pause, _asked_to_wait(reply))
             except httpcore.TimeoutException:
                 raise self._too_slow(url, "none in time") from None
             except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
                 raise InputError("expected headers that HTTP allows, got others") from None
             except NotHttp as error:
-                raise OracleError(f"expected HTTP from {url}, got {shown(error)}") from None
-            except _FAILURES as error:
-                trouble = shown(f"{type(error).__name__}: {error}", 200)
-            if attempt == self._retries:
-                break
+                raise OracleError(f"expected HTTP from {url}, got {self._shown(error)}") from None
+            except Garbled as error:
+                if last:
+                    raise
+                trouble = str(error)
+            except httpcore.ConnectError as error:
+                _expect_trusted(error, url)
+                trouble = self._shown(f"{type(error).__name__}: {error}")
+                if self._answered and self._retries:  # it may be starting again
+                    last, pause = False, _RESTART_PAUSE
+            except FAILURES as error:
+                trouble = self._shown(f"{type(error).__name__}: {error}")
+            if last:
+                raise OracleError(f"expected an answer from {url}, got {trouble}")
             if time.monotonic() + pause > end:
                 raise self._too_slow(url, trouble)
+            if "Retry-After" in trouble:  # said to all who ask
+                self._pace.hold(pause)
             time.sleep(pause)
-        raise OracleError(f"expected an answer from {url}, got {trouble}")
+            self._pace.wait()
 
     def _stream(
-        self, verb: str, url: str, content: dict[str, Any] | None, end: float
+        self, verb: str, url: str, body: bytes | None, end: float
     ) -> AbstractContextManager[httpx.Response]:
-        return self._client.stream(verb, url, json=content, extensions={"timeout": moments(end)})
+        return self._client.stream(verb, url, content=body, extensions={"timeout": moments(end)})
+
+    def _kept_apart(self, reply: httpx.Response, take: Callable[[httpx.Response], T]) -> T:
+        """What is taken of a reply; a connection that brought garbage is not used again.
+
+        An answer that was sent twice would be taken for that of the next question.
+        """
+        try:
+            taken = take(reply)
+        except Garbled:
+            with suppress(*FAILURES, OSError):
+                reply.extensions["network_stream"].close()
+            raise
+        self._answered = True
+        return taken
+
+    def _passing(self, reply: httpx.Response, last: bool) -> str | None:
+        """Why to ask again; None where the answer is to be taken as it is."""
+        if reply.status_code == 500 and not last:
+            return "status 500"
+        if reply.status_code not in _PASSING:
+            return None
+        header = reply.headers.get("retry-after", "").strip()
+        asked = _seconds(header) is not None
+        with_wait = f" with Retry-After: {self._shown(header, 40)}" if asked else ""
+        return f"status {reply.status_code}{with_wait}"
 
     def _too_slow(self, url: str, trouble: str) -> OracleError:
         seconds = f"{self.limits.seconds:g} s"
         return OracleError(
-            f"expected an answer from {url} within {seconds}, got {trouble}: raise timeout="
+            f"expected an answer from {url} within {seconds}, got {trouble}: raise --timeout"
         )
 
-    def _read(self, reply: httpx.Response, url: str) -> object:
+    def _read(self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T]) -> T:
+        if not reply.is_success:
+            self._refuse(reply, url)
+        alone = False
+
+        def grown(length: int) -> None:
+            nonlocal alone
+            if length > _LARGE and not alone:
+                alone = self._room.acquire(timeout=max(0.0, end - time.monotonic()))
+                if not alone:
+                    raise self._too_slow(url, "none in time")
+
+        try:
+            body = self._hidden(body_of(reply, url, self.limits.body, grown))
+            return read(parsed(body, url, self.limits))
+        finally:
+            if alone:
+                self._room.release()
+
+    def _refuse(self, reply: httpx.Response, url: str) -> NoReturn:
         status = reply.status_code
         if 300 <= status < 400:
-            where = shown(reply.headers.get("location", "nowhere"), 100)
+            where = self._shown(reply.headers.get("location", "nowhere"), 100)
             raise OracleError(
                 f"expected an answer from {url}, got {status}, a redirect to {where}: "
                 "redirects are not followed"
             )
-        if not reply.is_success:
-            opening = _opening(reply)
-            raise Refused(f"expected an answer from {url}, got {status}: {opening}", status)
-        return _parsed(_body(reply, url, self.limits.body), url, self.limits)
+        opening = opening_of(reply, self._hidden)
+        raise Refused(f"expected an answer from {url}, got {status}: {opening}", status)
+
+    def _hidden(self, body: bytearray) -> bytearray:
+        """What a server sent, without the secrets that it was sent."""
+        for secret in self._secrets:
+            if secret in body:
+                body = body.replace(secret, b"(secret)")
+        return body
+
+    def _shown(self, text: object, longest: int = 200) -> str:
+        return shown(self._hidden(bytearray(str(text), "utf-8", "replace")).decode(), longest)
+
+
+def as_object(data: object, url: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
+    return cast("dict[str, Any]", data)
+
+
+def _secrets(headers: Mapping[str, str]) -> list[bytes]:
+    """The values of headers, and those after `Bearer`, the longest first."""
+    words = [word for value in headers.values() for word in (value, *value.split())]
+    long = {word.encode("utf-8", "replace") for word in words if len(word) >= _SECRET}
+    return sorted(long, key=len, reverse=True)
+
+
+def _expect_trusted(error: httpcore.ConnectError, url: str) -> None:
+    """A certificate that nobody vouches for will not be better a second later."""
+    cause = error.__cause__ or error.__context__  # the pool raises it again without its cause
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        why = shown(cause.verify_message, 100)
+        raise OracleError(
+            f"expected a certificate that is trusted from {url}, got another ({why}): give --ca "
+            "FILE with its authority, or --insecure"
+        ) from None
+    if isinstance(cause, ssl.SSLError):
+        raise OracleError(f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}")
 
 
 def _address(url: str) -> httpx.URL:
@@ -149,123 +272,15 @@ def _address(url: str) -> httpx.URL:
     raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
 
 
-def shown(text: object, longest: int = 80) -> str:
-    """What a server said, as part of one line: no line breaks, no control characters."""
-    line = " ".join(str(text)[: 4 * longest].split())
-    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
-    return safe if len(safe) <= longest else f"{safe[:longest]}…"
+def _asked_to_wait(reply: httpx.Response) -> float:
+    return _seconds(reply.headers.get("retry-after", "").strip()) or 0.0
 
 
-def _passing(reply: httpx.Response, pause: float) -> tuple[str, float]:
-    """Why to ask again, and in how many seconds."""
-    trouble, header = f"status {reply.status_code}", reply.headers.get("retry-after", "").strip()
+def _seconds(header: str) -> float | None:
+    """What Retry-After says, as a number or as a date."""
     if header.isascii() and header.isdigit():
-        asked = float(header[:20])
-    else:
-        try:
-            asked = parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, TypeError, OverflowError):
-            return trouble, pause
-    return f"{trouble} with Retry-After: {shown(header, 40)}", max(pause, asked)
-
-
-def _body(reply: httpx.Response, url: str, limit: int) -> bytearray:
-    """The whole body, unpacked, or an error as soon as it is known to be longer than `limit`."""
-    body = bytearray()
-    announced = int(reply.headers.get("content-length", 0))  # httpcore checks that it is a number
-    if announced > limit:
-        raise OracleError(
-            f"expected at most {limit:,} bytes from {url}, got Content-Length {announced:,}: "
-            "raise Limits(body=)"
-        )
-    for piece in _unpacked(_counted(reply, url, limit), reply, url):
-        body += piece
-        if len(body) > limit:
-            raise OracleError(
-                f"expected at most {limit:,} bytes from {url}, got more when unpacked: "
-                "raise Limits(body=)"
-            )
-    return body
-
-
-def _counted(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
-    count = 0
-    for piece in reply.iter_raw():
-        count += len(piece)
-        if count > limit:
-            raise OracleError(
-                f"expected at most {limit:,} bytes from {url}, got more: raise Limits(body=)"
-            )
-        yield piece
-
-
-def _unpacked(pieces: Iterable[bytes], reply: httpx.Response, url: str) -> Iterator[bytes]:
-    """The body as it was before gzip or deflate, in small pieces whatever it expands to."""
-    coding = reply.headers.get("content-encoding", "identity").strip().lower()
-    if coding == "identity":
-        yield from pieces
-        return
-    if coding not in ("gzip", "x-gzip", "deflate"):
-        raise OracleError(
-            f"expected a body in gzip, deflate or plain from {url}, got {shown(coding)}"
-        )
-    unpack = None
+        return float(header[:20])
     try:
-        for piece in pieces:
-            if unpack is None:  # some servers send deflate without zlib's header, whose low bits 8
-                bare = coding == "deflate" and piece[:1] and piece[0] & 15 != 8
-                unpack = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
-            while piece and not unpack.eof:
-                yield unpack.decompress(piece, _PIECE)
-                piece = unpack.unconsumed_tail
-        complete = unpack is None or unpack.eof
-    except zlib.error as error:
-        raise OracleError(f"expected {coding} from {url}, got {shown(error)}") from None
-    if not complete:
-        raise OracleError(f"expected a whole {coding} body from {url}, got only its beginning")
-
-
-def _opening(reply: httpx.Response) -> str:
-    """The first words of an answer that is an error; whatever is wrong with it does not matter."""
-    body = bytearray()
-    with suppress(OracleError, httpcore.TimeoutException, *_FAILURES):
-        for piece in _unpacked(reply.iter_raw(), reply, ""):
-            body += piece
-            if len(body) > 1000:
-                break
-    return shown(body[:1000].decode(errors="replace"), 200) or "no text"
-
-
-def _parsed(body: bytearray, url: str, limits: Limits) -> object:
-    parts = sum(body.count(mark) for mark in b'[{",')
-    if parts > limits.parts:
-        raise OracleError(
-            f"expected at most {limits.parts:,} brackets, quotes and commas from {url}, "
-            f"got {parts:,}: raise Limits(parts=)"
-        )
-    # One letter beyond ASCII may make Python keep the whole text at four bytes a letter.
-    if len(body) > limits.body // 4 and not body.isascii():
-        raise OracleError(
-            f"expected ASCII in an answer of over {limits.body // 4:,} bytes from {url}, "
-            "got other characters: raise Limits(body=)"
-        )
-    opening = shown(body[:200].decode(errors="replace")) or "nothing"
-    try:
-        text = body.decode()
-        body.clear()  # both at once are not needed
-        data: object = json.loads(text, object_pairs_hook=_unique)
-    except RecursionError:
-        raise OracleError(f"expected JSON from {url}, got nesting without end: {opening}") from None
-    except UnicodeDecodeError:
-        raise OracleError(f"expected JSON in UTF-8 from {url}, got {opening}") from None
-    except ValueError as error:  # without its cause, which holds the whole text
-        why = shown(error, 100)
-        raise OracleError(f"expected JSON from {url}, got {opening} ({why})") from None
-    return data
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        raise ValueError("a key twice in one object")
-    return data
+        return parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return None

@@ -3,6 +3,8 @@
 A ledger is a SQLite file that belongs to one target. Its keys are digests of the exact bytes of
 the questions. A run that is killed at any point resumes without asking twice; processes that
 share a file take turns at the oracle, so the second finds the first's answers.
+
+Behind an address another model may stand tomorrow: generations.py looks whether it does.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import itertools
 import sqlite3
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,16 @@ from torch import Tensor
 
 from keyhole.errors import InputError, KeyholeError
 from keyhole.files import exists, expect_file, is_folder, private, trouble
+from keyhole.oracle.generations import (
+    allowed,
+    begin,
+    beneath,
+    difference,
+    may_change,
+    remember,
+    set_aside,
+    witnesses,
+)
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Oracle,
@@ -43,14 +55,26 @@ class Ledger:
     """Remembers what `inner` answered, in the file `path`.
 
     `asked` and `remembered` count the questions of this object: those that went to `inner` and
-    those that cost nothing.
+    those that cost nothing. `asked_again` counts those by which it was found out whether the same
+    model still answers: they go past a counter and its budget, which are for what is paid.
+    `answer_error` is how far an answer may be off each time, `notice` is told of another model.
     """
 
-    def __init__(self, inner: Oracle, path: str | Path) -> None:
+    def __init__(
+        self,
+        inner: Oracle,
+        path: str | Path,
+        *,
+        answer_error: float = 0.0,
+        notice: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+    ) -> None:
         self.inner = inner
         self.path = Path(path)
         self.asked = 0
         self.remembered = 0
+        self.asked_again = 0
+        self._answer_error, self._notice = answer_error, notice
+        self._same = not may_change(inner)  # as what is remembered
         self._batch = 64  # questions per commit; grows until a commit covers about a second
         self._db = _open(self.path)
         try:
@@ -86,6 +110,8 @@ class Ledger:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         check_sequences(sequences, self.dim)
+        if not self._same:
+            self._look_again()
         keys = _keys(sequences)
         known = self._recall(keys)
         self.remembered += sum(key in known for key in keys)
@@ -100,6 +126,25 @@ class Ledger:
             partial = _unpack(self._recall(answered), answered) if answered else None
             raise BudgetExhausted(end.budget, partial) from end
         return _unpack(known, keys)
+
+    def _look_again(self) -> None:
+        """Before the first answer is used: does the same model stand behind the address?"""
+        with self._transaction():
+            known = self._recall([key for key, _ in witnesses(self._db)])
+            stored = [(known[key], question) for key, question in witnesses(self._db)]
+            for (shape, answer), question in stored:
+                again = ask(beneath(self.inner), question)
+                self.asked_again += 1
+                off = difference(_numbers(shape, answer), again[0])
+                if off > allowed(beneath(self.inner), again, self._answer_error):
+                    aside = set_aside(self._db)
+                    self._notice(
+                        f"another model answers at {self.identity} than {self.path} remembers: "
+                        f"asked again, an answer is {off:.1e} off; the {aside.answers:,} old "
+                        f"answers are kept there as {aside.table} and not used"
+                    )
+                    break
+        self._same = True
 
     def _take_turn(self, turn: list[tuple[bytes, int]], sequences: Tensor) -> Memory:
         """Ask what nobody has asked yet, store it, and only then hand it out."""
@@ -116,7 +161,9 @@ class Ledger:
                     failure, answers = error, error.answers
                 self._pace(time.monotonic() - started)
                 if answers is not None:
-                    known |= self._store([key for key, _ in new], answers)
+                    stored = self._store([key for key, _ in new], answers)
+                    remember(self._db, [(k, sequences[row]) for k, row in new if k in stored])
+                    known |= stored
         if failure is not None:
             raise failure
         return known
@@ -165,10 +212,7 @@ class Ledger:
                 if not tables:
                     self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     self._db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
-                    self._db.execute(
-                        "CREATE TABLE answers (question BLOB PRIMARY KEY, shape TEXT, answer BLOB)"
-                        " WITHOUT ROWID"
-                    )
+                    begin(self._db)
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
@@ -248,11 +292,15 @@ def _unpack(known: Memory, keys: Sequence[bytes]) -> Tensor:
     shapes = {known[key][0] for key in keys}
     if len(shapes) != 1:
         raise OracleError(f"expected answers of one shape, got {sorted(shapes)}")
-    shape = [int(size) for size in shapes.pop().split(",") if size]
-    data = bytearray().join(known[key][1] for key in keys)
+    return _numbers(shapes.pop(), bytearray().join(known[key][1] for key in keys), len(keys))
+
+
+def _numbers(shape: str, data: bytes | bytearray, *count: int) -> Tensor:
+    """`count` answers of that shape; one alone has no further dimension."""
+    sizes = [int(size) for size in shape.split(",") if size]
     # A clone is aligned as every tensor is: the same numbers at another alignment may be summed
     # in another order, and the next question would differ in its last bit.
-    return torch.frombuffer(data, dtype=torch.float64).reshape(len(keys), *shape).clone()
+    return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape([*count, *sizes]).clone()
 
 
 def remembered(oracle: Oracle) -> int:

@@ -6,20 +6,18 @@ nothing is sent but the request: who finds a route open needed nothing else eith
 
 from __future__ import annotations
 
-import ipaddress
-import os
 from collections.abc import Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from keyhole.errors import InputError
+from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
+from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.routes import LOGPROBS, MANY, ROUTES, Route
 
-KEY = "KEYHOLE_API_KEY"
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
 _SHUT = (401, 403)
 # A log-probability for each of 256,000 tokens, with the token as text and as bytes.
@@ -51,12 +49,16 @@ class Server:
     url: str
     kind: str
     model: str
+    options: EndpointOptions = field(default_factory=EndpointOptions)
+    address: str = field(default="", repr=False)  # as it was given, maybe with a password
 
     @classmethod
-    def at(cls, url: str) -> Server:
+    def at(cls, url: str, options: EndpointOptions | None = None) -> Server:
         """What runs at an address, by what it says of itself."""
-        url = url.rstrip("/")
-        with closing(_http(url, key=True)) as http:
+        options = options or EndpointOptions()
+        address = url.rstrip("/")
+        url = without_password(address)
+        with closing(_http(address, options, key=True)) as http:
             models = _told(http, f"{url}/v1/models")
             entries = models.get("data") if isinstance(models, Mapping) else None
             first: Any = entries[0] if isinstance(entries, list) and entries else {}
@@ -70,7 +72,7 @@ class Server:
                     f"expected llama.cpp, vLLM, SGLang or OpenAI's form at {url}, got a server "
                     "that answers neither /v1/models nor /props"
                 )
-        return cls(url, kind, name)
+        return cls(url, kind, name, options, address)
 
     @property
     def routes(self) -> list[Route]:
@@ -82,7 +84,8 @@ class Server:
     def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
         """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
         content = route.asked(text, self.model)
-        with closing(_http(self.url, key=key)) as http:
+        address = (self.address if key else "") or self.url
+        with closing(_http(address, self.options, key=key)) as http:
             answered = self._ask(http, route, content)
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
@@ -112,21 +115,13 @@ class Server:
 
 def names_server(name: str) -> bool:
     """Is it the address of a server alone, without a path that says what is asked?"""
-    parts = urlsplit(name) if name.startswith(("http://", "https://")) else None
-    return parts is not None and parts.path in ("", "/") and not parts.query
-
-
-def expect_authorized(url: str, authorized: bool) -> None:
-    """Refuse to probe somebody else's machine unless one may."""
-    host = urlsplit(url).hostname or ""
-    here = host == "localhost"
-    with suppress(ValueError):
-        here = ipaddress.ip_address(host).is_loopback
-    if not here and not authorized:
-        raise InputError(
-            f"expected --authorized to probe {host}, which is not this machine, got none: give it "
-            "if you may test that server"
-        )
+    if not names_address(name):
+        return False
+    try:
+        parts = urlsplit(name)
+    except ValueError:  # half an IPv6 address
+        return False
+    return parts.path in ("", "/") and not parts.query
 
 
 def _words(error: OracleError) -> str:
@@ -134,10 +129,8 @@ def _words(error: OracleError) -> str:
     return shown(str(error).partition(", got ")[2] or error, 120)
 
 
-def _http(url: str, *, key: bool) -> Http:
-    secret = os.environ.get(KEY) if key else None
-    headers = {"Authorization": f"Bearer {secret}"} if secret else None
-    return Http(url, _LIMITS, retries=1, headers=headers)
+def _http(url: str, options: EndpointOptions, *, key: bool) -> Http:
+    return options.http(url, limits=_LIMITS, retries=1, key=key)
 
 
 def _told(http: Http, url: str) -> object:

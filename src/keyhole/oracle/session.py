@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -11,15 +11,27 @@ from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.protocol import Oracle
 
+Notice = Callable[[str], None]  # told in one line what a person should know
+
+
+def unheard(line: str) -> None:
+    """A notice to nobody."""
+
 
 @contextmanager
 def session(
-    surfaces: Mapping[str, Oracle], *, budget: int | None = None, ledger: str | Path | None = None
+    surfaces: Mapping[str, Oracle],
+    *,
+    budget: int | None = None,
+    ledger: str | Path | None = None,
+    answer_error: float | None = None,
+    notice: Notice = unheard,
 ) -> Generator[dict[str, Oracle]]:
     """Each surface of a target, counted; remembered too where there is a ledger.
 
     A ledger belongs to one surface: the second has one of its own beside it, and so on.
-    Connections and ledgers are closed at the end.
+    `answer_error` is how far an answer may be off when it is asked again, `notice` is told where
+    another model answers than the ledger remembers. Connections and ledgers are closed at the end.
     """
     ready: dict[str, Oracle] = {}
     with ExitStack() as stack:
@@ -29,7 +41,9 @@ def session(
             ready[name] = Counted(surface, budget)
             if ledger is not None:
                 path = ledger_of(Path(ledger), number)
-                ready[name] = stack.enter_context(Ledger(ready[name], path))
+                ready[name] = stack.enter_context(
+                    Ledger(ready[name], path, answer_error=answer_error or 0.0, notice=notice)
+                )
         yield ready
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from keyhole.errors import InputError
+from keyhole.oracle.address import expect_authorized, names_address, without_password
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
+from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
 
@@ -30,24 +32,51 @@ def demo() -> dict[str, Oracle]:
     }
 
 
-def open_target(name: str, limits: Limits | None = None) -> Oracle:
+def open_target(
+    name: str,
+    limits: Limits | None = None,
+    *,
+    options: EndpointOptions | None = None,
+    authorized: bool = False,
+) -> Oracle:
     """The oracle that `name` stands for; of the demo, its scoring head.
 
-    `limits` bounds what a server may cost; a file and the demo need none.
+    `limits` bounds what a server may cost and `options` say how it is asked, for which one must be
+    `authorized` where it is another machine; a file and the demo need none of them.
     """
-    if name == DEMO:
-        return demo()["the scoring head"]
-    if name.startswith(("http://", "https://")):
-        base, mark, model = name.partition("/v2/models/")
-        if not mark or not model:
-            raise InputError(f"expected http://host:port/v2/models/NAME, got {name}")
-        return OpenInference(base, model.strip("/"), limits=limits)
-    return load(name)
+    options = options or EndpointOptions()
+    if names_address(name):
+        base, model = parts_of(name)
+        expect_authorized(name, authorized)
+        return OpenInference(base, model, limits=limits, options=options)
+    options.expect_none(name)
+    return demo()["the scoring head"] if name == DEMO else load(name)
 
 
-def open_surfaces(name: str, limits: Limits | None = None) -> dict[str, Oracle]:
+def open_surfaces(
+    name: str, options: EndpointOptions | None = None, *, authorized: bool = False
+) -> dict[str, Oracle]:
     """Every endpoint of the target, by name; one alone has none."""
-    return demo() if name == DEMO else {"": open_target(name, limits)}
+    if name == DEMO:
+        (options or EndpointOptions()).expect_none(name)
+        return demo()
+    return {"": open_target(name, options=options, authorized=authorized)}
+
+
+def parts_of(address: str) -> tuple[str, str]:
+    """The server and the model that http://host:port/v2/models/NAME names."""
+    public = without_password(address)
+    base, mark, model = address.partition("/v2/models/")
+    model = model.strip("/")
+    if "?" in public or "#" in public:
+        # Not shown: it may hold a secret, which has no place in identities and ledgers.
+        start = public.partition("?")[0].partition("#")[0]
+        raise InputError(
+            f"expected an address without ? and #, got {start} with more: use --header"
+        )
+    if not mark or not model:
+        raise InputError(f"expected http://host:port/v2/models/NAME, got {public}")
+    return base, model
 
 
 def describe(name: str, surfaces: dict[str, Oracle]) -> str:
@@ -55,11 +84,13 @@ def describe(name: str, surfaces: dict[str, Oracle]) -> str:
     if name == DEMO:
         return "the planted endpoints and the classifier that ship with Keyhole"
     if not surfaces:
-        return name
+        return without_password(name)
     oracle = surfaces[""]
     layer, kind = oracle, None
     while kind is None and layer is not None:  # behind degraded answers
         layer, kind = getattr(layer, "inner", None), getattr(layer, "kind", None)
     if kind:
         return f"planted {kind}, d = {oracle.dim} ({name})"
-    return f"{urlsplit(name).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({name})"
+    public, note = without_password(name), getattr(oracle, "note", "")
+    about = f"{public}; {note}" if note else public
+    return f"{urlsplit(public).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({about})"

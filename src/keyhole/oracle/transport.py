@@ -8,6 +8,7 @@ pool (httpcore) on sockets that know the moment when the whole request must end:
 from __future__ import annotations
 
 import math
+import socket
 import ssl
 import time
 import urllib.request
@@ -34,10 +35,13 @@ class NotHttp(httpcore.RemoteProtocolError):
 
 
 class Transport(httpx.BaseTransport):
-    """httpx on a pool of connections that end in time; proxies of the environment are used."""
+    """httpx on a pool of connections that end in time; proxies of the environment are used.
 
-    def __init__(self, address: httpx.URL) -> None:
-        context = httpx.create_ssl_context() if address.scheme == "https" else None
+    `trust` says whose certificates count, by default those of the usual authorities.
+    """
+
+    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None = None) -> None:
+        context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
         proxies = urllib.request.getproxies()
         proxy = proxies.get(address.scheme) or proxies.get("all")
         if not proxy or urllib.request.proxy_bypass(address.host):
@@ -64,8 +68,16 @@ class Transport(httpx.BaseTransport):
                 extensions=request.extensions,
             )
         )
+        connection = reply.extensions.get("network_stream")
+        if isinstance(connection, _Stream) and not connection.heard:
+            # Sent after the answer before it, maybe a copy of that: it belongs to no question.
+            reply.close()
+            connection.close()
+            raise httpcore.RemoteProtocolError("an answer that was there before its question")
         body = _Body(cast("Any", reply.stream))
-        return httpx.Response(reply.status, headers=reply.headers, stream=body)
+        return httpx.Response(
+            reply.status, headers=reply.headers, stream=body, extensions=reply.extensions
+        )
 
     def close(self) -> None:
         self._pool.close()
@@ -130,9 +142,11 @@ class _Stream(httpcore.NetworkStream):
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
         self._opening: bytes | None = None
+        self.heard = False  # anything since the last question
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = self._inner.read(max_bytes, _left(timeout))
+        self.heard = True
         if self._opening is not None:
             # HTTP/0.9 has no head: the parser would wait for the end of a first line for ever.
             self._opening += data[:80]
@@ -145,9 +159,12 @@ class _Stream(httpcore.NetworkStream):
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         for start in range(0, len(buffer), _PIECE):  # so that a slow reader meets the end too
             self._inner.write(buffer[start : start + _PIECE], _left(timeout))
-        self._opening = b""
+        self._opening, self.heard = b"", False
 
     def close(self) -> None:
+        # So that a thread that waits for an answer here does not wait any longer.
+        with suppress(OSError, AttributeError):
+            self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._inner.close()
 
     def start_tls(

@@ -1,0 +1,232 @@
+"""What an endpoint that takes texts gives away: labels, probabilities, logits, vectors.
+
+Its weights cannot be asked for with questions of one's own choice, so every kind of answer is named
+and judged by what is known to be read of it: a vector for each token is as good as the text, a
+vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack
+here, which is said and is no proof of safety. With the model's weights the answers are compared
+with the model's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from keyhole.audit.check import Check, Checked
+from keyhole.models.anatomy import anatomy
+from keyhole.models.loading import Loaded, class_names
+from keyhole.models.tasks import head_of
+from keyhole.oracle.address import without_password
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.protocol import OracleError
+from keyhole.oracle.tensors import FLOATS
+from keyhole.oracle.text_endpoint import Given, TextEndpoint
+from keyhole.progress import Track
+from keyhole.results import Finding, Skip, Status
+
+_CLOSE = 1e-3  # of the largest number: what float32 and printing leave
+_SUM = 1e-3  # how far rounded probabilities may be from 1 together
+_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # where no vocabulary is known
+_STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (
+    "a vector for each token", "labels", "a number for each class", "a vector for the text",
+    "one score",
+)  # fmt: skip
+_REMEDIES = {
+    _STATES: "Return a label, or one vector for the whole text: token vectors are as good as text.",
+    _VECTOR: "Guard embeddings like the texts themselves: keyhole audit reads stored ones.",
+    _CLASSES: "Return the label alone, or round to what clients need.",
+    _SCORE: "Round to what clients need.",
+    _LABELS: "Limit how often clients may ask.",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class AnswersTarget:
+    """An endpoint of texts, how it is asked, and the weights of its model where they are known."""
+
+    url: str = field(repr=False)  # as it was given, maybe with a password
+    model: str
+    options: EndpointOptions
+    loaded: Loaded | None
+    texts: Sequence[str]
+
+    @property
+    def identity(self) -> str:
+        weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
+        address = f"{without_password(self.url)}/v2/models/{self.model}"
+        return f"{address}{self.options.chosen}{weights}"
+
+
+def checks(surface: str, target: AnswersTarget) -> list[Check]:
+    return [Check("what answers to texts expose", partial(_check, surface, target))]
+
+
+def _check(surface: str, target: AnswersTarget, track: Track) -> Checked:
+    """Every output for every text; then each output by itself."""
+    started = time.perf_counter()
+    progress = track("answers to texts", len(target.texts))
+    given: dict[str, list[Given]] = {}
+    own: list[dict[str, Tensor]] = []
+    try:
+        with closing(TextEndpoint(target.url, target.model, target.options)) as endpoint:
+            for number, question in enumerate(_questions(endpoint, target)):
+                for output in endpoint.ask(question):
+                    given.setdefault(output.name, []).append(output)
+                if target.loaded is not None:
+                    own.append(_own(target.loaded, target.texts[number]))
+                progress(number + 1)
+    except OracleError as error:
+        return Checked(skips=(Skip("answers to texts", "asked", str(error), unchecked=True),))
+    findings = [
+        _finding(surface, name, outputs, target.loaded, own, time.perf_counter() - started)
+        for name, outputs in given.items()
+    ]
+    if target.loaded is None:
+        why = "give --model to compare the answers with those of its weights"
+        return Checked(tuple(findings), (Skip("whose answers they are", "none", why),))
+    return Checked(tuple(findings))
+
+
+def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequence[int]]:
+    """The texts, or their tokens: those of the model, or any where its words are not known."""
+    if endpoint.takes_texts:
+        return list(target.texts)
+    longest = endpoint.length or 512
+    if target.loaded is None:
+        return [ids[:longest] for ids in _IDS[: len(target.texts)]]
+    return [target.loaded.tokenizer(text)["input_ids"][:longest] for text in target.texts]
+
+
+def _finding(
+    surface: str, name: str, outputs: Sequence[Given], loaded: Loaded | None,
+    own: Sequence[Mapping[str, Tensor]], seconds: float,
+) -> Finding:  # fmt: skip
+    kind, words = _kind(name, outputs)
+    reason, error = f"answers {len(outputs)} texts with {words}", None
+    if loaded is not None:
+        compared, error = _compared(outputs, loaded, own)
+        reason = f"{reason}; {compared}"
+    status = Status.RECOVERED if kind == _STATES else Status.NOT_APPLICABLE
+    if kind != _STATES:
+        reason = f"{reason}; {_unread(kind)}"
+    return Finding(
+        surface=surface, exposure=f"{kind}: output {name or 'without a name'}", attack="asked",
+        status=status, reason=reason, remedy=_REMEDIES[kind], error=error, queries=len(outputs),
+        seconds=seconds, sought="token states" if kind == _STATES else "answers",
+    )  # fmt: skip
+
+
+def _unread(kind: str) -> str:
+    if kind == _VECTOR:
+        return "what a vector gives away is found out from a file of them: keyhole audit FILE.npy"
+    return "no attack here reads weights or texts from that"
+
+
+def _kind(name: str, outputs: Sequence[Given]) -> tuple[str, str]:
+    """What an output is, by its shape and by what its numbers add up to."""
+    first = outputs[0]
+    if first.values is None:
+        labels = sorted({label for output in outputs for label in output.labels})
+        return _LABELS, f"labels ({', '.join(repr(label[:20]) for label in labels[:4])})"
+    values = [output.values for output in outputs if output.values is not None]
+    if first.datatype and first.datatype not in FLOATS and first.values.numel() == 1:
+        return _LABELS, f"the number of a class, in {first.datatype}"
+    rows = torch.cat([value.reshape(-1, value.shape[-1] if value.ndim else 1) for value in values])
+    count = rows.shape[1]
+    if first.values.ndim > 1:
+        return _STATES, f"{count:,} numbers for each token, {_numbers(name, rows)}"
+    if count == 1:
+        return _SCORE, "one number"
+    numbers = _numbers(name, rows)
+    vector = numbers in ("of length one", "of any size") and "logit" not in name.lower()
+    if vector and (count > 32 or numbers == "of length one"):
+        return _VECTOR, f"{count:,} numbers, {numbers}"
+    return _CLASSES, f"{count:,} numbers, {numbers}"
+
+
+def _numbers(name: str, rows: Tensor) -> str:
+    if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() <= _SUM).all()):
+        return "probabilities"
+    if bool((rows <= 0).all()) and bool((rows.logsumexp(1).abs() <= _SUM).all()):
+        return "log-probabilities"
+    if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM).all()):
+        return "of length one"
+    return "logits" if "logit" in name.lower() else "of any size"
+
+
+def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
+    """What the model itself says to a text, in the forms that servers give."""
+    parts = anatomy(loaded.model)
+    inputs = loaded.tokenizer(text, return_tensors="pt", truncation=True, max_length=parts.longest)
+    with torch.no_grad():
+        said = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
+    states = said.hidden_states[-1][0].double().cpu()
+    base = getattr(said, "last_hidden_state", None)
+    states = states if base is None else base[0].double().cpu()
+    pooled = {"mean of the last states": states.mean(0), "first of the last states": states[0]}
+    forms = {"last states": states, **pooled}
+    forms |= {f"{form}, of length one": value / value.norm() for form, value in pooled.items()}
+    logits = getattr(said, "logits", None)
+    if logits is not None:
+        numbers = logits[0].double().cpu()
+        several = {"logits": numbers} | (
+            {"logits of the last token": numbers[-1]} if head_of(loaded.model) == "causal" else {}
+        )
+        for form, value in several.items():
+            forms |= {form: value, f"softmax of the {form}": value.softmax(-1)}
+            forms[f"log-softmax of the {form}"] = value.log_softmax(-1)
+        forms["class"] = numbers.argmax(-1)
+        if numbers.shape == (2,):
+            forms["probability of the second class"] = numbers.softmax(-1)[1]
+    return forms
+
+
+def _compared(
+    outputs: Sequence[Given], loaded: Loaded, own: Sequence[Mapping[str, Tensor]]
+) -> tuple[str, float | None]:
+    """Whether the answers are the model's own, and in which form; how far they are off."""
+    name = loaded.name
+    if outputs[0].values is None:
+        names = class_names(loaded.model.config)
+        if "class" not in own[0] or own[0]["class"].ndim:
+            return f"{name} has no labels to compare with", None
+        right = sum(
+            names[int(forms["class"])].lower() == output.labels[0].lower()
+            for output, forms in zip(outputs, own, strict=True)
+            if output.labels and int(forms["class"]) < len(names)
+        )
+        return f"{right} of {len(outputs)} are what {name} says", None
+    errors = {form: _worst(outputs, own, form) for form in own[0]}
+    known = {form: error for form, error in errors.items() if error is not None}
+    if not known:
+        return (
+            f"{name} gives nothing of that shape: it is another model's, or another layer's",
+            None,
+        )
+    form = min(known, key=lambda form: known[form])
+    if known[form] <= _CLOSE:
+        return f"they are the {form} of {name} within {known[form]:.0e}", known[form]
+    return f"they are not those of {name}: {known[form]:.1e} from its {form}", known[form]
+
+
+def _worst(
+    outputs: Sequence[Given], own: Sequence[Mapping[str, Tensor]], form: str
+) -> float | None:
+    """The largest difference, relative to the largest number; None where shapes differ."""
+    worst = 0.0
+    for output, forms in zip(outputs, own, strict=True):
+        mine, theirs = forms[form].double(), output.values
+        if theirs is None or mine.ndim != theirs.ndim:
+            return None
+        if mine.ndim == 2:  # without what a fixed length was filled up with
+            theirs = theirs[: len(mine)]
+        if mine.shape != theirs.shape:
+            return None
+        worst = max(worst, float((mine - theirs).abs().max() / mine.abs().max().clamp_min(1e-30)))
+    return worst

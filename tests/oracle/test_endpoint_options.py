@@ -1,0 +1,289 @@
+"""What a server states is obeyed, and what people say about it: tensors, formats, batches, TLS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import closing
+
+import pytest
+import torch
+from endpoint_server import Endpoint, output, scores, self_signed, serving, vectors
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+from keyhole.oracle import OpenInference, OracleError
+from keyhole.oracle.options import EndpointOptions, headers_of
+from keyhole.oracle.target import describe, open_target
+from keyhole.oracle.tensors import TakesTexts
+from keyhole.results import Status
+
+DIM = 4
+TARGET = oracle.plant(dim=DIM, seed=3)
+MASK = {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]}
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+
+
+def draw(count: int, tokens: int = 2, seed: int = 0) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(count, tokens, DIM, dtype=torch.float64, generator=stream)
+
+
+def opened(endpoint: Endpoint, **options) -> closing:
+    return closing(OpenInference(endpoint.url, "m", options=EndpointOptions(**options), retries=0))
+
+
+def test_single_precision_is_sent_as_such_and_said():
+    endpoint = Endpoint([vectors(DIM, "FP32")], scores(TARGET, "FP32"))
+    with serving(endpoint), opened(endpoint) as remote:
+        answers = remote(draw(5))
+        result = extract.run(remote, "auto")
+        assert describe(endpoint.address, {"": remote}).endswith(f"; {remote.note})")
+    sent = endpoint.requests[0]["inputs"][0]
+    assert sent["datatype"] == "FP32"
+    rounded = draw(5).float().double()
+    assert torch.tensor(sent["data"], dtype=torch.float64).equal(rounded.reshape(-1))
+    assert torch.equal(answers, TARGET(rounded).float().double())
+    assert result.status is Status.RECOVERED
+    assert "questions travel in FP32, each number within 6e-08 of its size" in result.reason
+    assert float((result.model.W - TARGET.W).abs().max()) < 1e-4
+
+
+def test_numbers_that_a_format_cannot_hold_are_refused():
+    with serving(Endpoint([vectors(DIM, "FP16")], scores(TARGET))) as endpoint:
+        with opened(endpoint) as remote, pytest.raises(InputError, match="that FP16 can hold"):
+            remote(1e6 * draw(2))
+        assert not endpoint.requests
+
+
+@pytest.mark.parametrize(
+    ("stated", "routes"),
+    [
+        ({"parameters": {"max_batch_size": 8}}, {}),
+        ({"platform": "onnxruntime_onnx"}, {"/config": {"max_batch_size": 8}}),
+    ],
+)
+def test_the_largest_batch_that_a_server_states_is_kept(stated, routes):
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET), **stated)
+    endpoint.routes = routes
+    with serving(endpoint), opened(endpoint) as remote:
+        assert torch.equal(remote(draw(20)), TARGET(draw(20)))
+    assert sorted(r["inputs"][0]["shape"][0] for r in endpoint.requests) == [4, 8, 8]
+
+
+def test_a_stated_batch_and_length_in_the_shape_are_kept():
+    shape = {"name": "x", "datatype": "FP64", "shape": [8, 2, DIM]}
+    with serving(Endpoint([shape], scores(TARGET))) as endpoint, opened(endpoint) as remote:
+        assert torch.equal(remote(draw(20)), TARGET(draw(20)))
+        with pytest.raises(InputError, match=r"expected sequences of 2 tokens, .*, got 3"):
+            remote(draw(1, 3))
+    assert max(r["inputs"][0]["shape"][0] for r in endpoint.requests) == 8
+
+
+def test_batches_that_people_ask_for_are_smaller_still():
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET), parameters={"max_batch_size": 8})
+    with serving(endpoint), opened(endpoint, batch=3) as remote:
+        remote(draw(6))
+    assert [r["inputs"][0]["shape"][0] for r in endpoint.requests] == [3, 3]
+
+
+def test_the_tensor_of_vectors_is_chosen_and_masks_are_filled():
+    endpoint = Endpoint([MASK, vectors(DIM, name="e")], scores(TARGET))
+    with serving(endpoint), opened(endpoint) as remote:
+        assert torch.equal(remote(draw(3)), TARGET(draw(3)))
+    inputs = {tensor["name"]: tensor for tensor in endpoint.requests[0]["inputs"]}
+    assert inputs["attention_mask"] == {
+        "name": "attention_mask", "datatype": "INT64", "shape": [3, 2], "data": [1] * 6,
+    }  # fmt: skip
+    assert inputs["e"]["shape"] == [3, 2, DIM]
+
+
+def test_tensors_are_chosen_by_name():
+    def answer(inputs):
+        assert set(inputs) == {"b"}
+        return [output("first", "FP64", [2], [0.0, 0.0]), *scores(TARGET)(inputs)]
+
+    both = [vectors(DIM, name="a"), vectors(DIM, name="b")]
+    with serving(Endpoint(both, answer)) as endpoint:
+        with pytest.raises(InputError, match=r"one input of vectors at .*, got a, b: give --input"):
+            opened(endpoint)
+        with pytest.raises(InputError, match=r"expected a tensor of .* \(a, b\), got c"):
+            opened(endpoint, input="c")
+        with opened(endpoint, input="b", output="answers") as remote:
+            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+        assert endpoint.requests[0]["outputs"] == [{"name": "answers"}]
+        with (
+            opened(endpoint, input="b", output="none") as remote,
+            pytest.raises(OracleError, match="expected outputs with shape"),
+        ):
+            remote(draw(2))
+
+
+def test_a_dimension_that_is_not_stated_is_given():
+    with serving(Endpoint([vectors(-1)], scores(TARGET))) as endpoint:
+        with pytest.raises(InputError, match=r"expected a dimension .*, got none: give --dim"):
+            opened(endpoint)
+        with opened(endpoint, dim=DIM) as remote:
+            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive"), [(("no", "YES"), None), (("cat", "dog"), "dog"), (("-1", "1"), None)]
+)
+def test_labels_are_signs(labels, positive):
+    def answer(inputs):
+        y = torch.tensor(scores(TARGET)(inputs)[0]["data"])
+        return [output("label", "BYTES", [len(y), 1], [labels[int(v > 0)] for v in y])]
+
+    with serving(Endpoint([vectors(DIM)], answer)) as endpoint:
+        with opened(endpoint, positive=positive) as remote:
+            assert torch.equal(remote(draw(9)), (TARGET(draw(9)) > 0).double())
+        if positive:
+            with (
+                opened(endpoint) as remote,
+                pytest.raises(OracleError, match=r"got '(cat|dog)': give --positive LABEL"),
+            ):
+                remote(draw(9))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, r"takes texts \(BYTES\)"),
+        (
+            {"name": "input_ids", "datatype": "INT64", "shape": [-1, 128]},
+            r"takes numbers of tokens \(INT64\)",
+        ),
+        ({"name": "image", "datatype": "UINT8", "shape": [-1, 9]}, r"got .*image \(UINT8\)"),
+    ],
+)
+def test_an_endpoint_that_takes_no_vectors_is_recognised(tensor, words):
+    with serving(Endpoint([MASK, tensor], scores(TARGET))) as endpoint:
+        with pytest.raises(InputError, match=words) as caught:
+            opened(endpoint)
+        assert isinstance(caught.value, TakesTexts) == (tensor["datatype"] != "UINT8")
+        assert "\n" not in str(caught.value)
+
+
+def test_requests_keep_to_the_rate():
+    with (
+        serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint,
+        opened(endpoint, batch=1, rate=20) as remote,
+    ):
+        started = time.monotonic()
+        remote(draw(8))
+        assert time.monotonic() - started > 7 / 20  # between 8 turns
+
+
+def test_an_answer_that_comes_twice_is_not_the_next_ones():
+    """What is left on the connection belongs to an old question, though nothing says so."""
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint.twice = True
+    with serving(endpoint), closing(OpenInference(endpoint.url, "m", batch=1)) as remote:
+        for number in range(4):
+            question = draw(3, seed=number)
+            assert torch.equal(remote(question), TARGET(question))
+
+
+def test_an_answer_with_another_number_is_not_taken():
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    seen: list[str] = []
+
+    def late(inputs):
+        outputs = scores(TARGET)(inputs)
+        request = endpoint.requests[-1]
+        if len(seen) % 3 == 1:  # as a stale answer would look: another request's number
+            request["id"] = seen[-1]
+        seen.append(request["id"])
+        return outputs
+
+    endpoint.answer = late
+    with serving(endpoint), closing(OpenInference(endpoint.url, "m", batch=1)) as remote:
+        for number in range(6):
+            question = draw(1, seed=number)
+            assert torch.equal(remote(question), TARGET(question))
+    assert len(seen) > 6
+
+
+@needs_openssl
+def test_certificates(tmp_path):
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    both = self_signed(tmp_path)
+    with serving(endpoint, both):
+        with pytest.raises(OracleError, match=r"trusted from .*: give --ca FILE .* or --insecure"):
+            opened(endpoint)
+        for options in ({"ca": tmp_path / "certificate.pem"}, {"insecure": True}):
+            with opened(endpoint, **options) as remote:
+                assert torch.equal(remote(draw(3)), TARGET(draw(3)))
+        (tmp_path / "no.pem").write_text("no certificate")
+        for file, words in (("no.pem", "certificates in PEM"), ("missing.pem", "no such file|got")):
+            with pytest.raises(InputError, match=words):
+                opened(endpoint, ca=tmp_path / file)
+
+
+@needs_openssl
+def test_a_certificate_of_another_host_is_refused(tmp_path):
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    with (
+        serving(endpoint, self_signed(tmp_path, "DNS:elsewhere.invalid")),
+        pytest.raises(OracleError, match="expected a certificate that is trusted"),
+    ):
+        opened(endpoint, ca=tmp_path / "certificate.pem")
+
+
+def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
+    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint.token = "Basic dXNlcjpwYXNzd29yZC0xMjM="
+    with serving(endpoint):
+        address = endpoint.address.replace("//", "//user:password-123@")
+        with closing(open_target(address)) as remote:
+            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+            assert remote.identity == endpoint.address
+            assert "password" not in describe(address, {"": remote})
+        for wrong in (address.replace("123", "124"), f"{address}?token=password-123"):
+            with pytest.raises((OracleError, InputError)) as caught:
+                open_target(wrong)
+            assert "password" not in str(caught.value)
+        monkeypatch.setenv("MY_KEY", "Bearer other")
+        both = EndpointOptions(headers={"authorization": "MY_KEY"})
+        with pytest.raises(InputError, match="a password in the address or --header"):
+            open_target(address, options=both)
+
+
+def test_other_machines_need_a_word():
+    for address in ("http://192.0.2.1/v2/models/m", "https://example.org/v2/models/m"):
+        with pytest.raises(InputError, match="expected --authorized to ask"):
+            open_target(address)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch": 0}, "--batch of 1 or more"),
+        ({"rate": 0.0}, "--rate above 0"),
+        ({"timeout": 1e9}, "--timeout of at most a day"),
+        ({"dim": -1}, "--dim of 1 or more"),
+        ({"ca": "x", "insecure": True}, "--ca or --insecure, got both"),
+        ({"headers": {"a b": "PATH"}}, "NAME=VARIABLE, got the name 'a b'"),
+        (
+            {"headers": {"X-Key": "NO_SUCH_VARIABLE"}},
+            "X-Key=VARIABLE with an environment variable .*, got none",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(wrong, words):
+    with pytest.raises(InputError, match=words):
+        EndpointOptions(**wrong)
+
+
+def test_headers_name_variables_and_show_no_values(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "s3cret-value")
+    options = EndpointOptions(headers=headers_of(["X-Key=MY_KEY"]))
+    assert options.secrets() == {"X-Key": "s3cret-value"}
+    assert "s3cret" not in repr(options)
+    for wrong in (["s3cret-value"], ["=MY_KEY"], ["X-Key="], ["A=MY_KEY", "a=MY_KEY"]):
+        with pytest.raises(InputError, match="expected") as caught:
+            headers_of(wrong)
+        assert "s3cret" not in str(caught.value)
+    assert json.dumps(options.given) == '["--header"]'
