@@ -65,7 +65,9 @@ def test_what_makes_no_gradient(keyhole, options, words):
 
 def test_options_of_gradients_alone(keyhole):
     leak = ("capture", "demo", "--text", TEXTS[0], "--expose", "hidden:1")
-    assert "expected --batch with --expose gradient" in keyhole(*leak, "--batch", "2").stderr
+    for option, value in (("--batch", "2"), ("--rate", "nan"), ("--local-steps", "-1")):
+        done = keyhole(*leak, option, value)
+        assert f"expected {option} with --expose gradient" in done.stderr
     keyhole("capture", "demo", *BATCH)
     done = keyhole("invert", "text", "demo", "g.safetensors", "--noise", "0.1")
     assert "expected no --noise for gradients" in done.stderr

@@ -96,13 +96,15 @@ def capture(
         typer.Option(help="Of a gradient: the length that each text's own is clipped to."),
     ] = None,
     local_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Of a gradient: steps that the client takes on its batch; with more than one the "
-            "difference of its weights leaks."
+            help="Of a gradient: steps that the client takes on its batch (1); with more than one "
+            "the difference of its weights leaks."
         ),
-    ] = 1,
-    rate: Annotated[float, typer.Option(help="The size of the client's own steps.")] = 0.01,
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Of a gradient: the size of the client's own steps (0.01).")
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -121,7 +123,8 @@ def capture(
     if expose == KIND:
         if forms:
             raise InputError(f"expected no --degrade for a gradient, got {forms[0]}")
-        protocol = Protocol(clip, noise, local_steps, rate)
+        steps = 1 if local_steps is None else local_steps
+        protocol = Protocol(clip, noise, steps, 0.01 if rate is None else rate)
         examples = [Example(f"text {n}", NO_LABEL, each) for n, each in enumerate(text or [], 1)]
         if data is not None:
             more = batch if limit is None else limit
@@ -135,8 +138,11 @@ def capture(
         )  # fmt: skip
         show(f"{out}: the {update.what} of a batch of {update.texts} texts, {precision}")
         return
-    for option, given in {"--batch": batch, "--hide": hide, "--clip": clip}.items():
-        if given is not None:
+    for option, value in {
+        "--batch": batch, "--hide": hide, "--clip": clip, "--local-steps": local_steps,
+        "--rate": rate,
+    }.items():  # fmt: skip
+        if value is not None:
             raise InputError(f"expected {option} with --expose gradient, got {expose}")
     texts = list(text or []) + ([] if data is None else read_texts(data, column, limit))
     if not texts:
