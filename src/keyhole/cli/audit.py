@@ -123,6 +123,14 @@ def audit(
         bool,
         typer.Option("--authorized", help="You may test the server, which is not on this machine."),
     ] = False,
+    against_defences: Annotated[
+        bool,
+        typer.Option(
+            "--against-defences",
+            help="Also put defences in front of endpoints that score with one head, and of what "
+            "models leak, and attack each by a thief who knows it.",
+        ),
+    ] = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -142,8 +150,8 @@ def audit(
             target, model=model, known=known, corpus=corpus,
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
-            journal=journal, force=force, authorized=authorized, seed=seed, track=track,
-            resuming=_say_resuming,
+            journal=journal, force=force, authorized=authorized,
+            against_defences=against_defences, seed=seed, track=track, resuming=_say_resuming,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

@@ -65,7 +65,7 @@ def read_behind(
     target = Target.of(loaded.model, loaded.tokenizer)
     plain = [leak_of(loaded.model, loaded.tokenizer, text, exposure) for text in texts]
     truths = [
-        loaded.tokenizer(text)["input_ids"][: leak.length]
+        loaded.tokenizer(text, truncation=True, max_length=leak.length)["input_ids"]
         for text, leak in zip(texts, plain, strict=True)
     ]
     reading = _Reading()
