@@ -3,9 +3,9 @@
 Weights of one head behind a server's defences, for d = 16 and 64 and three seeds: errors are on an
 honest client's questions, relative, of the thief's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
-all-MiniLM-L6-v2 and SmolLM2-135M (texts.py: `--encoder`, `--model`, `--data`): `--texts` of SST-2 on
-the first, `--few` on the second. `--parts weights,minilm,smollm2` takes some. `--quick`: small
-heads, models of random weights.
+all-MiniLM-L6-v2 and SmolLM2-135M (texts.py: `--encoder`, `--model`, `--data`): `--texts` of SST-2
+on the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+`--quick`: small heads, models of random weights.
 
 The picture is docs/defences.png.
 """
@@ -32,6 +32,7 @@ from show import Row
 
 OPTIONS = texts.options(texts=5)
 OPTIONS.add_argument("--few", type=int, default=2)
+OPTIONS.add_argument("--dims", type=texts.listed, default=[16, 64])
 OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
 CHOSEN = texts.chosen(OPTIONS)
 SEEDS = 3
@@ -59,7 +60,7 @@ def run(quick: bool) -> list[Row]:
 def full() -> Iterator[texts.Part]:
     parts = CHOSEN.parts.split(",")
     if "weights" in parts:
-        for d in (16, 64):
+        for d in CHOSEN.dims:
             yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
     if "minilm" in parts:
         loaded = texts.minilm(CHOSEN)

@@ -83,8 +83,8 @@ def extract(
     usual_norm: Annotated[
         float | None,
         typer.Option(
-            help="The norm of honest clients' tokens, d^(1/4) if not given (ordinary-questions; "
-            "--against-defences)."
+            help="The norm of honest clients' tokens, d^(1/4) if not given (ordinary-questions, "
+            "ordinary-labels; --against-defences)."
         ),
     ] = None,
     min_tokens: Annotated[

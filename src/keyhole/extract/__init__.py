@@ -16,6 +16,7 @@ from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
@@ -40,6 +41,7 @@ __all__ = [
     "MultiHead",
     "NuclearNorm",
     "OneLayerTransformer",
+    "OrdinaryLabels",
     "OrdinaryQuestions",
     "OrthogonalHeads",
     "ReluNetwork",

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from keyhole.extract.defended.copies import Copied
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
+from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import LONGEST, OrdinaryQuestions
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status
 
 _INSIDE = 1 - 1e-9  # of a bound on norms, in spite of rounding
 _LABELS = 1e-4  # the accuracy to which weights are bisected
@@ -39,18 +39,9 @@ class Adapted:
     seed: int = 0
 
     def __call__(self, oracle: Oracle) -> Extraction:
-        method = self.method
-        if method is None:
-            return Extraction(
-                Status.NOT_APPLICABLE,
-                "no attack here reads labels of ordinary questions alone",
-                repr(self), None, 0, seconds=0.0,
-            )  # fmt: skip
-        return method(self._seen(oracle))
+        return self.method(self._seen(oracle))
 
     def __str__(self) -> str:
-        if self.method is None:
-            return "none"
         name = type(self.method).__name__
         return f"{name}, tokens copied" if self._copies else name
 
@@ -62,10 +53,10 @@ class Adapted:
         return (self.change.noise or 0.0) + (self.change.fresh_noise or 0.0) + rounding
 
     @property
-    def method(self) -> Method | None:
+    def method(self) -> Method:
         change, error, seed = self.change, self.answer_error, self.seed
         if change.usual_norm is not None and change.sign_only:
-            return None
+            return OrdinaryLabels(change.usual_norm, change.min_tokens or 2, seed=seed)
         if change.sign_only:
             return SignOnly(accuracy=_LABELS, seed=seed)
         if change.usual_norm is not None or (change.max_norm is not None and not error):
@@ -87,7 +78,7 @@ class Adapted:
     @property
     def _copies(self) -> bool:
         limited = self.change.min_tokens is not None or self.change.max_tokens is not None
-        return limited and not isinstance(self.method, OrdinaryQuestions)
+        return limited and not isinstance(self.method, OrdinaryQuestions | OrdinaryLabels)
 
     def _seen(self, oracle: Oracle) -> Oracle:
         if not self._copies:

@@ -37,6 +37,13 @@ def ordinary_tokens(count: int, beside: Tensor, stream: torch.Generator) -> Tens
     )
 
 
+def are_ordinary(units: Tensor) -> Tensor:
+    """Which of the sequences (b, n, d) of unit tokens have none along an axis or another."""
+    cosines = (units @ units.mT).abs()
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    return (cosines.amax((-2, -1)) < _APART) & (units.abs().amax((-2, -1)) < _PEAK)
+
+
 def ordinary_sequence(length: int, dim: int, stream: torch.Generator) -> Tensor:
     """A sequence (length, d) of such tokens."""
     tokens = torch.empty(0, dim, dtype=torch.float64)

@@ -18,6 +18,7 @@ from keyhole.oracle.target import open_target
 from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.results import Status
 
+_USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target
 
 
@@ -69,14 +70,14 @@ def try_defence(
     attack = Adapted(change, seed=seed)
     result = attack(defended)
     error = None if result.model is None else client.error_of(result.model)
-    status, reason = _verdict(result.status, result.reason, error)
     honest = client.served(change.applied(target), labels=change.sign_only)
+    status = _verdict(result.status, error, honest.error)
     return Tried(
         defence=trial.name,
         setting=_setting(trial, target.dim),
         attack=str(attack),
         status=status,
-        reason=reason,
+        reason=result.reason,
         thief_error=error,
         honest_error=honest.error,
         refused=honest.refused,
@@ -86,15 +87,17 @@ def try_defence(
     )
 
 
-def _verdict(status: Status, reason: str, error: float | None) -> tuple[Status, str]:
-    """By the copy's error on questions that the attack never saw."""
+def _verdict(status: Status, error: float | None, honest: float) -> Status:
+    """By the copy's error on questions that the attack never saw.
+
+    A copy that is better than what honest clients get is given away too, unless both are useless.
+    """
     if error is None:
-        return (Status.UNSOLVED if status is not Status.ORACLE_FAILED else status), reason
+        untried = status in (Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
+        return status if untried else Status.UNSOLVED
     if error <= _SAME:
-        return Status.RECOVERED, reason
-    if error <= NEARLY:
-        return Status.INEXACT, reason
-    return Status.UNSOLVED, reason
+        return Status.RECOVERED
+    return Status.INEXACT if error <= NEARLY or error <= min(honest, _USELESS) else Status.UNSOLVED
 
 
 def _setting(trial: Trial, dim: int) -> str:
