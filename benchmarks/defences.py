@@ -40,7 +40,8 @@ EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
     "short and unusual inputs refused", "one query a second",
 )  # fmt: skip
-_FLOOR = 1e-6  # where errors of 0 are drawn
+_FLOOR = 1e-6  # where smaller errors are drawn
+_LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ def figure(points: list[Point]) -> go.Figure:
     picture.update_layout(
         template="plotly_white", width=1100, height=520, legend={"x": 1.02, "y": 1},
         title="One head, d = 16: below the dotted line the thief's copy is the better server",
-        xaxis={"type": "log", "title": "honest client's error (0 is drawn at 1e-6)"},
-        yaxis={"type": "log", "title": "error of the thief's copy"},
+        xaxis={**_LOGARITHMIC, "title": "honest client's error (smaller ones are drawn at 1e-6)"},
+        yaxis={**_LOGARITHMIC, "title": "error of the thief's copy (likewise)"},
     )  # fmt: skip
     return picture
 
