@@ -148,6 +148,7 @@ PICTURES = {
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
     "disrupt-shares.png": Picture(ablation_curve, 460),
+    "defences.png": Picture(partial(benchmark_figure, "defences"), 530),
 }
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.audit import answers as answer_checks
+from keyhole.audit import defences as defence_checks
 from keyhole.audit import flips as flip_checks
 from keyhole.audit import gradients as gradient_checks
 from keyhole.audit import inputs, weights
@@ -66,6 +67,7 @@ def audit(
     journal: str | Path | None = None,
     force: bool = False,
     authorized: bool = False,
+    against_defences: bool = False,
     seed: int = 0,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
@@ -87,7 +89,8 @@ def audit(
     finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
     once the findings are saved. Another audit's journal is refused, or replaced with `force`.
     `authorized` says that a server which is not this machine may be asked, `endpoint` how it is;
-    `notice` is told what a person should know at once.
+    `notice` is told what a person should know at once. `against_defences` puts defences in front of
+    every endpoint and model besides, and attacks those.
     """
     started = time.perf_counter()
     expect_seed(seed)
@@ -121,7 +124,7 @@ def audit(
         opened_journal(journal, opened, seed, force=force) as memory,
         _workers(processes, dask) as pool,
     ):
-        checks = _checks(surfaces, opened, seed)
+        checks = _checks(surfaces, opened, seed, against_defences)
         checked, seconds = make_all(checks, memory, track, resuming, pool)
     skips = checked.skips
     if len(opened.surfaces) + len(opened.models) > 1:
@@ -154,7 +157,9 @@ def _no_endpoint(what: str) -> InputError:
     )
 
 
-def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[Check]:
+def _checks(
+    surfaces: Mapping[str, Oracle], opened: Target, seed: int, against_defences: bool
+) -> list[Check]:
     """In the order of the findings, each under a name that says of which part it is."""
     parts = [
         *((name, family(name, oracle, seed)) for name, oracle in surfaces.items()
@@ -170,6 +175,13 @@ def _checks(surfaces: Mapping[str, Oracle], opened: Target, seed: int) -> list[C
         *((name, family(name, answers)) for name, answers in opened.answers.items()
           for family in ANSWERS),
     ]  # fmt: skip
+    if against_defences:  # last, so that a journal's numbers stay what they were without them
+        parts += [
+            *((name, defence_checks.endpoint_checks(name, oracle, seed))
+              for name, oracle in surfaces.items()),
+            *((name, defence_checks.model_checks(name, model, seed))
+              for name, model in opened.models.items()),
+        ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
         replace(check, name=f"{name}: {check.name}" if several else check.name)

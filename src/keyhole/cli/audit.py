@@ -125,6 +125,14 @@ def audit(
     ] = Path("keyhole-report.json"),
     ledger: LedgerFile = None,
     force: Force = False,
+    against_defences: Annotated[
+        bool,
+        typer.Option(
+            "--against-defences",
+            help="Also put defences in front of endpoints that score with one head, and of what "
+            "models leak, and attack each by a thief who knows it.",
+        ),
+    ] = False,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -144,8 +152,9 @@ def audit(
             target, model=model, known=known, corpus=corpus,
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
-            journal=journal, force=force, authorized=authorized, seed=seed, track=track,
-            resuming=_say_resuming, endpoint=endpoint, notice=say,
+            journal=journal, force=force, authorized=authorized, endpoint=endpoint,
+            against_defences=against_defences, seed=seed, track=track, resuming=_say_resuming,
+            notice=say,
         )  # fmt: skip
         result.save(json_file)
         write_text(page, report.render(result))

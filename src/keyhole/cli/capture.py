@@ -80,8 +80,10 @@ def capture(
             metavar="FORM",
             help="What else becomes of the rows of hidden states: normalised (length one), "
             "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
-            "of a pooled embedding: normalised and truncated:K; of logits: log-probabilities. May "
-            "be repeated.",
+            "of a pooled embedding: normalised and truncated:K; of logits: log-probabilities; of "
+            "hidden states or keys and values, behind a secret drawn from the number KEY: "
+            "rotated:KEY, scrambled:KEY (a map, tokens of a block exchanged), mixed:KEY (tokens of "
+            "a block mixed as well). May be repeated.",
         ),
     ] = None,
     batch: Annotated[

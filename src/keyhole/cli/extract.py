@@ -24,6 +24,8 @@ from keyhole.cli.app import (
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
+from keyhole.errors import InputError
+from keyhole.extract.defended.run import against_defences as try_defences
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
@@ -31,6 +33,7 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.results import exit_code
 
 _UNIT = "queries, the judge's included"
+_AUTO = "auto"
 
 
 def _for(option: str, about: str, **more: Any) -> Any:
@@ -44,14 +47,16 @@ def _for(option: str, about: str, **more: Any) -> Any:
     "  keyhole plant target.safetensors --dim 32 --rank 4\n"
     "  keyhole extract target.safetensors --method low-rank --ledger run.db --json\n"
     "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
-    "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10",
+    "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10\n"
+    "  keyhole plant small.safetensors --dim 8\n"
+    "  keyhole extract small.safetensors --against-defences",
 )
 @asks_endpoint
 def extract(
     target: Target,
     method: Annotated[
         str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
-    ] = "auto",
+    ] = _AUTO,
     rank: Annotated[int | None, _for("rank", "Rank of W, if known")] = None,
     heads: Annotated[int | None, _for("heads", "The number of heads, if known")] = None,
     bases: Annotated[
@@ -79,6 +84,24 @@ def extract(
     oversampling: Annotated[
         float | None, _for("oversampling", "Questions for each unknown, about")
     ] = None,
+    usual_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="The norm of honest clients' tokens, d^(1/4) if not given (ordinary-questions, "
+            "ordinary-labels; --against-defences)."
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None, _for("min_tokens", "The fewest tokens that the target takes")
+    ] = None,
+    against_defences: Annotated[
+        bool,
+        typer.Option(
+            "--against-defences",
+            help="Put every defence in front of the target, attack each as it is best attacked, "
+            "and tell what the thief and an honest client are left with.",
+        ),
+    ] = False,
     *,
     endpoint: EndpointOptions,
     authorized: bool,
@@ -95,17 +118,48 @@ def extract(
     """Read the weights back from black-box answers."""
     expect_folder(out)
     expect_new(*and_tensors(out), force=force)
+    options: dict[str, Any] = {
+        "rank": rank, "answer_error": answer_error, "max_norm": max_norm, "accuracy": accuracy,
+        "values": values, "bound": bound, "margin": margin, "repeats": repeats, "bases": bases,
+        "oversampling": oversampling, "heads": heads, "min_tokens": min_tokens, "budget": budget,
+    }  # fmt: skip
+    if against_defences:
+        _expect_none({"method": None if method == _AUTO else method, **options})
+        _against_defences(
+            target, usual_norm, ledger, out, seed, endpoint, authorized=authorized, as_json=as_json
+        )
     with interruptible(lambda: _kept(ledger)), bars("extract", _UNIT, each=False) as track:
         result = run(
-            target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
-            accuracy=accuracy, values=values, bound=bound, margin=margin, repeats=repeats,
-            bases=bases, oversampling=oversampling, heads=heads, budget=budget, ledger=ledger,
-            seed=seed, track=track, endpoint=endpoint, authorized=authorized, notice=say,
+            target, method, **options, usual_norm=usual_norm, ledger=ledger, seed=seed, track=track,
+            endpoint=endpoint, authorized=authorized, notice=say,
         )  # fmt: skip
         if out is not None:
             result.save(out)
     answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
+
+
+def _expect_none(options: dict[str, Any]) -> None:
+    """The defences decide how they are attacked."""
+    for name, value in options.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"expected no {flag} with --against-defences, got {value}")
+
+
+def _against_defences(
+    target: str, usual_norm: float | None, ledger: Path | None, out: Path | None, seed: int,
+    endpoint: EndpointOptions, *, authorized: bool, as_json: bool,
+) -> None:  # fmt: skip
+    with interruptible(lambda: _kept(ledger)), bars("extract", "defences") as track:
+        result = try_defences(
+            target, usual_norm=usual_norm, ledger=ledger, seed=seed, track=track,
+            endpoint=endpoint, authorized=authorized, notice=say,
+        )  # fmt: skip
+        if out is not None:
+            result.save(out)
+    answer(result.to_dict(), result.summary(), as_json=as_json)
+    raise typer.Exit(exit_code(result.statuses))
 
 
 def _kept(ledger: Path | None) -> str:

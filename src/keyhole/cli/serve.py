@@ -20,6 +20,7 @@ from keyhole.results import dump
     "  keyhole plant target.safetensors\n"
     "  keyhole serve target.safetensors --port 8080 --name head\n"
     "  keyhole serve target.safetensors --port 8081 --name rounded --decimals 3\n"
+    "  keyhole serve target.safetensors --port 8082 --min-tokens 3 --client-budget 1000\n"
     "  keyhole extract http://127.0.0.1:8080/v2/models/head",
 )
 def serve(
@@ -32,12 +33,37 @@ def serve(
     sign_only: SignOnly = False,
     decimals: Decimals = None,
     noise: Noise = None,
+    fresh_noise: Annotated[
+        float | None, typer.Option(help="Let answers be off by up to this, anew each time.")
+    ] = None,
     max_norm: ClippedAt = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Refuse sequences of fewer tokens than this.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Refuse sequences of more tokens than this.")
+    ] = None,
+    usual_norm: Annotated[
+        float | None,
+        typer.Option(
+            help="Refuse unusual inputs: tokens whose norm is not within a factor of 2 of this, "
+            "tokens along one coordinate, two tokens along one direction."
+        ),
+    ] = None,
+    client_budget: Annotated[
+        int | None, typer.Option(help="Answer each address at most so many queries in all.")
+    ] = None,
+    client_rate: Annotated[
+        float | None,
+        typer.Option(help="Answer each address at most so many queries a second."),
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Put a planted target behind a real inference server (MLServer)."""
-    degradation = Degradation(max_norm, noise, decimals, sign_only, seed)
+    degradation = Degradation(
+        max_norm, noise, decimals, sign_only, seed, fresh_noise, min_tokens, max_tokens, usual_norm
+    )
     try:
         from keyhole.oracle.server import serve as run
     except ModuleNotFoundError as missing:
@@ -51,7 +77,14 @@ def serve(
             typer.echo(dump({"url": url}))
         else:
             done = f", {degradation}," if degradation else ""
+            if client_budget is not None:
+                done += f" {client_budget:,} queries of an address at most,"
+            if client_rate is not None:
+                done += f" {client_rate:g} a second of each,"
             show(f"serving {target}{done} at {url} (Ctrl-C ends it)")
         sys.stdout.flush()
 
-    run(target, name=name, host=host, port=port, degradation=degradation, begun=begun)
+    run(
+        target, name=name, host=host, port=port, degradation=degradation,
+        client_budget=client_budget, client_rate=client_rate, begun=begun,
+    )  # fmt: skip

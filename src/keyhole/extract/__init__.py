@@ -4,6 +4,9 @@ docs/mathematics.md has all of it in one notation.
 """
 
 from keyhole.extract.auto import Auto, choose
+from keyhole.extract.defended.adapted import Adapted
+from keyhole.extract.defended.run import against_defences
+from keyhole.extract.defended.tried import DefencesTried, Tried
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
@@ -13,6 +16,8 @@ from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.ordinary_labels import OrdinaryLabels
+from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.run import run
@@ -24,8 +29,10 @@ from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.results import Status
 
 __all__ = [
+    "Adapted",
     "Auto",
     "Check",
+    "DefencesTried",
     "Extraction",
     "Fitted",
     "FullOutput",
@@ -34,6 +41,8 @@ __all__ = [
     "MultiHead",
     "NuclearNorm",
     "OneLayerTransformer",
+    "OrdinaryLabels",
+    "OrdinaryQuestions",
     "OrthogonalHeads",
     "ReluNetwork",
     "SignOnly",
@@ -42,6 +51,8 @@ __all__ = [
     "Status",
     "Tolerant",
     "TolerantAsPublished",
+    "Tried",
+    "against_defences",
     "canonical",
     "choose",
     "judge",

@@ -18,6 +18,8 @@ from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.ordinary_labels import OrdinaryLabels
+from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
@@ -104,6 +106,8 @@ METHODS: Registry[Method, Line] = Registry(
     Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
+    Entry("ordinary-questions", OrdinaryQuestions),
+    Entry("ordinary-labels", OrdinaryLabels),
     Entry("one-layer", OneLayerTransformer, (
         Line("scores of a small Transformer", Kind.LAYER, _COARSER),
     )),

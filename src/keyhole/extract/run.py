@@ -38,6 +38,8 @@ def run(
     bases: str | Path | Sequence[Tensor] | None = None,
     oversampling: float | None = None,
     heads: int | None = None,
+    usual_norm: float | None = None,
+    min_tokens: int | None = None,
     budget: int | None = None,
     ledger: str | Path | None = None,
     seed: int = 0,
@@ -49,9 +51,9 @@ def run(
     """Read the weights of a target back from its answers.
 
     `target` is what the command line takes (a .safetensors file, an address, `demo`) or any oracle;
-    `method` a name of the registry or a method with hyperparameters of your own. `rank` to `heads`
-    are for the named methods that have them; given with another they are refused. `bases` are
-    matrices, or a .safetensors file that holds one for each head. `budget` is the most
+    `method` a name of the registry or a method with hyperparameters of your own. `rank` to
+    `min_tokens` are for the named methods that have them; given with another they are refused.
+    `bases` are matrices, or a .safetensors file that holds one for each head. `budget` is the most
     queries to ask; `ledger` the file that remembers every answer, from which a run that was
     stopped goes on. `endpoint` says how a server is asked, `authorized` that it may be though it is
     another machine; `notice` is told what a person should know at once.
@@ -61,7 +63,8 @@ def run(
         "rank": rank, "answer_error": answer_error, "max_norm": max_norm, "accuracy": accuracy,
         "values": values, "bound": bound, "margin": margin, "repeats": repeats,
         "bases": load_bases(bases) if isinstance(bases, str | Path) else bases,
-        "oversampling": oversampling, "heads": heads,
+        "oversampling": oversampling, "heads": heads, "usual_norm": usual_norm,
+        "min_tokens": min_tokens,
     }  # fmt: skip
     if isinstance(method, str):
         name = method

@@ -2,12 +2,14 @@
 
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.degraded import Clipped, Degradation, Failing, Noisy, Rounded, SignOnly
-from keyhole.oracle.http import Limits
+from keyhole.oracle.http import Limits, Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
+from keyhole.oracle.rationed import Rationed, TooFast
+from keyhole.oracle.refusing import LengthLimited, UsualOnly
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
 from keyhole.oracle.subspaces import plant_orthogonal
 
@@ -22,6 +24,7 @@ __all__ = [
     "Failing",
     "Head",
     "Ledger",
+    "LengthLimited",
     "Limits",
     "MultiHead",
     "Noisy",
@@ -30,9 +33,13 @@ __all__ = [
     "Oracle",
     "OracleError",
     "Planted",
+    "Rationed",
+    "Refused",
     "ReluFfn",
     "Rounded",
     "SignOnly",
+    "TooFast",
+    "UsualOnly",
     "ask",
     "identity_of",
     "load",

@@ -13,25 +13,11 @@ from torch import Tensor
 from keyhole.bounds import expect_count, expect_number, expect_seed
 from keyhole.errors import InputError
 from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
+from keyhole.oracle.refusing import LengthLimited, UsualOnly, expect_lengths
+from keyhole.oracle.wrapper import Wrapper
 
 
-class _Degraded:
-    """Shared by the wrappers below: the inner oracle, and an identity that names the change."""
-
-    def __init__(self, inner: Oracle, change: str) -> None:
-        self.inner = inner
-        self._change = change
-
-    @property
-    def dim(self) -> int:
-        return self.inner.dim
-
-    @property
-    def identity(self) -> str:
-        return f"{identity_of(self.inner)}|{self._change}"
-
-
-class Rounded(_Degraded):
+class Rounded(Wrapper):
     """Answers rounded to `decimals` digits after the point."""
 
     def __init__(self, inner: Oracle, decimals: int) -> None:
@@ -44,7 +30,7 @@ class Rounded(_Degraded):
         return torch.round(ask(self.inner, sequences), decimals=self.decimals)
 
 
-class Noisy(_Degraded):
+class Noisy(Wrapper):
     """Answers within ±`tolerance` of the truth, the same each time a question is repeated.
 
     The error is uniform and a function of the question's bytes and the seed (Theorem 6.1's
@@ -78,7 +64,7 @@ class Noisy(_Degraded):
         return torch.rand(count, generator=stream, dtype=torch.float64) * 2 - 1
 
 
-class SignOnly(_Degraded):
+class SignOnly(Wrapper):
     """Whether each answer is positive, as 1.0 or 0.0: a membership query (Appendix B)."""
 
     def __init__(self, inner: Oracle) -> None:
@@ -88,7 +74,7 @@ class SignOnly(_Degraded):
         return (ask(self.inner, sequences) > 0).to(torch.float64)
 
 
-class Clipped(_Degraded):
+class Clipped(Wrapper):
     """Tokens longer than `max_norm` are shortened to it before the target sees them."""
 
     def __init__(self, inner: Oracle, max_norm: float) -> None:
@@ -103,7 +89,7 @@ class Clipped(_Degraded):
         return ask(self.inner, sequences * factor)
 
 
-class Failing(_Degraded):
+class Failing(Wrapper):
     """An endpoint that goes down after `after` answers."""
 
     def __init__(self, inner: Oracle, after: int) -> None:
@@ -125,8 +111,10 @@ class Failing(_Degraded):
 class Degradation:
     """What a server does to questions and answers, as a file or a command line says it.
 
-    Tokens are clipped to `max_norm`; answers are off by up to `noise` (the same for the same
-    question and `seed`), then rounded to `decimals`, then told by their sign alone.
+    Sequences of fewer than `min_tokens` or more than `max_tokens` tokens are refused, and so are
+    questions unlike those of clients whose tokens have about `usual_norm`. Tokens are clipped to
+    `max_norm`; answers are off by up to `noise` (the same for the same question and `seed`) and by
+    up to `fresh_noise` (anew each time), then rounded to `decimals`, then told by their sign alone.
     """
 
     max_norm: float | None = None
@@ -134,10 +122,17 @@ class Degradation:
     decimals: int | None = None
     sign_only: bool = False
     seed: int = 0
+    fresh_noise: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    usual_norm: float | None = None
 
     def __post_init__(self) -> None:
         expect_number("a norm", self.max_norm, above=0)
         expect_number("a noise", self.noise, least=0)
+        expect_number("a noise", self.fresh_noise, least=0)
+        expect_number("a usual norm", self.usual_norm, above=0)
+        expect_lengths(self.min_tokens, self.max_tokens)
         expect_count("decimals", self.decimals, 0, 15)
         expect_seed(self.seed)
 
@@ -146,8 +141,14 @@ class Degradation:
 
     def __str__(self) -> str:
         parts = (
+            f"{self.min_tokens} tokens or more" if self.min_tokens is not None else "",
+            f"{self.max_tokens} tokens at most" if self.max_tokens is not None else "",
+            f"tokens of norm about {self.usual_norm:g}" if self.usual_norm is not None else "",
             f"tokens of norm {self.max_norm:g} at most" if self.max_norm is not None else "",
             f"answers within ±{self.noise:g}" if self.noise is not None else "",
+            f"answers within ±{self.fresh_noise:g}, anew each time"
+            if self.fresh_noise is not None
+            else "",
             f"answers rounded to {self.decimals} decimals" if self.decimals is not None else "",
             "signs only" if self.sign_only else "",
         )
@@ -158,9 +159,18 @@ class Degradation:
             oracle = Clipped(oracle, self.max_norm)
         if self.noise is not None:
             oracle = Noisy(oracle, self.noise, self.seed)
+        if self.fresh_noise is not None:
+            oracle = Noisy(oracle, self.fresh_noise, self.seed, fresh=True)
         if self.decimals is not None:
             oracle = Rounded(oracle, self.decimals)
-        return SignOnly(oracle) if self.sign_only else oracle
+        if self.sign_only:
+            oracle = SignOnly(oracle)
+        # What is refused is refused first: the outermost of all.
+        if self.usual_norm is not None:
+            oracle = UsualOnly(oracle, self.usual_norm)
+        if self.min_tokens is not None or self.max_tokens is not None:
+            oracle = LengthLimited(oracle, self.min_tokens, self.max_tokens)
+        return oracle
 
     def flags(self) -> dict[str, str]:
         """What a target's file says of it; `of` reads it."""
@@ -178,9 +188,12 @@ class Degradation:
             except ValueError as error:
                 raise InputError(f"expected {name} as a number, got {flags[name]!r}") from error
 
-        decimals, seed = number("decimals", int), number("seed", int)
+        def count(name: str) -> int | None:
+            value = number(name, int)
+            return None if value is None else int(value)
+
         return cls(
-            number("max_norm", float), number("noise", float),
-            None if decimals is None else int(decimals),
-            flags.get("sign_only") == "True", int(seed or 0),
+            number("max_norm", float), number("noise", float), count("decimals"),
+            flags.get("sign_only") == "True", count("seed") or 0, number("fresh_noise", float),
+            count("min_tokens"), count("max_tokens"), number("usual_norm", float),
         )  # fmt: skip

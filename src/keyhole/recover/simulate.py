@@ -23,10 +23,13 @@ from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
 from keyhole.recover.base_leak import PRECISIONS
 from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits, Pooled
+from keyhole.recover.scrambled import FORMS as SECRET_FORMS
+from keyhole.recover.scrambled import hidden_behind
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
     "truncated": "truncated:K", "log-probabilities": "log-probabilities",
+    **{name: f"{name}:KEY" for name in SECRET_FORMS},
 }  # fmt: skip
 LONGEST = 512  # tokens of a text that a leak is made of
 
@@ -80,16 +83,23 @@ def degrade(
     `forms` are any of `truncated:K` (the first K numbers of each row), `normalised` (each row
     divided by its length, after it was cut), `subset:K` (K rows, the others NaN) and `permuted`
     (rows in any order), of hidden states; the first two of a pooled embedding too; or
-    `log-probabilities`, of logits. They and the precision are written into the leak, as a server's
-    documentation and a file's dtype would tell; the noise is not.
+    `log-probabilities`, of logits. `rotated:KEY`, `scrambled:KEY` and `mixed:KEY` (scrambled.py),
+    of hidden states or keys and values, come last, under a secret that is drawn from the whole
+    number KEY: texts of one KEY share it. The others and the precision are written into the leak,
+    as a server's documentation and a file's dtype would tell; secrets and the noise are not.
     """
     changes = parse_forms(forms)
+    secrets = {name: changes.pop(name) for name in SECRET_FORMS if name in changes}
+    if len(secrets) > 1:
+        raise InputError(f"expected one secret, got {' and '.join(secrets)}")
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
     if not 0.0 <= noise < float("inf"):
         raise InputError(f"expected noise of 0 or more, got {noise}")
     stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     leak = _reshaped(leak, changes, stream)
+    for form, key in secrets.items():
+        leak = hidden_behind(leak, form, key or 0, stream)
     changed: dict[str, Tensor] = {}
     for name, tensor in leak.tensors.items():
         if noise:
@@ -112,7 +122,7 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
     parsed: dict[str, int | None] = {}
     for form in forms:
         name, colon, count = form.partition(":")
-        counted = name in ("subset", "truncated")
+        counted = name in ("subset", "truncated", *SECRET_FORMS)
         whole = count.isascii() and count.isdecimal() and 0 < len(count) < 10 and int(count) > 0
         if name not in FORMS or bool(colon) != counted or (counted and not whole):
             raise InputError(f"expected a form among {', '.join(FORMS.values())}, got {form}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ class Linear:
     residual: Tensor
     push: Callable[[Theta], Tensor]
     pull: Callable[[Tensor], Theta]
+
+
+class Asked(Protocol):
+    """Questions of one kind and their answers, as least squares sees them."""
+
+    @property
+    def answers(self) -> Tensor: ...
+
+    def residual(self, theta: Theta) -> Tensor: ...
+
+    def at(self, theta: Theta) -> Linear: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class Pairs:
         return torch.sigmoid(self.g * self.xi * forms), self.g * (self.deltas @ v)[self.i]
 
 
-Answers = Sequence[Singles | Pairs]
+Answers = Sequence[Asked]
 
 
 def refine(v: Tensor, W: Tensor, answers: Answers) -> Theta:

@@ -1,0 +1,168 @@
+"""Defences, each attacked by a thief who knows it: what he has, what honest clients have left.
+
+Weights of one head behind a server's defences, for d = 16 and 64 and three seeds: errors are on an
+honest client's questions, relative, of the thief's copy and of the answers that clients get;
+medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
+all-MiniLM-L6-v2 and SmolLM2-135M (texts.py: `--encoder`, `--model`, `--data`): `--texts` of SST-2
+on the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+`--quick`: small heads, models of random weights.
+
+The picture is docs/defences.png.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import plotly.graph_objects as go
+
+import show
+import texts
+from keyhole import oracle
+from keyhole.extract.defended.honest import HonestClient
+from keyhole.extract.defended.run import try_defence
+from keyhole.extract.defended.trials import Trial, graded, trials
+from keyhole.extract.defended.tried import Tried
+from keyhole.models import Loaded
+from keyhole.recover.against_defences import DEFENCES, read_behind
+from keyhole.recover.scrambled import FORMS
+from show import Row
+
+OPTIONS = texts.options(texts=5)
+OPTIONS.add_argument("--few", type=int, default=2)
+OPTIONS.add_argument("--dims", type=texts.listed, default=[16, 64])
+OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
+CHOSEN = texts.chosen(OPTIONS)
+SEEDS = 3
+EXACT = (
+    "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
+    "short and unusual inputs refused", "one query a second",
+)  # fmt: skip
+_FLOOR = 1e-6  # where smaller errors are drawn
+_LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A defence in one degree: medians over seeds."""
+
+    name: str
+    setting: str
+    thief: float
+    honest: float
+
+
+def run(quick: bool) -> list[Row]:
+    return texts.collect(small() if quick else full(), strict=quick)
+
+
+def full() -> Iterator[texts.Part]:
+    parts = CHOSEN.parts.split(",")
+    if "weights" in parts:
+        for d in CHOSEN.dims:
+            yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
+    if "minilm" in parts:
+        loaded = texts.minilm(CHOSEN)
+        some = texts.sst2(CHOSEN.data, CHOSEN.texts)
+        for exposure in ("hidden:3", "kv:1"):
+            yield f"MiniLM, {exposure}", lambda e=exposure: leaks(loaded, "MiniLM", some, e)
+    if "smollm2" in parts:
+        loaded = texts.smollm2(CHOSEN)
+        some = texts.sst2(CHOSEN.data, CHOSEN.few)
+        yield "SmolLM2, kv:0", lambda: leaks(loaded, "SmolLM2", some, "kv:0")
+
+
+def small() -> Iterator[texts.Part]:
+    yield "weights", lambda: weights(5, 1)
+    words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
+    yield "bert", lambda: leaks(texts.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
+    yield "llama", lambda: leaks(texts.tiny("llama"), "tiny Llama", words, "kv:0")
+
+
+def weights(d: int, seeds: int) -> Iterator[Row]:
+    """Every defence in front of planted heads."""
+    for place, trial in enumerate(trials(d)):
+        runs = [_tried(trials(d, seed=seed)[place], d, seed) for seed in range(seeds)]
+        errors = [tried.thief_error for tried in runs if tried.thief_error is not None]
+        thief = f"{median(errors):.1e}" if errors else "nothing"
+        honest = median(tried.honest_error for tried in runs)
+        refused = median(tried.refused for tried in runs)
+        words = f", {refused:.0%} refused" if refused else ""
+        promised = trial.name in EXACT
+        waiting = median(tried.waiting or 0.0 for tried in runs)
+        yield Row(
+            f"d={d}, {trial.name}",
+            f"thief {thief}, honest client {honest:.1e}{words}",
+            "thief <= 1e-8" if promised else "",
+            max(errors) <= 1e-8 if promised else None,
+            f"{runs[0].attack}; {median(tried.queries for tried in runs):,.0f} queries"
+            + (f" in {waiting / 3600:.1f} hours" if waiting else "")
+            + (f"; worst {max(errors):.1e}" if errors else "")
+            + f"; {median(tried.seconds for tried in runs):.1f} s; {runs[0].setting}",
+        )
+
+
+def _tried(trial: Trial, d: int, seed: int) -> Tried:
+    target = oracle.plant(dim=d, seed=seed)
+    return try_defence(trial, target, HonestClient.of(target, seed=seed), seed)
+
+
+def leaks(
+    loaded: Loaded, name: str, some: list[str], exposure: str, without: tuple[str, ...] = ()
+) -> Iterator[Row]:
+    """Every defence in front of one exposure of a model."""
+    for defence in DEFENCES:
+        if defence in without or (defence == "permuted" and not exposure.startswith("hidden")):
+            continue
+        tried = read_behind(loaded, some, exposure, defence)
+        broken = defence in ("none", "permuted", *FORMS[:2])
+        own = f"; {tried.own} own texts" if tried.own else ""
+        yield Row(
+            f"{name}, {exposure}, {defence}",
+            f"{tried.exact} of {tried.texts} texts exact, {tried.tokens:.0%} of tokens",
+            "all" if broken else "",
+            tried.exact == tried.texts if broken else None,
+            f"{tried.attack}{own}; {tried.seconds:.0f} s; {tried.reason[:100]}",
+        )
+
+
+def table(quick: bool) -> list[Point]:
+    """The defences that come in degrees, for the picture."""
+    d, seeds = (5, 1) if quick else (16, SEEDS)
+    points: list[Point] = []
+    for place, trial in enumerate(graded(d)):
+        runs = [_tried(graded(d, seed=seed)[place], d, seed) for seed in range(seeds)]
+        thief = median(1.0 if t.thief_error is None else t.thief_error for t in runs)
+        honest = median(tried.honest_error for tried in runs)
+        points.append(Point(trial.name, runs[0].setting, thief, honest))
+    return points
+
+
+def figure(points: list[Point]) -> go.Figure:
+    """The thief's error against the honest client's, both on logarithmic axes."""
+    picture = go.Figure()
+    for name in dict.fromkeys(point.name for point in points):
+        curve = [point for point in points if point.name == name]
+        picture.add_scatter(
+            x=[max(point.honest, _FLOOR) for point in curve],
+            y=[max(point.thief, _FLOOR) for point in curve],
+            text=[point.setting for point in curve], name=name, mode="lines+markers",
+        )  # fmt: skip
+    ends = [_FLOOR, 1.0]
+    picture.add_scatter(
+        x=ends, y=ends, mode="lines", name="as good as what clients get",
+        line={"dash": "dot", "color": "grey"},
+    )  # fmt: skip
+    picture.update_layout(
+        template="plotly_white", width=1100, height=520, legend={"x": 1.02, "y": 1},
+        title="One head, d = 16: below the dotted line the thief's copy is the better server",
+        xaxis={**_LOGARITHMIC, "title": "honest client's error (smaller ones are drawn at 1e-6)"},
+        yaxis={**_LOGARITHMIC, "title": "error of the thief's copy (likewise)"},
+    )  # fmt: skip
+    return picture
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)

@@ -1,0 +1,223 @@
+"""One head from questions that look like everybody's: nothing unusual to refuse.
+
+Ours. The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server
+may refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
+another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those will
+do. For a last token b and other tokens C that stay, with u = Wb and Z the sum of e^score over both,
+
+    f([a ; C ; b]) = μ + σ(aᵀu − log Z)·(vᵀa − μ),   μ = f([C ; b]),
+
+so every further answer is one linear equation for u and log Z, once v is known:
+
+    aᵀu − log Z = logit((f − μ) / (vᵀa − μ)).
+
+d + 1 of them give Wb, d last tokens give W. v comes first: from d single tokens where those are
+answered; else from one (C, b), whose answers to enough tokens a hold 2d + 1 unknowns u, v, log Z
+(defended/beside.py).
+
+Exact answers are asked for with tokens as short as is usual, since soft attention loses fewest
+digits; inexact ones with long tokens, whose answers are larger. Equations are weighted by what
+`answer_error` does to their logit, and are `oversampling` times as many as needed; where answers
+are inexact, all of them are fitted together in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.bounds import expect_count, expect_number
+from keyhole.errors import InputError
+from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.defended.beside import Beside, fit_values
+from keyhole.extract.defended.ordinary_tokens import (
+    ordinary_sequence,
+    ordinary_tokens,
+    spread_tokens,
+    usual_norm_of,
+)
+from keyhole.extract.domain import within_reach
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.inexact import gauss_newton
+from keyhole.extract.inexact.gauss_newton import Singles
+from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
+from keyhole.least_squares import least_squares
+from keyhole.oracle.planted import Head
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.results import Status, Unsuccessful
+
+_EPSILON = torch.finfo(torch.float64).eps
+_STREAM = 0x4F524449  # keeps the judge's questions apart from the attack's
+_PER_KIND = 4
+_NORMS = (0.7, 1.4)  # of the usual one: the judge's two kinds of questions
+_SHORT, LONGEST = 0.55, 1.4  # of the usual norm: tokens for exact answers, for others
+_COARSE = 0.1  # the largest relative error of an approximation, where answers are inexact
+_TRIES = 8  # sets of questions that v is read from where single tokens are refused
+_EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's error
+
+
+@dataclass(frozen=True)
+class OrdinaryQuestions:
+    """Extraction of one head by random tokens of norm `usual_norm`, `min_tokens` or more at a time.
+
+    `usual_norm` is what honest clients' tokens have (None: d^¼). `answer_error` is how far an
+    answer may be off.
+    """
+
+    usual_norm: float | None = None
+    min_tokens: int = 1
+    answer_error: float = 0.0
+    oversampling: float = 1.5
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __post_init__(self) -> None:
+        expect_number("a usual norm", self.usual_norm, above=0)
+        expect_number("an answer's error", self.answer_error, least=0)
+        expect_count("a least number of tokens", self.min_tokens)
+        if not (self.oversampling >= 1 and math.isfinite(self.oversampling)):
+            raise InputError(f"expected an oversampling of 1 or more, got {self.oversampling}")
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle, examine=self._examine)
+
+    def expected(self, dim: int) -> int:
+        values = self.count(dim) if self.min_tokens == 1 else self.count(2 * dim) + 1
+        return values + dim * (self.count(dim) + 1)
+
+    def count(self, unknowns: int) -> int:
+        """Questions for so many unknowns and one more."""
+        return math.ceil(self.oversampling * (unknowns + 1))
+
+    def norm(self, dim: int) -> float:
+        return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
+
+    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
+        """Fresh questions of the ordinary kind: others are not answered."""
+        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        papers: list[tuple[Tensor, Tensor]] = []
+        for length in (self.min_tokens, self.min_tokens + 1, self.min_tokens + 4):
+            with suppress(Unsuccessful):  # few dimensions have no room for many tokens
+                parts = [
+                    factor * self.norm(oracle.dim) * ordinary_sequence(length, oracle.dim, stream)
+                    for factor in _NORMS
+                    for _ in range(_PER_KIND)
+                ]
+                papers.append(within_reach(oracle, torch.stack(parts)))
+        return replace(Exam(tuple(papers)), excused=_COARSE if self.answer_error else NEARLY)
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        d = oracle.dim
+        state = _State(self, oracle)
+        state.read_values()
+        yield state.step()
+        try:
+            for last in spread_tokens(d, state.stream):
+                state.read_image(last)
+        except BudgetExhausted:
+            yield state.step()
+            raise
+        if self.answer_error:
+            yield state.step()
+            state.refine()
+        yield state.step()
+
+
+class _State:
+    """What was asked so far, and what follows from it."""
+
+    def __init__(self, method: OrdinaryQuestions, oracle: Oracle) -> None:
+        self._method, self._oracle = method, oracle
+        self._factor = LONGEST if method.answer_error else _SHORT  # of the usual norm
+        self._asked: list[Singles | Beside] = []
+        self._last: list[Tensor] = []
+        self._images: list[Tensor] = []
+        self._v = torch.zeros(oracle.dim, dtype=torch.float64)
+        self._W: Tensor | None = None
+        self.stream = torch.Generator().manual_seed(method.seed)
+
+    def read_values(self) -> None:
+        """v, from single tokens or from what a token changes beside others."""
+        d = self._oracle.dim
+        if self._method.min_tokens == 1:
+            alone = torch.empty(0, d, dtype=torch.float64)
+            norm = self._factor * self._method.norm(d)
+            tokens = norm * ordinary_tokens(self._method.count(d), alone, self.stream)
+            answers = ask_scores(self._oracle, tokens.unsqueeze(1))
+            self._asked.append(Singles(tokens, answers))
+            self._v = least_squares(tokens, answers[:, None])[:, 0]
+        else:
+            self._v = self._fit_values()
+        if not bool(self._v.any()):
+            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero")
+
+    def _fit_values(self) -> Tensor:
+        """v by what tokens change beside others; those that lead nowhere are followed by others."""
+        d = self._oracle.dim
+        for _ in range(_TRIES):
+            last = ordinary_sequence(1, d, self.stream)[0]
+            asked = self._ask(last, self._method.count(2 * d), _SHORT)
+            v, miss = fit_values(asked)
+            if miss <= _EXPLAINED * self._error(asked.answers):
+                self._asked.append(asked)
+                return v
+        raise Unsuccessful(Status.MISMATCH, "no head explains what one token changes beside others")
+
+    def read_image(self, last: Tensor) -> None:
+        """Wb for a unit token b, from the logits of the attention to many tokens beside it."""
+        asked = self._ask(last, self._method.count(self._oracle.dim), self._factor)
+        self._asked.append(asked)
+        tokens, mean = asked.tokens[0], asked.answers[0, -1]
+        gap = tokens @ self._v - mean
+        alpha = ((asked.answers[0, :-1] - mean) / gap).clamp(_EPSILON, 1 - _EPSILON)
+        # What an answer's error does to a logit; where v and a say nothing, hardly any weight.
+        weights = gap.abs() * alpha * (1 - alpha) / self._error(asked.answers)
+        system = torch.cat([tokens, -torch.ones_like(gap)[:, None]], 1)
+        logits = torch.logit(alpha)
+        solved = least_squares(weights[:, None] * system, (weights * logits)[:, None])[:, 0]
+        self._last.append(asked.others[0, -1])
+        self._images.append(solved[:-1])
+
+    def refine(self) -> None:
+        """All answers at once: each of them depends on v."""
+        images = self._asked[-len(self._last) :]  # of the same sizes; before them stands v's own
+        joined = Beside.joined([part for part in images if isinstance(part, Beside)])
+        self._v, self._W = gauss_newton.refine(
+            self._v, self._solved(), [*self._asked[: -len(images)], joined]
+        )
+
+    def step(self) -> Step:
+        d = self._oracle.dim
+        W = self._solved() if self._W is None else self._W
+        return Step(Head(W, self._v), known=d + d * len(self._last), floor=d * d + d)
+
+    def _solved(self) -> Tensor:
+        """W from what it makes of the last tokens, 0 at right angles to them."""
+        d = self._oracle.dim
+        if not self._last:
+            return torch.zeros(d, d, dtype=torch.float64)
+        last, images = torch.stack(self._last), torch.stack(self._images)
+        return images.mT @ last / last[0].square().sum()  # they are at right angles
+
+    def _ask(self, last: Tensor, count: int, factor: float) -> Beside:
+        """The answers to `count` first tokens beside others, of which `last` is the last."""
+        norm = factor * self._method.norm(self._oracle.dim)
+        others = last[None]
+        while len(others) < self._method.min_tokens:
+            others = torch.cat([ordinary_tokens(1, others, self.stream), others])
+        tokens = norm * ordinary_tokens(count, others, self.stream)
+        others = norm * others
+        mean = ask_scores(self._oracle, others[None])
+        rest = others.expand(count, *others.shape)
+        given = ask_scores(self._oracle, torch.cat([tokens.unsqueeze(1), rest], 1))
+        return Beside(tokens[None], others[None], torch.cat([given, mean])[None])
+
+    def _error(self, answers: Tensor) -> float:
+        """How far an answer may be off."""
+        rounding = 4 * _EPSILON * float(answers.abs().max())
+        return max(self._method.answer_error, rounding, torch.finfo(torch.float64).tiny)

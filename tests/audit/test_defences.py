@@ -1,0 +1,61 @@
+"""Defences in front of what is audited: findings beside those of the plain target."""
+
+from __future__ import annotations
+
+import pytest
+
+import keyhole
+import tiny_models as tiny
+from keyhole import oracle, report
+from keyhole.audit.defences import model_checks
+from keyhole.audit.texts import TextTarget
+from keyhole.models import Loaded, identity
+from keyhole.progress import untracked
+from keyhole.results import Audit, Status
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_endpoint(tmp_path):
+    surfaces = {
+        "head": oracle.plant(dim=3, seed=1), "layer": oracle.plant("attention", dim=3, seed=1)
+    }  # fmt: skip
+    result = keyhole.audit(surfaces, against_defences=True)
+    behind = {
+        finding.exposure.removeprefix("scores behind a defence: "): finding
+        for finding in result.findings
+        if "behind a defence" in finding.exposure
+    }
+    assert len(behind) == 14
+    assert {finding.surface for finding in behind.values()} == {"head"}
+    assert behind["short and unusual inputs refused"].status is Status.RECOVERED
+    assert behind["a budget of half the unknowns"].status is Status.UNSOLVED
+    assert "an honest client answers off by" in behind["label only"].reason
+    assert "scores behind a defence: unusual inputs refused" in report.render(result)
+    result.save(tmp_path / "audit.json")
+    assert Audit.load(tmp_path / "audit.json") == result
+
+
+def test_a_layer_alone_has_nothing_to_try():
+    result = keyhole.audit(oracle.plant("attention", dim=4, seed=1), against_defences=True)
+    reasons = [skip.reason for skip in result.skips if "behind a defence" in skip.exposure]
+    assert len(reasons) == 14
+    assert set(reasons) == {
+        "it is for one head's scores; this target gives the last token's vector"
+    }
+
+
+def test_a_model():
+    model = tiny.model("llama", num_hidden_layers=2)
+    loaded = Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
+    target = TextTarget(loaded, ["w1 w20 w3 w4 w100 w7"], precisions=("float32",))
+    made = [check.run(untracked) for check in model_checks("", target, 0)]
+    findings = [finding for checked in made for finding in checked.findings]
+    assert {finding.exposure: finding.status for finding in findings} == {
+        "keys and values of layer 0, rotated": Status.RECOVERED,
+        "keys and values of layer 0, scrambled": Status.RECOVERED,
+        "keys and values of layer 0, mixed": Status.UNSOLVED,
+        "keys and values of layer 0, encrypted": Status.NOT_IDENTIFIABLE,
+        "hidden states of layer 1, rotated": Status.RECOVERED,
+    }
+    assert all(finding.sought == "text" for finding in findings)

@@ -1,0 +1,59 @@
+"""One head from labels of ordinary questions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole import oracle
+from keyhole.errors import InputError
+from keyhole.extract import OrdinaryLabels
+from keyhole.extract.defended.honest import HonestClient
+from keyhole.extract.defended.ordinary_tokens import ordinary_sequence, usual_norm_of
+from keyhole.extract.ordinary_labels import LabelExam
+from keyhole.results import Status
+
+TARGET = oracle.plant(dim=5, seed=6)
+
+
+def guarded(target, tokens):
+    change = oracle.Degradation(
+        sign_only=True, usual_norm=usual_norm_of(target.dim), min_tokens=tokens
+    )
+    return change.applied(target)
+
+
+def test_questions_in_doubt_bring_the_error_down():
+    method, client = OrdinaryLabels(min_tokens=3, rounds=10), HonestClient.of(TARGET)
+    labels = oracle.Counted(guarded(TARGET, 3))
+    errors = [client.error_of(step.model) for step in method.steps(labels)]
+    assert len(errors) == 10
+    assert errors[-1] < 0.1 < 0.3 < errors[0]
+    assert errors[-1] < client.served(guarded(TARGET, 3), labels=True).error / 5
+    assert labels.queries <= method.expected(5)
+
+
+def test_the_judge_counts_wrong_labels():
+    target = guarded(TARGET, 3)
+    questions = ordinary_questions(40)
+    exam = LabelExam(questions, target(questions))
+    assert exam.grade(TARGET).worst == 0
+    assert exam.verdict(exam.grade(TARGET), None, 0.0)[0] is Status.INEXACT
+    opposite = oracle.Head(TARGET.W, -TARGET.v)
+    assert exam.grade(opposite).worst == 1
+    status, reason = exam.verdict(exam.grade(opposite), None, 0.0)
+    assert (status, reason) == (Status.MISMATCH, "0 of 40 fresh labels are right")
+
+
+def ordinary_questions(count):
+    stream = torch.Generator().manual_seed(0)
+    parts = [ordinary_sequence(3, 5, stream) for _ in range(count)]
+    return usual_norm_of(5) * torch.stack(parts)
+
+
+def test_what_it_does_not_try():
+    result = OrdinaryLabels(most=10)(guarded(TARGET, 2))
+    assert result.status is Status.NOT_APPLICABLE
+    assert "30 unknowns are more than the 10" in result.reason
+    with pytest.raises(InputError, match="rounds"):
+        OrdinaryLabels(rounds=0)

@@ -1,0 +1,100 @@
+"""One head by questions that nobody would refuse, against the planted truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole import oracle
+from keyhole.errors import InputError
+from keyhole.extract import OrdinaryQuestions
+from keyhole.extract.defended.beside import Beside
+from keyhole.extract.defended.ordinary_tokens import usual_norm_of
+from keyhole.results import Status
+
+
+def guarded(target, **change):
+    return oracle.Degradation(usual_norm=usual_norm_of(target.dim), **change).applied(target)
+
+
+@pytest.mark.parametrize(("dim", "tokens"), [(2, 1), (5, 1), (5, 2), (5, 3), (12, 3), (12, 5)])
+def test_a_head_is_stolen_with_questions_like_everybodys(dim, tokens):
+    target = oracle.plant(dim=dim, seed=dim)
+    counted = oracle.Counted(guarded(target, min_tokens=tokens))
+    method = OrdinaryQuestions(min_tokens=tokens)
+    result = method(counted)
+    assert result.status is Status.RECOVERED, result.reason
+    assert torch.allclose(result.model.W, target.W, rtol=0, atol=1e-10)
+    assert torch.allclose(result.model.v, target.v, rtol=0, atol=1e-10)
+    assert result.queries == method.expected(dim)
+    assert counted.queries >= result.queries
+
+
+def test_rounding_is_averaged_out():
+    target = oracle.plant(dim=6, seed=2)
+    errors = []
+    for oversampling in (2.0, 32.0):
+        method = OrdinaryQuestions(min_tokens=3, answer_error=5e-3, oversampling=oversampling)
+        result = method(guarded(target, min_tokens=3, decimals=2))
+        assert result.status is Status.INEXACT
+        errors.append(float((result.model.W - target.W).abs().max()))
+    assert errors[1] < errors[0] / 4
+    assert errors[1] < 5e-3
+
+
+def test_what_is_not_one_head_is_not_taken_for_one():
+    heads = oracle.plant("multi-head", dim=5, heads=2, seed=1)
+    for tokens in (1, 3):
+        result = OrdinaryQuestions(min_tokens=tokens)(heads)
+        assert result.status is Status.MISMATCH
+    silent = oracle.Head(torch.eye(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64))
+    assert OrdinaryQuestions()(silent).status is Status.NOT_IDENTIFIABLE
+
+
+def test_too_few_dimensions_for_tokens_that_differ():
+    result = OrdinaryQuestions(min_tokens=8)(oracle.plant(dim=2))
+    assert result.status is Status.NOT_APPLICABLE
+    assert "2 dimensions have no room" in result.reason
+
+
+def test_a_budget_leaves_what_was_read():
+    target = oracle.plant(dim=6, seed=2)
+    result = OrdinaryQuestions()(oracle.Counted(target, budget=60))
+    assert result.status is Status.BUDGET
+    # What W makes of the last tokens that were reached is right.
+    assert torch.linalg.matrix_rank(result.model.W) == 4
+    known = torch.linalg.svd(result.model.W).Vh[:4]
+    assert torch.allclose(result.model.W @ known.mT, target.W @ known.mT, rtol=0, atol=1e-9)
+
+
+def test_products_with_the_jacobian_are_those_of_autograd():
+    stream = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    target = oracle.plant(dim=4, seed=0)
+    tokens, others = draw(2, 5, 4), draw(2, 3, 4)
+    with_first = torch.cat([tokens.unsqueeze(2), others.unsqueeze(1).expand(-1, 5, -1, -1)], 2)
+    truth = torch.stack([torch.cat([target(a), target(c[None])])
+                         for a, c in zip(with_first, others, strict=True)])  # fmt: skip
+    asked = Beside(tokens, others, truth)
+    assert float(asked.residual((target.v, target.W)).abs().max()) <= 1e-14
+    theta = draw(4), draw(4, 4)
+    linear, change, r = asked.at(theta), (draw(4), draw(4, 4)), draw(2, 6)
+    by_v, by_W = torch.autograd.functional.jacobian(lambda v, W: asked.residual((v, W)), theta)
+    moved = by_v @ change[0] + (by_W * change[1]).sum((-2, -1))
+    assert torch.allclose(linear.push(change), moved, rtol=0, atol=1e-12)
+    pulled = torch.einsum("sm,smd->d", r, by_v), torch.einsum("sm,smde->de", r, by_W)
+    for given, expected in zip(linear.pull(r), pulled, strict=True):
+        assert torch.allclose(given, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"usual_norm": 0.0}, "usual norm"), ({"min_tokens": 0}, "least number of tokens"),
+     ({"answer_error": -1.0}, "answer's error"), ({"oversampling": 0.5}, "oversampling")],
+)  # fmt: skip
+def test_settings_that_make_no_sense(settings, reason):
+    with pytest.raises(InputError, match=reason):
+        OrdinaryQuestions(**settings)

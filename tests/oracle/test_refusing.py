@@ -1,0 +1,105 @@
+"""Questions that a server refuses, and what each client may ask of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from keyhole import oracle
+from keyhole.errors import InputError
+from keyhole.oracle import Degradation, Refused
+
+DIM = 8
+TARGET = oracle.plant(dim=DIM, seed=5)
+NORM = math.sqrt(DIM)
+
+
+def draw(count: int, n: int = 3, seed: int = 0) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(count, n, DIM, dtype=torch.float64, generator=stream)
+
+
+def usual(count: int, n: int = 3) -> torch.Tensor:
+    """Tokens of the usual norm in random directions, none of them alike."""
+    tokens = torch.nn.functional.normalize(draw(50 * count, n), dim=-1)
+    cosines = (tokens @ tokens.mT).triu(1).abs().amax((1, 2))
+    return NORM * tokens[(cosines < 0.8) & (tokens.abs().amax((1, 2)) < 0.9)][:count]
+
+
+def test_lengths():
+    limited = oracle.LengthLimited(TARGET, 3, 5)
+    for n in (3, 4, 5):
+        assert torch.equal(limited(draw(2, n)), TARGET(draw(2, n)))
+    for n, reason in ((1, "3 tokens or more, got 1"), (2, "got 2"), (6, "at most 5 tokens, got 6")):
+        with pytest.raises(Refused, match=reason) as refused:
+            limited(draw(2, n))
+        assert refused.value.status == 422
+    assert torch.equal(oracle.LengthLimited(TARGET, max_tokens=2)(draw(1, 1)), TARGET(draw(1, 1)))
+    with pytest.raises(InputError, match="got 5 to 3"):
+        oracle.LengthLimited(TARGET, 5, 3)
+
+
+def test_unusual_questions():
+    guarded = oracle.UsualOnly(TARGET, NORM)
+    X = usual(20)
+    assert torch.equal(guarded(X), TARGET(X))
+    axis = torch.eye(DIM, dtype=torch.float64) * NORM
+    for question, reason in (
+        (axis[:1, None], "along one coordinate"),
+        (X[:1] / 3, r"norm is not between 1\.41\d* and 5\.65\d*"),
+        (3 * X[:1], "norm is not between"),
+        (torch.stack([X[0, 0], -1.1 * X[0, 0]])[None], "along one direction"),
+        (torch.zeros(1, 2, DIM, dtype=torch.float64), "norm is not between"),
+    ):
+        with pytest.raises(Refused, match=reason):
+            guarded(question)
+    # One such question is enough to refuse a batch.
+    with pytest.raises(Refused):
+        guarded(torch.cat([X[:5], 3 * X[:1]]))
+
+
+def test_a_budget_for_each_client():
+    rationed = oracle.Rationed(TARGET, budget=5)
+    assert torch.equal(rationed(draw(3), "a"), TARGET(draw(3)))
+    with pytest.raises(Refused, match="got 3 more where 2 are left") as refused:
+        rationed(draw(3), "a")
+    assert refused.value.status == 403
+    rationed(draw(2), "a")
+    rationed(draw(5), "b")  # two addresses, two budgets
+    with pytest.raises(Refused):
+        rationed(draw(1), "b")
+
+
+def test_a_rate_holds_for_batches_of_any_size():
+    now = 100.0
+    rationed = oracle.Rationed(TARGET, rate=4.0, clock=lambda: now)
+    waits: list[float] = []
+    for size in (1, 20, 2, 1, 40):
+        if waits:
+            with pytest.raises(oracle.TooFast, match="at most 4 queries a second") as refused:
+                rationed(draw(size))
+            assert refused.value.status == 429
+            assert refused.value.wait == waits[-1]
+            now += refused.value.wait
+        assert torch.equal(rationed(draw(size)), TARGET(draw(size)))
+        waits.append(size / 4)
+    assert now - 100 == 24 / 4  # for all but the last batch, which is answered at once
+    assert oracle.identity_of(rationed) == TARGET.identity
+
+
+def test_fresh_noise_differs_each_time_and_averages_out():
+    noisy = Degradation(fresh_noise=0.1).applied(TARGET)
+    X = draw(4).repeat(1000, 1, 1)
+    errors = noisy(X) - TARGET(X)
+    assert 0.09 < float(errors.abs().max()) <= 0.1
+    assert float(errors.view(1000, 4).mean(0).abs().max()) < 0.1 / math.sqrt(3) * 5 / 1000**0.5
+
+
+def test_a_degradation_survives_its_flags():
+    whole = Degradation(2.0, 0.1, 3, True, 7, 0.2, 3, 9, 1.5)
+    assert Degradation.of(whole.flags()) == whole
+    assert "3 tokens or more, 9 tokens at most, tokens of norm about 1.5" in str(whole)
+    with pytest.raises(Refused):  # what is refused is refused whatever becomes of the answers
+        whole.applied(TARGET)(draw(1, 2))

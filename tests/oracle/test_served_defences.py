@@ -1,0 +1,96 @@
+"""Every defence that `keyhole serve` offers, over HTTP on the loopback address."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from contextlib import closing, contextmanager
+
+import httpx
+import pytest
+import torch
+
+from command_line import started
+from keyhole import oracle
+from keyhole.oracle import Degradation, OpenInference, Refused
+
+pytestmark = pytest.mark.slow  # servers
+DIM = 6
+TARGET = oracle.plant(dim=DIM, seed=3)
+
+
+def draw(count: int, n: int = 3) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(0)
+    tokens = torch.randn(count, n, DIM, dtype=torch.float64, generator=stream)
+    return 2 * torch.nn.functional.normalize(tokens, dim=-1)
+
+
+@contextmanager
+def served(folder, *options):
+    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
+    oracle.save(TARGET, folder / "t.safetensors")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with (
+        (folder / "log").open("w") as log,
+        started([*command, *options], cwd=folder, stdout=log, stderr=log) as process,
+    ):
+        for _ in range(300):
+            try:
+                if httpx.get(f"{url}/v2/models/target/ready").is_success:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        else:
+            pytest.fail((folder / "log").read_text())
+        with closing(OpenInference(url, "target", retries=3)) as remote:
+            yield remote
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
+    options = ["--noise", "0.1", "--decimals", "2", "--max-norm", "1.5", "--seed", "4",
+               "--min-tokens", "3", "--max-tokens", "5", "--usual-norm", "2"]  # fmt: skip
+    wrapped = Degradation(1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0)
+    with served(tmp_path, *options) as remote:
+        unusual = oracle.UsualOnly(TARGET, 2.0).unusual
+        X = torch.stack([x for x in draw(40) if not unusual(x[None])])
+        assert len(X) > 10
+        assert torch.equal(remote(X), wrapped.applied(TARGET)(X))
+        assert not torch.equal(remote(X), TARGET(X))
+        for question, reason in (
+            (draw(1, 2), "expected 3 tokens or more, got 2"),
+            (draw(1, 6), "expected at most 5 tokens, got 6"),
+            (3 * X[:1], "norm is not between 1 and 4"),
+            (2 * torch.eye(DIM, dtype=torch.float64)[None, :3], "along one coordinate"),
+            (X[:1, [0, 0, 1]], "along one direction"),
+        ):
+            with pytest.raises(Refused, match=reason) as refused:
+                remote(question)
+            assert refused.value.status == 422
+
+
+def test_labels_with_noise_anew_each_time_under_a_budget_and_a_rate(tmp_path):
+    X = draw(1).repeat(10, 1, 1)
+    noise = 10 * abs(float(TARGET(X)[0]))  # so that a label is wrong nearly half of the time
+    options = ["--fresh-noise", str(noise), "--sign-only", "--client-budget", "30",
+               "--client-rate", "10"]  # fmt: skip
+    with served(tmp_path, *options) as remote:
+        begun = time.monotonic()
+        assert set(torch.cat([remote(X), remote(X)]).tolist()) == {0.0, 1.0}
+        # The second batch had to wait for the first: the server said 429 and how long.
+        assert time.monotonic() - begun >= 1
+        question = {"name": "sequences", "shape": [1, 1, DIM], "datatype": "FP64"}
+        question["data"] = [0.5] * DIM
+        reply = httpx.post(f"{remote.identity}/infer", json={"inputs": [question]})
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        with pytest.raises(Refused, match="got 11 more where 10 are left") as refused:
+            remote(draw(11))
+        assert refused.value.status == 403

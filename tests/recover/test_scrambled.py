@@ -1,0 +1,157 @@
+"""Leaks behind a secret, and texts of one's own that give it away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.models import Loaded, identity
+from keyhole.models.capture import Exposure
+from keyhole.recover import recover_texts
+from keyhole.recover.against_defences import DEFENCES, own_texts, read_behind
+from keyhole.recover.at_rest import encrypted, tokens_by_size
+from keyhole.recover.attack import Target
+from keyhole.recover.leaks import HiddenStates, KeyValues
+from keyhole.recover.scrambled import BLOCK, hidden_behind, matrices_of
+from keyhole.recover.simulate import degrade, leak_of
+from keyhole.recover.unscrambled import unrotated, unscrambled
+from keyhole.results import Status, Unsuccessful
+
+TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
+
+
+@pytest.fixture(scope="module")
+def bert():
+    model = tiny.model("bert")
+    return Loaded(model, tiny.tokenizer(), identity(model), "bert")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = tiny.model("llama")
+    return Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
+
+
+def leak(loaded, exposure, text=TEXTS[0]):
+    return leak_of(loaded.model, loaded.tokenizer, text, exposure)
+
+
+def behind(plain, form, key=3, seed=0):
+    return hidden_behind(plain, form, key, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("exposure", ["hidden:1", "kv:1"])
+def test_a_secret_is_the_same_for_all_texts_of_a_key(bert, exposure):
+    plain = leak(bert, exposure)
+    for before, after, other in zip(
+        matrices_of(plain), matrices_of(behind(plain, "rotated")),
+        matrices_of(behind(plain, "rotated", key=4)), strict=True,
+    ):  # fmt: skip
+        assert torch.allclose(before @ before.T, after @ after.T, atol=1e-4)  # lengths and angles
+        assert not torch.allclose(before, after, atol=1e-2)
+        assert not torch.allclose(after, other, atol=1e-2)
+    again = [behind(plain, "scrambled", seed=seed) for seed in (0, 1)]
+    for first, second in zip(*map(matrices_of, again), strict=True):
+        assert not torch.allclose(first, second, atol=1e-3)  # another order of the same rows
+        assert torch.allclose(first[:BLOCK].sum(0), second[:BLOCK].sum(0), atol=1e-4)
+
+
+def test_mixed_rows_add_up_to_something_else_each_time(bert):
+    plain = leak(bert, "hidden:1")
+    first, second = (behind(plain, "mixed", seed=seed).values[:BLOCK].sum(0) for seed in (0, 1))
+    assert not torch.allclose(first, second, atol=1e-1)
+
+
+@pytest.mark.parametrize("exposure", ["hidden:1", "kv:1", "kv:2"])
+def test_a_rotation_is_undone(bert, exposure):
+    target = Target.of(bert.model, bert.tokenizer)
+    known = own_texts(target, Exposure.parse(exposure), "rotated", seed=0)
+    plain = leak(bert, exposure)
+    (undone,) = unrotated(known, [degrade(plain, forms=["rotated:7"])])
+    for before, after in zip(matrices_of(plain), matrices_of(undone), strict=True):
+        assert torch.allclose(before, after, atol=1e-4)
+    few = [(leak_of(bert.model, bert.tokenizer, "w1 w2", exposure),) * 2]
+    with pytest.raises(Unsuccessful, match="rows of known texts span 4 of"):
+        unrotated(few, [plain])
+
+
+@pytest.mark.parametrize("exposure", ["hidden:1", "kv:1"])
+def test_a_map_is_solved_from_sums(bert, exposure):
+    target = Target.of(bert.model, bert.tokenizer)
+    known = own_texts(target, Exposure.parse(exposure), "scrambled", seed=0)
+    plain = leak(bert, exposure)
+    (undone,) = unscrambled(known, [degrade(plain, forms=["scrambled:7"])])
+    for before, after in zip(matrices_of(plain), matrices_of(undone), strict=True):
+        near = torch.cdist(before, after).min(1)
+        assert float(near.values.max()) < 1e-3  # every row is there,
+        assert sorted(near.indices.tolist()) == list(range(len(before)))  # once,
+        assert near.indices.tolist() != list(range(len(before)))  # in another order
+    with pytest.raises(Unsuccessful, match="sums of blocks of known texts span 3 of"):
+        unscrambled(known[:1], [plain])
+
+
+@pytest.mark.parametrize("form", ["rotated", "scrambled"])
+@pytest.mark.parametrize(
+    ("family", "exposure"), [("bert", "hidden:1"), ("bert", "kv:1"), ("llama", "kv:0")]
+)
+def test_texts_come_back_from_behind_a_secret(family, exposure, form, request):
+    tried = read_behind(request.getfixturevalue(family), TEXTS[:1], exposure, form)
+    assert (tried.status, tried.exact) == (Status.RECOVERED, 1), tried.reason
+    assert tried.own > 1
+
+
+@pytest.mark.parametrize("form", ["rotated", "scrambled", "mixed"])
+def test_without_the_key_it_is_another_models(llama, form):
+    hidden = degrade(leak(llama, "kv:0"), forms=[f"{form}:7"])
+    (recovery,) = recover_texts(llama.model, llama.tokenizer, [hidden])
+    assert not recovery.verified
+
+
+def test_mixed_tokens_stay_hidden(llama):
+    tried = read_behind(llama, TEXTS[:1], "kv:0", "mixed")
+    assert (tried.exact, tried.status) == (0, Status.UNSOLVED)
+    assert tried.tokens < 0.3
+
+
+@pytest.mark.parametrize("defence", sorted({*DEFENCES} - {"rotated", "scrambled", "mixed"}))
+def test_other_defences(bert, defence):
+    tried = read_behind(bert, TEXTS[:1], "hidden:1", defence)
+    if defence == "encrypted":
+        assert tried.status is Status.NOT_IDENTIFIABLE
+        assert tried.reason.startswith("0 of 1 files could be opened")
+        assert tried.reason.endswith("number of tokens of 1")
+    else:
+        assert tried.status is Status.RECOVERED, tried.reason
+        assert tried.own == 0
+
+
+def test_what_cannot_be_done(bert):
+    with pytest.raises(InputError, match="expected a defence among none, noise"):
+        read_behind(bert, TEXTS[:1], "hidden:1", "hope")
+    with pytest.raises(InputError, match="expected one secret, got rotated and mixed"):
+        degrade(leak(bert, "hidden:1"), forms=["mixed:1", "rotated:1"])
+    with pytest.raises(InputError, match="rotated:KEY"):
+        degrade(leak(bert, "hidden:1"), forms=["rotated"])
+    with pytest.raises(InputError, match="expected hidden states, keys and values"):
+        degrade(leak(bert, "maps:1"), forms=["rotated:1"])
+    with pytest.raises(InputError, match="expected rows of several tokens to be mixed"):
+        degrade(leak(bert, "pooled"), forms=["mixed:1"])
+    assert isinstance(degrade(leak(bert, "kv:1"), forms=["mixed:1"]), KeyValues)
+    permuted = degrade(leak(bert, "hidden:1"), forms=["permuted", "rotated:1"])
+    assert isinstance(permuted, HiddenStates)
+    assert permuted.permuted
+
+
+def test_encryption_is_undone_by_its_key_alone():
+    data, key, nonce = bytes(range(256)) * 3, b"k" * 16, b"n" * 16
+    sealed = encrypted(data, key, nonce)
+    assert len(sealed) == len(data)
+    assert encrypted(sealed, key, nonce) == data
+    assert encrypted(sealed, b"j" * 16, nonce) != data
+    assert tokens_by_size([(8, 1000), (16, 1800)], 2800) == 26
+    with pytest.raises(InputError, match="16 bytes or more"):
+        encrypted(data, b"short", nonce)
+    with pytest.raises(InputError, match="two lengths"):
+        tokens_by_size([(8, 1000)], 2800)
