@@ -41,7 +41,8 @@ def _for(option: str, about: str, **more: Any) -> Any:
     "  keyhole plant target.safetensors --dim 32 --rank 4\n"
     "  keyhole extract target.safetensors --method low-rank --ledger run.db --json\n"
     "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
-    "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10",
+    "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10\n"
+    "  keyhole extract http://127.0.0.1:8080 --method output-layer --ledger layer.db",
 )
 def extract(
     target: Target,
@@ -75,6 +76,23 @@ def extract(
     oversampling: Annotated[
         float | None, _for("oversampling", "Questions for each unknown, about")
     ] = None,
+    top: Annotated[
+        int | None, _for("top", "The most log-probabilities that the server gives at a time")
+    ] = None,
+    tokens: Annotated[
+        int | None, _for("tokens", "With --top, rows of the matrix to read: enough for the width")
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A .gguf file or a folder: how far a stolen last layer is from its own.",
+        ),
+    ] = None,
+    authorized: Annotated[
+        bool,
+        typer.Option("--authorized", help="You may test the server, which is not on this machine."),
+    ] = False,
     budget: Annotated[int | None, typer.Option(help="Ask at most this many queries.")] = None,
     ledger: LedgerFile = None,
     out: Annotated[
@@ -92,8 +110,9 @@ def extract(
         result = run(
             target, method, rank=rank, answer_error=answer_error, max_norm=max_norm,
             accuracy=accuracy, values=values, bound=bound, margin=margin, repeats=repeats,
-            bases=bases, oversampling=oversampling, heads=heads, budget=budget, ledger=ledger,
-            seed=seed, track=track,
+            bases=bases, oversampling=oversampling, heads=heads, top=top, tokens=tokens,
+            reference=reference, authorized=authorized, budget=budget, ledger=ledger, seed=seed,
+            track=track,
         )  # fmt: skip
         if out is not None:
             result.save(out)

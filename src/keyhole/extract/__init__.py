@@ -14,6 +14,7 @@ from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
+from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
@@ -35,6 +36,7 @@ __all__ = [
     "NuclearNorm",
     "OneLayerTransformer",
     "OrthogonalHeads",
+    "OutputLayer",
     "ReluNetwork",
     "SignOnly",
     "SignOnlyAsPublished",

@@ -19,6 +19,7 @@ from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.nuclear_norm import NuclearNorm
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
+from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
@@ -108,6 +109,7 @@ METHODS: Registry[Method, Line] = Registry(
         Line("scores of a small Transformer", Kind.LAYER, _COARSER),
     )),
     Entry("relu-network", ReluNetwork),
+    Entry("output-layer", OutputLayer),
     Entry("full-output", FullOutput, (
         Line("the last token's vector", Kind.LAST_VECTOR, _VECTOR),
         Line("every token's vector", Kind.EVERY_VECTOR, _VECTOR),

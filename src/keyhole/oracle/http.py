@@ -13,7 +13,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from email.utils import parsedate_to_datetime
@@ -29,6 +29,7 @@ from keyhole.oracle.transport import NotHttp, Transport, moments
 _PASSING = frozenset({429, 502, 503, 504})
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
 _PIECE = 2**14
+Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,13 @@ class Http:
             raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
         return cast("dict[str, Any]", data)
 
-    def ask(self, verb: str, url: str, content: dict[str, Any] | None = None) -> object:
-        """The same, be it an object, a list or anything else that JSON can say."""
+    def ask(
+        self, verb: str, url: str, content: dict[str, Any] | None = None, cut: Cut | None = None
+    ) -> object:
+        """The same, be it an object, a list or anything else that JSON can say.
+
+        `cut` may take what it needs out of the body; where it gives None, all of it is parsed.
+        """
         end = time.monotonic() + self.limits.seconds
         trouble = ""
         for attempt in range(self._retries + 1):
@@ -96,7 +102,7 @@ class Http:
             try:
                 with self._stream(verb, url, content, end) as reply:
                     if reply.status_code not in _PASSING:
-                        return self._read(reply, url)
+                        return self._read(reply, url, cut)
                     trouble, pause = _passing(reply, pause)
             except httpcore.TimeoutException:
                 raise self._too_slow(url, "none in time") from None
@@ -124,7 +130,7 @@ class Http:
             f"expected an answer from {url} within {seconds}, got {trouble}: raise timeout="
         )
 
-    def _read(self, reply: httpx.Response, url: str) -> object:
+    def _read(self, reply: httpx.Response, url: str, cut: Cut | None) -> object:
         status = reply.status_code
         if 300 <= status < 400:
             where = shown(reply.headers.get("location", "nowhere"), 100)
@@ -135,7 +141,9 @@ class Http:
         if not reply.is_success:
             opening = _opening(reply)
             raise Refused(f"expected an answer from {url}, got {status}: {opening}", status)
-        return _parsed(_body(reply, url, self.limits.body), url, self.limits)
+        body = _body(reply, url, self.limits.body)
+        taken = None if cut is None else cut(body)
+        return _parsed(body, url, self.limits) if taken is None else taken
 
 
 def _address(url: str) -> httpx.URL:

@@ -23,7 +23,7 @@ KEY = "KEYHOLE_API_KEY"
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
 _SHUT = (401, 403)
 # A log-probability for each of 256,000 tokens, with the token as text and as bytes.
-_LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
+LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Server:
     def at(cls, url: str) -> Server:
         """What runs at an address, by what it says of itself."""
         url = url.rstrip("/")
-        with closing(_http(url, key=True)) as http:
+        with closing(server_http(url, key=True)) as http:
             models = _told(http, f"{url}/v1/models")
             entries = models.get("data") if isinstance(models, Mapping) else None
             first: Any = entries[0] if isinstance(entries, list) and entries else {}
@@ -82,7 +82,7 @@ class Server:
     def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
         """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
         content = route.asked(text, self.model)
-        with closing(_http(self.url, key=key)) as http:
+        with closing(server_http(self.url, key=key)) as http:
             answered = self._ask(http, route, content)
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
@@ -134,10 +134,11 @@ def _words(error: OracleError) -> str:
     return shown(str(error).partition(", got ")[2] or error, 120)
 
 
-def _http(url: str, *, key: bool) -> Http:
+def server_http(url: str, *, key: bool) -> Http:
+    """A connection to a server of a language model, with the key that the environment holds."""
     secret = os.environ.get(KEY) if key else None
     headers = {"Authorization": f"Bearer {secret}"} if secret else None
-    return Http(url, _LIMITS, retries=1, headers=headers)
+    return Http(url, LIMITS, retries=1, headers=headers)
 
 
 def _told(http: Http, url: str) -> object:
