@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from planted_logits import PlantedLogits
 
 from keyhole import extract, oracle
+from keyhole.oracle.token_questions import Logits
 
 CASES = {
     "SingleHead": (extract.SingleHead(), oracle.plant(dim=10)),
@@ -26,6 +28,8 @@ CASES = {
     "FullOutput, heads": (
         extract.FullOutput(), oracle.plant("attention", dim=8, heads=2, every_token=True)
     ),
+    "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
+    "OutputLayer, chosen tokens": (extract.OutputLayer(top=9), Logits(PlantedLogits())),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
 }  # fmt: skip
 

@@ -143,15 +143,16 @@ class _Look:
         decimals = decimals_of(rows[:8])
         step = None if decimals is None else 10.0**-decimals
         count, size = rows.shape
-        if count >= size - 1:
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                f"{count:,} answers fill all {size:,} dimensions of the tokens: the width is no "
-                "smaller than the vocabulary, or the answers are not linear in a state",
-            )
         order = torch.randperm(size, generator=stream)[: _COLUMNS * count + 256]
-        return cls(rows, answers, centred, decimals,
-                   cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step))  # fmt: skip
+        found = cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step)
+        if count >= size - 1 and not found.seen:
+            why = f"{count:,} answers fill all {size:,} dimensions of the tokens: the vocabulary "
+            why += "is no larger than the width, or the answers are not linear in a state"
+            if decimals is not None:
+                why = f"{found.rank:,} directions stand out of rounding to {decimals} digits in "
+                why += f"{count:,} answers of {size:,} tokens, without a cliff behind them"
+            raise Unsuccessful(Status.NOT_IDENTIFIABLE, why)
+        return cls(rows, answers, centred, decimals, found)
 
     @property
     def goal(self) -> int:
