@@ -38,6 +38,11 @@ def test_rounding_is_told_from_answers_by_its_known_size(seed):
     assert cliff(noise.double(), 8, 1.0).rank == 0  # of rounding alone nothing stands out
 
 
+def test_other_errors_may_be_larger_than_rounding():
+    rows = answers(48, 400, 32, 1e-5).round(decimals=6)
+    assert (cliff(rows, 8, 1e-6).rank, cliff(rows, 8, 1e-6).seen) == (32, True)
+
+
 def test_a_constant_and_its_plane():
     rows = answers(48, 400, 31) + torch.linspace(-1, 1, 400, dtype=torch.float64)
     seen = cliff(rows, 8)

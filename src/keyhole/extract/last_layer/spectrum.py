@@ -5,7 +5,8 @@ What is printed has errors. Those of rounding to a step s are known, of standard
 σ = s/√12, and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and
 Pastur), so that whatever stands out beyond that is not rounding. Other errors (float32, a server's
 own arithmetic) differ from row to row; there the cliff must be steep, and the ground behind it flat
-beside it: singular values of answers alone decay smoothly, and have no cliff while n ≤ r.
+beside it: singular values of answers alone decay smoothly, and have no cliff while n ≤ r. A steep
+cliff is looked for first, since answers of six digits may have other errors that are larger.
 
 Subtracting the mean answer tells whether they share a constant: all of them lie on one plane
 through the origin, of dimension r, or on one beside it, of dimension r − 1.
@@ -51,9 +52,8 @@ def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
     floor = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
     sizes = sizes.clamp(min=max(floor, torch.finfo(sizes.dtype).tiny))
     values: list[float] = sizes.tolist()
-    if step is None:
-        found = _steepest(values, spare)
-    else:
+    found = _steepest(values, spare)
+    if not found.seen and step is not None:
         edge = _BEYOND * step / math.sqrt(12) * (math.sqrt(n) + math.sqrt(m))
         found = _beyond(values, edge, spare)
     if not found.seen:
