@@ -86,7 +86,8 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
 
 
 def test_a_wide_last_layer_is_not_read_to_its_end(weights, monkeypatch):
-    monkeypatch.setattr(last_layers, "QUERIES", 16)
+    monkeypatch.setattr(last_layers, "QUERIES", 64)  # too few for its 64 directions
+    monkeypatch.setattr(last_layers, "SAMPLE", 16)
     with tiny_gguf.serving(weights) as url:
         layer = by_exposure(keyhole.audit(url))["last layer from POST /completion of llama.cpp"]
     assert (layer.status, layer.queries) == (Status.BUDGET, 16)

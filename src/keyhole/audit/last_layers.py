@@ -1,8 +1,8 @@
 """The last layer behind a server's log-probabilities: its width, and how much of its matrix.
 
 Every answer of the whole vocabulary gives away one direction of what the output matrix spans, until
-there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most; where the
-model is wider, it says how far that came, and how to go on.
+there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most. Of a model
+that states a width beyond that it takes a sample, and says how far that came and how to go on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from keyhole.oracle.routes import Route
 from keyhole.progress import Track
 from keyhole.results import Finding, Skip, Status
 
-QUERIES = 1_024
+QUERIES, SAMPLE = 1_024, 64
+_WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
 REMEDY = (
     "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
     "which a client chooses the tokens; fewer digits cost an attacker digits of the matrix; "
@@ -34,7 +35,7 @@ def reads(server: Server, route: Route) -> bool:
 
 
 def last_layer(surface: str, server: Server, route: Route, probe: str, track: Track) -> Checked:
-    """The layer, from at most `QUERIES` answers; skipped where they are no whole vectors."""
+    """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
     exposure, started = f"last layer from {route.name}", time.perf_counter()
     answered = server.try_route(route, probe, key=bool(os.environ.get(KEY)))
     if not answered.open:
@@ -47,7 +48,8 @@ def last_layer(surface: str, server: Server, route: Route, probe: str, track: Tr
                 f"output-layer --top {given} finds out whether a bias chooses them"
             )
             return Checked(skips=(Skip(exposure, "OutputLayer", reason),))
-        counted = Counted(oracle, QUERIES, track(exposure, QUERIES))
+        budget = QUERIES if (oracle.width or 0) < _WIDEST * QUERIES else SAMPLE
+        counted = Counted(oracle, budget, track(exposure, budget))
         result = OutputLayer()(counted)
     reason = result.reason
     if result.status is Status.BUDGET:

@@ -13,7 +13,6 @@ from keyhole.cli.app import (
     Json,
     LedgerFile,
     Seed,
-    Target,
     and_tensors,
     app,
     expect_folder,
@@ -42,10 +41,17 @@ def _for(option: str, about: str, **more: Any) -> Any:
     "  keyhole extract target.safetensors --method low-rank --ledger run.db --json\n"
     "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
     "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10\n"
-    "  keyhole extract http://127.0.0.1:8080 --method output-layer --ledger layer.db",
+    "  keyhole extract ./language-model --method output-layer --reference ./language-model",
 )
 def extract(
-    target: Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A .safetensors file, http://host:port/v2/models/NAME, or demo; for the last "
+            "layer of a language model http://host:port, a folder, a .gguf file or a hub name.",
+        ),
+    ],
     method: Annotated[
         str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
     ] = "auto",
