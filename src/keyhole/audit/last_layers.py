@@ -1,8 +1,8 @@
 """The last layer behind a server's log-probabilities: its width, and how much of its matrix.
 
 Every answer of the whole vocabulary gives away one direction of what the output matrix spans, until
-there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most. Of a model
-that states a width beyond that it takes a sample, and says how far that came and how to go on.
+there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most. Where the
+server states a width beyond that it takes a sample, and says how far that came and how to go on.
 """
 
 from __future__ import annotations
