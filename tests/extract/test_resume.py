@@ -29,7 +29,9 @@ CASES = {
         extract.FullOutput(), oracle.plant("attention", dim=8, heads=2, every_token=True)
     ),
     "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
-    "OutputLayer, chosen tokens": (extract.OutputLayer(top=9), Logits(PlantedLogits())),
+    "OutputLayer, chosen tokens": (
+        extract.OutputLayer(top=9), Logits(PlantedLogits(words=90, width=8))
+    ),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
 }  # fmt: skip
 

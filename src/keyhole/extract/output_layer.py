@@ -84,7 +84,7 @@ class OutputLayer:
 
     def __call__(self, oracle: Oracle | Callable[[Tensor], Tensor]) -> Extraction:
         asked = oracle if isinstance(oracle, Oracle) else Logits(oracle)
-        return settle(self, asked)
+        return settle(self, asked, self.length)
 
     def expected(self, dim: int) -> int | None:  # noqa: ARG002
         """Nobody knows the width before."""
@@ -175,8 +175,9 @@ class _Look:
         )  # fmt: skip
         floor = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
         return LayerStep(
-            model, cliff.rank, floor, remark=str(layer), layer=layer, answers=self.answers
-        )
+            model, cliff.rank, floor, remark=str(layer), matrix=model, layer=layer,
+            answers=self.answers,
+        )  # fmt: skip
 
     def _model(self) -> OutputMatrix:
         """A basis of what the rows span: where they differ first, then what they share."""

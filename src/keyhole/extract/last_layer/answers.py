@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from keyhole.memory import expect_room
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 from keyhole.results import Status, Unsuccessful
@@ -81,6 +82,9 @@ class WholeVectors:
         return torch.arange(self.vocabulary or 0)
 
     def rows(self, count: int) -> Tensor:
+        # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
+        size = self.vocabulary or 0
+        expect_room(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
             self._rows.append(self.fresh(self._prompts))
         return torch.stack(self._rows[:count])

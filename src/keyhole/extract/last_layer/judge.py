@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.domain import Witness
@@ -26,28 +27,34 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError
 from keyhole.results import Status, Unsuccessful
 
 _FRESH = 8
+_TINY = torch.finfo(torch.float64).tiny
 _ROUNDING = 4.0  # of what rounding alone would leave: the matrix has its own share of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerStep(Step):
     """A last layer, with what is known of it and where its answers come from."""
 
-    layer: LastLayer | None = None
-    answers: Answers | None = None
+    matrix: OutputMatrix
+    layer: LastLayer
+    answers: Answers
 
 
-def settle(method: Method, oracle: Oracle) -> Extraction:
-    """Run the attack and judge the matrix that it proposes."""
+def settle(method: Method, oracle: Oracle, length: int) -> Extraction:
+    """Run the attack and judge the matrix that it proposes by prompts of so many tokens."""
     started = time.perf_counter()
     counted, before = Counted(oracle), remembered(oracle)
     steps, status, reason = attempt(method, Witness(counted))
     queries, free = counted.queries, remembered(oracle) - before
+    seconds = time.perf_counter() - started
     last = steps[-1][1] if steps else None
+    if not isinstance(last, LayerStep):
+        return Extraction(status, reason, repr(method), None, queries, seconds, remembered=free)
     check: Check | None = None
-    if isinstance(last, LayerStep) and status is Status.UNVERIFIED:
+    if status is Status.UNVERIFIED:
+        prompts = Prompts(length, torch.Generator().manual_seed(method.seed ^ JUDGE_STREAM))
         try:
-            check, left = _checked(last, method)
+            outside, rows = _unexplained(last, prompts)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
         except (OracleError, InputError) as error:
@@ -55,44 +62,39 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
         except Unsuccessful as end:
             status, reason = end.status, end.reason
         else:
-            check = Check(check.worst, check.mean, counted.queries - queries,
-                          remembered(oracle) - before - free)  # fmt: skip
-            status, reason = _verdict(check, left, last, method.tolerance)
-    layer = last.layer if isinstance(last, LayerStep) else None
+            wrong = outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
+            asked, paid = counted.queries - queries, remembered(oracle) - before - free
+            check = Check(float(wrong.max()), float(wrong.mean()), asked, paid)
+            status, reason = _verdict(check, outside, last.layer.decimals, method.tolerance)
     return Extraction(
         status=status,
-        reason=reason if layer is None else f"{reason}; {layer}",
+        reason=f"{reason}; {last.layer}",
         method=repr(method),
-        model=last.model if last else None,
+        model=last.matrix,
         queries=queries,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         check=check,
         remembered=free,
-        floor=last.floor if last else None,
-        known=last.known / last.floor if last else 0.0,
-        layer=layer,
+        floor=last.floor,
+        known=last.known / last.floor,
+        layer=last.layer,
     )
 
 
-def _checked(step: LayerStep, method: Method) -> tuple[Check, float]:
-    """The worst and mean error relative to the largest number, and the RMS of what remains."""
-    assert step.answers is not None  # noqa: S101
-    assert isinstance(step.model, OutputMatrix)  # noqa: S101
-    stream = torch.Generator().manual_seed(method.seed ^ JUDGE_STREAM)
-    prompts = Prompts(getattr(method, "length", 4), stream)
+def _unexplained(step: LayerStep, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """What no state explains of fresh answers, and those answers."""
     rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
-    if step.layer is not None and step.layer.log_probabilities:
+    if step.layer.log_probabilities:
         rows = rows - rows.mean(1, keepdim=True)
-    outside = step.model.outside(rows)
-    wrong = outside.abs() / rows.abs().amax(1, keepdim=True)
-    return Check(float(wrong.max()), float(wrong.mean()), 0), float(outside.square().mean().sqrt())
+    return step.matrix.outside(rows), rows
 
 
-def _verdict(check: Check, left: float, step: LayerStep, accepted: float) -> tuple[Status, str]:
+def _verdict(
+    check: Check, outside: Tensor, decimals: int | None, accepted: float
+) -> tuple[Status, str]:
     status, reason = verdict(check, accepted)
-    decimals = None if step.layer is None else step.layer.decimals
     if status is Status.MISMATCH and decimals is not None:
         rounding = 10.0**-decimals / math.sqrt(12)
-        if left <= _ROUNDING * rounding:
+        if float(outside.square().mean().sqrt()) <= _ROUNDING * rounding:
             return Status.INEXACT, f"{reason}, which rounding explains"
     return status, reason
