@@ -1,13 +1,12 @@
 """The judge of a last layer: fresh prompts, and what of their answers no state can explain.
 
 An answer y of the layer is W h: what remains of it outside of the columns of W is error, of the
-matrix and of the answer. Fresh answers that are rounded cannot agree to more than their digits:
-there the remainder is held against that of rounding alone.
+matrix and of the answer. Fresh answers that are rounded cannot agree to more than their digits, nor
+the matrix that came from such: there a matrix is known approximately if it explains most of them.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from keyhole.results import Status, Unsuccessful
 
 _FRESH = 8
 _TINY = torch.finfo(torch.float64).tiny
-_ROUNDING = 4.0  # of what rounding alone would leave: the matrix has its own share of it
+_ROUNDED = 0.1  # of the answers' size, where all of it lies outside of a wrong matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ def settle(method: Method, oracle: Oracle, length: int) -> Extraction:
             wrong = outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
             asked, paid = counted.queries - queries, remembered(oracle) - before - free
             check = Check(float(wrong.max()), float(wrong.mean()), asked, paid)
-            status, reason = _verdict(check, outside, last.layer.decimals, method.tolerance)
+            status, reason = _verdict(check, outside, rows, last.layer.decimals, method.tolerance)
     return Extraction(
         status=status,
         reason=f"{reason}; {last.layer}",
@@ -90,11 +89,11 @@ def _unexplained(step: LayerStep, prompts: Prompts) -> tuple[Tensor, Tensor]:
 
 
 def _verdict(
-    check: Check, outside: Tensor, decimals: int | None, accepted: float
+    check: Check, outside: Tensor, rows: Tensor, decimals: int | None, accepted: float
 ) -> tuple[Status, str]:
     status, reason = verdict(check, accepted)
     if status is Status.MISMATCH and decimals is not None:
-        rounding = 10.0**-decimals / math.sqrt(12)
-        if float(outside.square().mean().sqrt()) <= _ROUNDING * rounding:
-            return Status.INEXACT, f"{reason}, which rounding explains"
+        share = float(torch.linalg.vector_norm(outside) / torch.linalg.vector_norm(rows))
+        if share <= _ROUNDED:
+            return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
     return status, reason
