@@ -14,6 +14,7 @@ import torch
 import keyhole
 import tiny_gguf
 import tiny_models as tiny
+from keyhole.audit import last_layers
 from keyhole.errors import InputError
 from keyhole.oracle import EndpointOptions
 from keyhole.oracle.probe import Server
@@ -71,12 +72,29 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
     state = given["last state from POST /completion of llama.cpp"]
     assert state.status is Status.RECOVERED
     assert 0 < state.error < 0.1
+    layer = given["last layer from POST /completion of llama.cpp"]
+    assert (layer.status, layer.known, layer.sought) == (Status.RECOVERED, 1.0, "last layer")
+    assert layer.reason.split("; ")[1].startswith("width 64: 66 singular values")
+    assert layer.error < 1e-5
+    assert layer.queries < 110
+    assert "logit_bias" in layer.remedy
     assert given["cache files: POST /slots/0 of llama.cpp"].exposed
     slot = keyhole.audit(str(weights.parent / "slot.bin"), model=str(weights))
     ids, keys = slot.findings
     assert (ids.attack, keys.attack) == ("WrittenIds", "CachedKeys")
     assert ids.status is keys.status is Status.RECOVERED
     assert slot.exit_code == 1
+
+
+def test_a_wide_last_layer_is_not_read_to_its_end(weights, monkeypatch):
+    monkeypatch.setattr(last_layers, "QUERIES", 64)  # too few for its 64 directions
+    monkeypatch.setattr(last_layers, "SAMPLE", 16)
+    with tiny_gguf.serving(weights) as url:
+        layer = by_exposure(keyhole.audit(url))["last layer from POST /completion of llama.cpp"]
+    assert (layer.status, layer.queries) == (Status.BUDGET, 16)
+    assert layer.known == pytest.approx(16 / 64, abs=2 / 64)  # a direction for every answer
+    assert f"go on with keyhole extract {url} --method output-layer" in layer.reason
+    assert "of 64 that the server states" in layer.reason
 
 
 def test_a_key_closes_llama_cpp(weights, data, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from planted_logits import PlantedLogits
 
 from keyhole import extract, oracle
+from keyhole.oracle.token_questions import Logits
 
 CASES = {
     "SingleHead": (extract.SingleHead(), oracle.plant(dim=10)),
@@ -25,6 +27,10 @@ CASES = {
     "FullOutput": (extract.FullOutput(), oracle.plant("attention", dim=6)),
     "FullOutput, heads": (
         extract.FullOutput(), oracle.plant("attention", dim=8, heads=2, every_token=True)
+    ),
+    "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
+    "OutputLayer, chosen tokens": (
+        extract.OutputLayer(top=9), Logits(PlantedLogits(words=90, width=8))
     ),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """A server of a language model: which routes are open, and what can be read of what they return.
 
 Every route that answers without a key and returns states, log-probabilities or cache files is a
-finding by itself. With the model's weights the audit goes on: texts are sent, and read back from
+finding by itself; log-probabilities of the whole vocabulary give away the last layer besides
+(last_layers.py). With the model's weights the audit goes on: texts are sent, and read back from
 the states alone; and the last state is computed from log-probabilities.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from keyhole.audit.check import Check, Checked
+from keyhole.audit.last_layers import last_layer, reads
 from keyhole.audit.texts import reading_of
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
@@ -61,6 +63,9 @@ def checks(surface: str, target: ServerTarget) -> list[Check]:
     for route in server.routes:
         probe = partial(_probe, surface, server, route, loaded)
         made.append(Check(f"{route.gives} from {route.name}", probe))
+        if reads(server, route):
+            run = partial(last_layer, surface, server, route, _PROBE)
+            made.append(Check(f"last layer from {route.name}", run))
         if loaded is not None and route.gives == STATES:
             run = partial(_texts, surface, server, route, loaded, target.texts)
             made.append(Check(f"text from {route.name}", run))

@@ -13,7 +13,6 @@ from keyhole.cli.app import (
     Json,
     LedgerFile,
     Seed,
-    Target,
     and_tensors,
     app,
     expect_folder,
@@ -49,11 +48,19 @@ def _for(option: str, about: str, **more: Any) -> Any:
     "  keyhole plant rounded.safetensors --dim 8 --decimals 3 --max-norm 10\n"
     "  keyhole extract rounded.safetensors --method tolerant --answer-error 5e-4 --max-norm 10\n"
     "  keyhole plant small.safetensors --dim 8\n"
-    "  keyhole extract small.safetensors --against-defences",
+    "  keyhole extract small.safetensors --against-defences\n"
+    "  keyhole extract ./language-model --method output-layer --reference ./language-model",
 )
 @asks_endpoint
 def extract(
-    target: Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A .safetensors file, http://host:port/v2/models/NAME, or demo; for the last "
+            "layer of a language model http://host:port, a folder, a .gguf file or a hub name.",
+        ),
+    ],
     method: Annotated[
         str, name_in(METHODS, "The attack; auto finds out from the answers which one applies.")
     ] = _AUTO,
@@ -102,6 +109,19 @@ def extract(
             "and tell what the thief and an honest client are left with.",
         ),
     ] = False,
+    top: Annotated[
+        int | None, _for("top", "The most log-probabilities that the server gives at a time")
+    ] = None,
+    tokens: Annotated[
+        int | None, _for("tokens", "With --top, rows of the matrix to read: enough for the width")
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A .gguf file or a folder: how far a stolen last layer is from its own.",
+        ),
+    ] = None,
     *,
     endpoint: EndpointOptions,
     authorized: bool,
@@ -121,17 +141,19 @@ def extract(
     options: dict[str, Any] = {
         "rank": rank, "answer_error": answer_error, "max_norm": max_norm, "accuracy": accuracy,
         "values": values, "bound": bound, "margin": margin, "repeats": repeats, "bases": bases,
-        "oversampling": oversampling, "heads": heads, "min_tokens": min_tokens, "budget": budget,
+        "oversampling": oversampling, "heads": heads, "min_tokens": min_tokens, "top": top,
+        "tokens": tokens, "budget": budget,
     }  # fmt: skip
     if against_defences:
-        _expect_none({"method": None if method == _AUTO else method, **options})
+        named = None if method == _AUTO else method
+        _expect_none({"method": named, "reference": reference, **options})
         _against_defences(
             target, usual_norm, ledger, out, seed, endpoint, authorized=authorized, as_json=as_json
         )
     with interruptible(lambda: _kept(ledger)), bars("extract", _UNIT, each=False) as track:
         result = run(
-            target, method, **options, usual_norm=usual_norm, ledger=ledger, seed=seed, track=track,
-            endpoint=endpoint, authorized=authorized, notice=say,
+            target, method, **options, usual_norm=usual_norm, reference=reference, ledger=ledger,
+            seed=seed, track=track, endpoint=endpoint, authorized=authorized, notice=say,
         )  # fmt: skip
         if out is not None:
             result.save(out)

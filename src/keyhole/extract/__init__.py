@@ -19,6 +19,7 @@ from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
+from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
@@ -44,6 +45,7 @@ __all__ = [
     "OrdinaryLabels",
     "OrdinaryQuestions",
     "OrthogonalHeads",
+    "OutputLayer",
     "ReluNetwork",
     "SignOnly",
     "SignOnlyAsPublished",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from keyhole.extract.domain import Domain
+from keyhole.extract.last_layer.described import LastLayer
 from keyhole.oracle.links import Linked
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 from keyhole.results.finding import points
@@ -64,7 +65,8 @@ class Extraction(Result):
     `domain` is where the model was tried and agrees: lengths of sequences, norms of tokens.
     `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
     one under the method's assumptions; None means that nothing is promised. `stated` is what the
-    theorem says in advance, of methods that follow one to the letter.
+    theorem says in advance, of methods that follow one to the letter. `layer` is what is known of
+    a language model's last layer, whose states the model then takes.
     """
 
     status: Status
@@ -82,6 +84,7 @@ class Extraction(Result):
     guarantee: float | None = None
     guarantee_v: float | None = None
     stated: Statement | None = None
+    layer: LastLayer | None = None
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "extraction"
@@ -90,6 +93,11 @@ class Extraction(Result):
     @property
     def advice(self) -> str:
         return self.status.advice
+
+    @property
+    def width(self) -> int | None:
+        """The width of a language model, if its last layer was sought and found."""
+        return None if self.layer is None else self.layer.width
 
     def summary(self) -> str:
         floor = "" if self.floor is None else f" (unknowns: {self.floor:,})"
@@ -124,6 +132,7 @@ class Extraction(Result):
             domain=None if data["domain"] is None else _domain(data["domain"]),
             trace=points(data["trace"]),
             stated=typed(Statement | None, data.get("stated"), "stated"),
+            layer=typed(LastLayer | None, data.get("layer"), "layer"),
             model=model,
             **{name: data[name] for name in _PLAIN},
         )

@@ -34,7 +34,7 @@ NEARLY = 1e-2  # beyond this relative error a model is not an approximation but 
 _PER_KIND = 4
 _FAINT = 1e-6
 _BEYOND = 1e99  # an infinite error, kept finite so that results can be written as JSON
-_JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
+JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Exam:
     @classmethod
     def draw(cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS) -> Exam:
         """Sequences of several lengths, tokens of norm about 1 and about √d."""
-        stream = torch.Generator().manual_seed(seed ^ _JUDGE_STREAM)
+        stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
         papers: list[tuple[Tensor, Tensor]] = []
         for length in lengths:
             shape = (2, _PER_KIND, length, oracle.dim)
@@ -189,7 +189,7 @@ def settle(
     counted = Counted(oracle)
     known = remembered(oracle)
     witness = Witness(counted)
-    steps, status, reason = _attempt(method, witness)
+    steps, status, reason = attempt(method, witness)
     queries, free = counted.queries, remembered(oracle) - known
     seconds = time.perf_counter() - started
 
@@ -276,7 +276,7 @@ def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
     )
 
 
-def _attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
+def attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
     """What an attack proposes after how many queries, and how it ended."""
     steps: list[tuple[int, Step]] = []
     try:

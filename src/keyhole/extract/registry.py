@@ -21,6 +21,7 @@ from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.extract.orthogonal_heads import OrthogonalHeads
+from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
@@ -112,6 +113,7 @@ METHODS: Registry[Method, Line] = Registry(
         Line("scores of a small Transformer", Kind.LAYER, _COARSER),
     )),
     Entry("relu-network", ReluNetwork),
+    Entry("output-layer", OutputLayer),
     Entry("full-output", FullOutput, (
         Line("the last token's vector", Kind.LAST_VECTOR, _VECTOR),
         Line("every token's vector", Kind.EVERY_VECTOR, _VECTOR),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
+from keyhole.models.loading import Loaded
 
 
 def unembedding(model: nn.Module) -> nn.Linear:
@@ -25,6 +26,19 @@ def unembedding(model: nn.Module) -> nn.Linear:
             "load it with task causal"
         )
     return head
+
+
+class NextTokenLogits:
+    """A model in this process as a function of token ids (batch, n), which an attack may ask."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._model = loaded.model
+        self._device = unembedding(loaded.model).weight.device
+        self.identity = f"logits of {loaded.name} {loaded.identity}"
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._model(ids.to(self._device)).logits[:, -1].double().cpu()
 
 
 def ends(mask: Tensor) -> Tensor:

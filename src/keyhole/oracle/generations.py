@@ -19,6 +19,7 @@ from torch import Tensor
 
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.token_questions import ABSENT
 
 _WITNESSES = 8
 _PER_TURN = 2  # so that they are of different kinds: attacks ask one kind after the other
@@ -71,10 +72,14 @@ def witnesses(db: sqlite3.Connection) -> list[tuple[bytes, Tensor]]:
 
 
 def difference(stored: Tensor, again: Tensor) -> float:
-    """How far two answers to one question are apart; infinitely where their shapes differ."""
+    """How far two answers to one question are apart; infinitely where their shapes differ.
+
+    What a server of a language model did not say one of both times tells nothing.
+    """
     if stored.shape != again.shape:
         return float("inf")
-    return float((stored - again).abs().max())
+    said = (stored != ABSENT) & (again != ABSENT)
+    return float((stored - again).abs().where(said, 0.0).max())
 
 
 def allowed(oracle: Oracle, answer: Tensor, answer_error: float) -> float:

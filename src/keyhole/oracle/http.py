@@ -34,6 +34,7 @@ _RESTART_PAUSE = 1.0  # between two looks at whether a server is there again
 _LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
 _NO_SUCH_ROUTE = (404, 405, 501)
 _SECRET = 8  # letters at least; a shorter word may stand in any answer
+Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
 
 T = TypeVar("T")
 
@@ -91,14 +92,16 @@ class Http:
         url: str,
         content: dict[str, Any] | None = None,
         read: Callable[[object], T] = lambda data: cast("T", data),
+        cut: Cut | None = None,
     ) -> T:
         """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
 
-        `read` may raise Garbled, so that it is asked again on another connection.
+        `read` may raise Garbled, so that it is asked again on another connection. `cut` may take
+        what it needs out of the body; where it gives None, all of it is parsed.
         """
 
         def taken(reply: httpx.Response, end: float) -> T:
-            return self._read(reply, url, end, read)
+            return self._read(reply, url, end, read, cut)
 
         return self._tried(verb, url, content, taken)
 
@@ -194,7 +197,10 @@ class Http:
             f"expected an answer from {url} within {seconds}, got {trouble}: raise --timeout"
         )
 
-    def _read(self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T]) -> T:
+    def _read(
+        self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T],
+        cut: Cut | None,
+    ) -> T:  # fmt: skip
         if not reply.is_success:
             self._refuse(reply, url)
         alone = False
@@ -208,7 +214,8 @@ class Http:
 
         try:
             body = self._hidden(body_of(reply, url, self.limits.body, grown))
-            return read(parsed(body, url, self.limits))
+            taken = None if cut is None else cut(body)
+            return read(parsed(body, url, self.limits) if taken is None else taken)
         finally:
             if alone:
                 self._room.release()

@@ -21,7 +21,7 @@ from keyhole.oracle.routes import LOGPROBS, MANY, ROUTES, Route
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
 _SHUT = (401, 403)
 # A log-probability for each of 256,000 tokens, with the token as text and as bytes.
-_LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
+LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Server:
         options = options or EndpointOptions()
         address = url.rstrip("/")
         url = without_password(address)
-        with closing(_http(address, options, key=True)) as http:
+        with closing(server_http(address, options, key=True)) as http:
             models = _told(http, f"{url}/v1/models")
             entries = models.get("data") if isinstance(models, Mapping) else None
             first: Any = entries[0] if isinstance(entries, list) and entries else {}
@@ -85,7 +85,7 @@ class Server:
         """Ask a route about a text; where too many log-probabilities are refused, for fewer."""
         content = route.asked(text, self.model)
         address = (self.address if key else "") or self.url
-        with closing(_http(address, self.options, key=key)) as http:
+        with closing(server_http(address, self.options, key=key)) as http:
             answered = self._ask(http, route, content)
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
@@ -129,8 +129,9 @@ def _words(error: OracleError) -> str:
     return shown(str(error).partition(", got ")[2] or error, 120)
 
 
-def _http(url: str, options: EndpointOptions, *, key: bool) -> Http:
-    return options.http(url, limits=_LIMITS, retries=1, key=key)
+def server_http(url: str, options: EndpointOptions, *, key: bool) -> Http:
+    """A connection to a server of a language model."""
+    return options.http(url, limits=LIMITS, retries=1, key=key)
 
 
 def _told(http: Http, url: str) -> object:

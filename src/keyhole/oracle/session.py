@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from keyhole.oracle.completions import Completions
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
@@ -36,7 +37,7 @@ def session(
     ready: dict[str, Oracle] = {}
     with ExitStack() as stack:
         for number, (name, surface) in enumerate(surfaces.items()):
-            if isinstance(surface, OpenInference):
+            if isinstance(surface, OpenInference | Completions):
                 stack.callback(surface.close)
             ready[name] = Counted(surface, budget)
             if ledger is not None:

@@ -14,11 +14,12 @@ from keyhole.files import read_tensors, write_tensors
 from keyhole.memory import expect_room
 from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.links import Link, Linked
+from keyhole.oracle.output_matrix import OutputMatrix
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.subspaces import plant_orthogonal
 
-Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
+Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
 _STORED = KINDS[:-1]  # heads in orthogonal subspaces are stored as heads like any other
 
@@ -162,6 +163,9 @@ def from_tensors(
                 return OneLayer(tensors["W"], tensors["A"], tensors["w"])
             case "relu":
                 return ReluFfn(tensors["A"], tensors["w"])
+            case "output-layer":
+                blocks = int(metadata.get("blocks", "0"))
+                return OutputMatrix(tensors["W"], tensors["tokens"], flag("constant"), blocks)
             case _:
                 return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
     except KeyError as missing:

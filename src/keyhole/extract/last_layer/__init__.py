@@ -1,0 +1,1 @@
+"""What the extraction of a language model's last layer is made of."""

@@ -1,0 +1,230 @@
+"""Log-probabilities of next tokens from a server's completions, asked for by token ids.
+
+    POST /completion       llama.cpp's own form: n_probs of them, as many as one likes
+    POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: logprobs of them
+
+What a bias does, tried on llama.cpp: the log-probabilities in an answer are those before the bias,
+unless `post_sampling_probs` asks for those after it. So there are two ways to read chosen tokens
+where only the best k are given. Raise k of them with that option, and all k answers are theirs; or
+raise one without it: it is sampled, and its log-probability comes along as it was, from servers
+that know no such option as well.
+
+An answer of a vocabulary of 50,000 is 5 MB of JSON. Its entries are cut out by a pattern, at a
+third of the time that a parser takes; one in another order of fields goes to the parser.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.errors import InputError
+from keyhole.oracle.address import without_password
+from keyhole.oracle.http import Http, Refused
+from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.probe import LIMITS, Server, server_http
+from keyhole.oracle.protocol import OracleError, check_sequences
+from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
+
+COMPLETION, OPENAI = "/completion", "/v1/completions"
+ROUTES = (COMPLETION, OPENAI)
+_FORCED = 1000.0  # a bias that no logit withstands
+# Quotes inside of a token's text are escaped, so no text can look like the beginning of an entry.
+_ENTRY = re.compile(
+    rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
+)
+_VLLM = "token_id:"  # how it writes tokens when it is asked for their numbers
+
+
+class Completions:
+    """The next token's log-probabilities of a server's model; its questions are token_questions.py.
+
+    `vocabulary` is how many tokens the server says it has, or its first whole answer shows; `width`
+    what llama.cpp says of its model unasked, which no attack relies on.
+    """
+
+    dim = DIM
+    may_change = True  # another model may stand behind the same address tomorrow
+    precision = 2.0**-24  # of its arithmetic
+
+    def __init__(
+        self, url: str, model: str = "default", route: str = COMPLETION,
+        vocabulary: int | None = None, width: int | None = None,
+        options: EndpointOptions | None = None,
+    ) -> None:  # fmt: skip
+        if route not in ROUTES:
+            raise InputError(f"expected a route among {', '.join(ROUTES)}, got {route}")
+        self.url = without_password(url.rstrip("/"))
+        self.model = model
+        self.route = route
+        self.vocabulary = vocabulary
+        self.width = width
+        self._whole_token: int | None = None
+        self._http = server_http(url.rstrip("/"), options or EndpointOptions(), key=True)
+
+    @classmethod
+    def at(cls, address: str, options: EndpointOptions | None = None) -> Completions:
+        """The completions at an address: of a server, or of one of its two routes."""
+        options = options or EndpointOptions()
+        route = next((route for route in ROUTES[::-1] if address.endswith(route)), None)
+        url = address.removesuffix(route or "").rstrip("/")
+        server = Server.at(url, options)
+        native = server.kind == "llama.cpp"
+        with closing(server_http(url, options, key=True)) as http:
+            sizes = _sizes(http, server.url)
+        route = route or (COMPLETION if native else OPENAI)
+        return cls(url, server.model, route, *sizes, options)
+
+    @property
+    def identity(self) -> str:
+        return f"{self.url}{self.route} {self.model}"
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, DIM)
+        return torch.stack([self._answer(rows) for rows in sequences])
+
+    def _answer(self, rows: Tensor) -> Tensor:
+        prompt, raised, biases = parts_of(rows)
+        if not len(raised):
+            return self._whole(prompt.tolist())
+        pairs = list(zip(raised.tolist(), biases.tolist(), strict=True))
+        if len(pairs) == 1:
+            return self._sampled(prompt.tolist(), pairs[0][0])
+        return self._raised(prompt.tolist(), pairs)
+
+    def _whole(self, prompt: list[int]) -> Tensor:
+        """One for each token; none where the next token is half a character, or an end.
+
+        llama.cpp says nothing then. Once a token is known of which it speaks, that one is sampled
+        always: its log-probabilities are those before the bias.
+        """
+        request = {**self._request(prompt, 10**6), "temperature": 0}
+        if self.route == COMPLETION and self._whole_token is not None:
+            request |= self._bias([(self._whole_token, _FORCED)])
+        ids, values = _entries(self._ask(request))
+        size = self.vocabulary or len(ids)
+        if not len(ids) and self.vocabulary:
+            return torch.full((size,), ABSENT, dtype=torch.float64)
+        if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
+            raise OracleError(
+                f"expected log-probabilities of {size:,} tokens from {self.url}{self.route}, got "
+                f"{len(ids):,}: give --top, to raise tokens by a bias"
+            )
+        self.vocabulary = size
+        if self._whole_token is None:  # the likeliest, which was sampled
+            self._whole_token = int(ids[values.argmax()])
+        vector = np.empty(size)
+        vector[ids] = values
+        return torch.from_numpy(vector).clamp(min=ABSENT)
+
+    def _sampled(self, prompt: list[int], token: int) -> Tensor:
+        """A token's log-probability as it comes with the token itself, which a bias had sampled."""
+        request = {**self._request(prompt, 1), "temperature": 0}
+        answer = self._ask(request | self._bias([(token, _FORCED)]))
+        value = ABSENT
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            value = _sampled_of(answer, token)
+        return torch.tensor([value], dtype=torch.float64)
+
+    def _raised(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
+        """Logarithms of what raised tokens share the probability in, less their biases."""
+        answer = self._ask({
+            **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
+            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
+        })  # fmt: skip
+        given: dict[int, float] = {}
+        with suppress(KeyError, IndexError, TypeError, ValueError):
+            for entry in _first(answer)["top_probs"]:
+                share = float(entry["prob"])
+                given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
+        values = [given.get(token, ABSENT) for token, _ in pairs]
+        numbers = [value - bias if value > ABSENT else value
+                   for value, (_, bias) in zip(values, pairs, strict=True)]  # fmt: skip
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
+        # Without its cache a server computes every answer alike, whatever was asked before.
+        if self.route == COMPLETION:
+            return {"prompt": prompt, "n_predict": 1, "n_probs": count, "cache_prompt": False}
+        count = count if self.vocabulary is None else min(count, self.vocabulary)
+        return {
+            "model": self.model, "prompt": prompt, "max_tokens": 1, "logprobs": count,
+            "cache_prompt": False, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+
+    def _bias(self, pairs: list[tuple[int, float]]) -> dict[str, Any]:
+        if self.route == COMPLETION:
+            return {"logit_bias": [list(pair) for pair in pairs]}
+        return {"logit_bias": {str(token): bias for token, bias in pairs}}
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        return self._http.ask("POST", f"{self.url}{self.route}", request, cut=_cut_out)
+
+
+Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
+
+
+def _cut_out(body: bytearray) -> Entries | None:
+    """The entries of a long answer; of a short one, or one of another form, nothing."""
+    found = _ENTRY.findall(body)
+    if len(found) < 1000:
+        return None
+    ids = np.array([token for token, _ in found]).astype(np.int64)
+    return ids, np.array([value for _, value in found]).astype(np.float64)
+
+
+def _entries(answer: Any) -> Entries:
+    """Ids and log-probabilities of an answer that was cut out or parsed; none where none came."""
+    if isinstance(answer, tuple):
+        return answer
+    pairs: list[tuple[int, float]] = []
+    with suppress(KeyError, IndexError, TypeError, ValueError):
+        pairs = _pairs(answer)
+    ids = np.array([token for token, _ in pairs], dtype=np.int64)
+    return ids, np.array([value for _, value in pairs], dtype=np.float64)
+
+
+def _pairs(answer: Any) -> list[tuple[int, float]]:
+    given = answer.get("choices")
+    if given is not None and "content" not in given[0]["logprobs"]:
+        entries = given[0]["logprobs"]["top_logprobs"][0].items()  # OpenAI's form, as of vLLM
+        return [(int(name.removeprefix(_VLLM)), float(value)) for name, value in entries]
+    entries = _first(answer)["top_logprobs"]
+    return [(int(entry["id"]), float(entry["logprob"])) for entry in entries]
+
+
+def _first(answer: Any) -> Any:
+    """What llama.cpp says of the first token that follows, in either form."""
+    if "choices" in answer:
+        return answer["choices"][0]["logprobs"]["content"][0]
+    return answer["completion_probabilities"][0]
+
+
+def _sampled_of(answer: Any, token: int) -> float:
+    given = answer.get("choices")
+    if given is not None and "content" not in given[0]["logprobs"]:
+        told = given[0]["logprobs"]
+        right = int(str(told["tokens"][0]).removeprefix(_VLLM)) == token
+        return float(told["token_logprobs"][0]) if right else ABSENT
+    entry = _first(answer)
+    return float(entry["logprob"]) if int(entry["id"]) == token else ABSENT
+
+
+def _sizes(http: Http, url: str) -> tuple[int | None, int | None]:
+    """The vocabulary and the width that llama.cpp states."""
+    with suppress(Refused, KeyError, IndexError, TypeError, ValueError):
+        models: Any = http.ask("GET", f"{url}/v1/models")
+        about = models["data"][0]["meta"]
+        vocabulary, width = int(about["n_vocab"]), int(about["n_embd"])
+        if 0 < vocabulary <= LIMITS.parts and 0 < width <= LIMITS.dim:
+            return vocabulary, width
+    return None, None

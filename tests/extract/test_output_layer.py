@@ -1,0 +1,207 @@
+"""The last layer from logits: planted matrices, a naive witness, and what stays unknown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from planted_logits import WIDTH, WORDS, PlantedLogits
+
+from keyhole import extract, oracle
+from keyhole.errors import InputError
+from keyhole.extract import OutputLayer, Status
+from keyhole.extract.last_layer.reference import distance
+from keyhole.models import load_model
+from keyhole.models.next_token import NextTokenLogits
+from keyhole.oracle.token_questions import Logits
+from tiny_models import language_model, save, tokenizer
+
+
+def naive_rank(target, count, centred, affine=False):
+    """Gaussian elimination with full pivoting, one prompt and one token at a time."""
+    prompts = torch.randint(WORDS, (count, 4), generator=torch.Generator().manual_seed(99))
+    rows = [target(prompt[None])[0].numpy() for prompt in prompts]
+    rows = [row - row.mean() if centred else row for row in rows]
+    if affine:
+        rows = [row - rows[0] for row in rows[1:]]
+    rank, largest = 0, max(np.abs(row).max() for row in rows)
+    while rows:
+        sizes = [np.abs(row).max() for row in rows]
+        if max(sizes) <= 1e-9 * largest:
+            return rank
+        pivot = rows.pop(int(np.argmax(sizes)))
+        place = int(np.abs(pivot).argmax())
+        rows = [row - row[place] / pivot[place] * pivot for row in rows]
+        rank += 1
+    return rank
+
+
+CASES = [
+    (norm, bias, logarithms)
+    for norm in ("rms", "layer", "layer, biased")
+    for bias in (False, True)
+    for logarithms in (True, False)
+]
+
+
+@pytest.mark.parametrize(("norm", "bias", "logarithms"), CASES)
+def test_the_width_and_the_matrix(norm, bias, logarithms):
+    target = PlantedLogits(norm, bias, logarithms)
+    result = OutputLayer()(target)
+    layer = result.layer
+    assert (result.status, result.width) == (Status.RECOVERED, WIDTH)
+    assert layer.rank == naive_rank(target, WIDTH + 8, logarithms)
+    assert layer.rank - layer.constant == naive_rank(target, WIDTH + 8, logarithms, affine=True)
+    assert layer.log_probabilities == logarithms
+    assert result.queries <= WIDTH + 24
+    assert result.check.worst < 1e-12
+    if not (norm.startswith("layer") and (bias or norm == "layer")):
+        # Behind a LayerNorm one direction of W is never asked for, or hides in the output bias.
+        assert distance(result.model, target.W, centred=logarithms)[1] < 1e-12
+
+
+def test_the_matrix_is_that_of_least_squares():
+    """Every column of the true matrix is a combination of ours and the row that all share."""
+    target = PlantedLogits()
+    W = OutputLayer()(target).model.W
+    known = np.concatenate([W.numpy(), np.ones((WORDS, 1))], 1)
+    for column in target.W.T.numpy():
+        solved = np.linalg.lstsq(known, column, rcond=None)[0]
+        assert np.abs(known @ solved - column).max() < 1e-12
+
+
+def test_a_tied_table_is_known_up_to_a_metric_and_not_beyond():
+    """Another table with the same answers: its whitened Gram matrix agrees, its cosines do not."""
+    target = PlantedLogits()
+    draw = torch.Generator().manual_seed(1)
+    A = torch.randn(WIDTH, WIDTH, generator=draw, dtype=torch.float64)
+    other, centre = target.W @ A, torch.randn(WIDTH, generator=draw, dtype=torch.float64)
+    ids = torch.randint(WORDS, (6, 4), generator=draw)
+    states = torch.linalg.solve(A, target.states(ids).T).T
+    same = (states @ (other + centre).T).log_softmax(1)
+    assert torch.allclose(same, target(ids), rtol=0, atol=1e-11)
+
+    def whitened(table):
+        table = table - table.mean(0)
+        return table @ torch.linalg.solve(table.T @ table, table.T)
+
+    stolen = OutputLayer()(target).model.W
+    assert torch.allclose(stolen @ stolen.T, whitened(target.W), rtol=0, atol=1e-12)
+    assert torch.allclose(whitened(other + centre), whitened(target.W), rtol=0, atol=1e-11)
+    cosines = [
+        torch.nn.functional.normalize(table) @ torch.nn.functional.normalize(table).T
+        for table in (target.W, other + centre)
+    ]
+    assert float((cosines[0] - cosines[1]).abs().max()) > 0.5
+
+
+def test_too_few_answers_give_no_width():
+    result = extract.run(Logits(PlantedLogits()), OutputLayer(), budget=WIDTH)
+    assert (result.status, result.width) == (Status.BUDGET, None)
+    assert result.layer.rank == WIDTH  # a direction from every answer, and no end in sight
+    assert "24 directions or more" in result.reason
+    assert result.model.W.shape == (WORDS, WIDTH)
+
+
+def test_a_budget_for_the_attack_alone():
+    result = extract.run(Logits(PlantedLogits()), OutputLayer(), budget=40)
+    assert (result.status, result.width) == (Status.UNVERIFIED, WIDTH)
+
+
+def test_logits_that_are_bent_have_no_width():
+    """A soft cap makes answers of any rank: nothing is claimed."""
+    result = OutputLayer(most=200)(PlantedLogits(cap=2.0))
+    assert (result.status, result.width) == (Status.UNSOLVED, None)
+    assert "no cliff" in result.reason
+
+
+def test_a_vocabulary_no_larger_than_the_width():
+    result = OutputLayer()(PlantedLogits(words=20))
+    assert result.status is Status.NOT_IDENTIFIABLE
+    assert "no larger than the width" in result.reason
+
+
+def test_answers_that_are_all_the_same():
+    constant = torch.linspace(-3, 3, WORDS, dtype=torch.float64).log_softmax(0)
+    result = OutputLayer()(lambda ids: constant.expand(len(ids), -1))
+    assert result.status is Status.NOT_IDENTIFIABLE
+    assert "do not depend on the prompt" in result.reason
+
+
+@pytest.mark.parametrize("decimals", [1, 2, 3, 6])
+def test_rounded_answers(decimals):
+    target = PlantedLogits()
+    result = OutputLayer()(oracle.Rounded(Logits(target), decimals))
+    assert (result.width, result.layer.decimals) == (WIDTH, decimals)
+    assert result.status is (Status.RECOVERED if decimals == 6 else Status.INEXACT)
+    error = distance(result.model, target.W, centred=True)[1]
+    assert 0.01 * 10.0**-decimals < error < 0.2 * 10.0**-decimals
+
+
+def test_answers_of_whole_numbers():
+    """Rounding may hide directions; then the width is not claimed, or found with more answers."""
+    result = OutputLayer()(oracle.Rounded(Logits(PlantedLogits()), 0))
+    assert result.layer is None or result.width in (None, WIDTH)
+
+
+def test_chosen_tokens():
+    """Seven a question, and one: a function in this process stands for a server with a bias."""
+    target = PlantedLogits(words=90, width=8)
+    for top, tokens in ((7, None), (1, None), (7, 90)):
+        result = OutputLayer(top=top, tokens=tokens)(target)
+        assert (result.status, result.width) == (Status.RECOVERED, 8)
+        assert result.layer.tokens == len(result.model.tokens) >= (tokens or 64)
+        assert distance(result.model, target.W, centred=True)[1] < 1e-12
+    assert sorted(result.model.tokens.tolist()) == list(range(90))
+
+
+def test_models_in_this_process(tmp_path):
+    for family, constant in (("llama", False), ("gpt2", True)):
+        model = language_model(family)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if name.endswith("ln_f.bias"):
+                    weights.normal_(generator=torch.Generator().manual_seed(1))
+        folder = tmp_path / family
+        model.save_pretrained(folder)
+        tokenizer(causal=True).save_pretrained(folder)
+        result = extract.run(str(folder), reference=folder)
+        assert (result.status, result.width) == (Status.RECOVERED, 32)
+        assert (result.layer.constant, result.layer.log_probabilities) == (constant, False)
+        assert result.layer.relative < 1e-5
+        assert result.layer.tied == (family == "gpt2")
+
+
+def test_a_model_is_named_in_a_ledger(tmp_path):
+    save("llama", tmp_path / "model", head="AutoModelForCausalLM")
+    loaded = load_model(tmp_path / "model", task="causal")
+    logits = NextTokenLogits(loaded)
+    assert loaded.identity in Logits(logits).identity
+    assert logits(torch.tensor([[5, 6, 7]])).shape == (1, 200)
+
+
+def test_it_is_saved_and_comes_back(tmp_path):
+    result = OutputLayer()(PlantedLogits("layer, biased"))
+    result.save(tmp_path / "layer.json")
+    again = extract.Extraction.load(tmp_path / "layer.json")
+    assert again.layer == result.layer
+    assert torch.equal(again.model.W, result.model.W)
+    assert (again.model.width, again.model.constant) == (WIDTH, True)
+    states = torch.randn(2, 3, again.model.dim, dtype=torch.float64)
+    assert torch.equal(again.model(states), states[:, -1] @ result.model.W.T)
+    assert f"width {WIDTH}" in again.summary()
+
+
+def test_wrong_input(tmp_path):
+    with pytest.raises(InputError, match="expected a language model for output-layer"):
+        extract.run("demo", "output-layer")
+    with pytest.raises(InputError, match="expected --reference with output-layer, got low-rank"):
+        extract.run("demo", "low-rank", reference=tmp_path)
+    with pytest.raises(InputError, match="expected --top with --tokens"):
+        OutputLayer(tokens=3)
+    with pytest.raises(InputError, match="expected top of 1 or more, got 0"):
+        OutputLayer(top=0)
+    with pytest.raises(InputError, match="expected --authorized"):
+        extract.run("http://example.org", "output-layer")
+    result = OutputLayer()(oracle.plant(dim=3))
+    assert result.status is Status.NOT_APPLICABLE

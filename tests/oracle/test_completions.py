@@ -1,0 +1,121 @@
+"""Log-probabilities of next tokens over llama.cpp's own server, beside a plain request."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import tiny_gguf
+from keyhole.errors import InputError
+from keyhole.oracle import ask
+from keyhole.oracle.completions import Completions, _cut_out, _entries, _sampled_of
+from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
+
+PROMPT = torch.tensor([40, 41, 42, 43])
+WORDS = 258
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    tiny_gguf.expect_server()
+    path = tiny_gguf.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    with tiny_gguf.serving(path) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def plain(url):
+    """What one request of somebody else gives, by token."""
+    content = {"prompt": PROMPT.tolist(), "n_predict": 1, "n_probs": 300, "cache_prompt": False,
+               "logit_bias": [[60, 100.0]]}  # fmt: skip
+    answer = httpx.post(f"{url}/completion", json=content, timeout=60).json()
+    entries = answer["completion_probabilities"][0]["top_logprobs"]
+    return torch.tensor([value for _, value in sorted((e["id"], e["logprob"]) for e in entries)],
+                        dtype=torch.float64)  # fmt: skip
+
+
+@pytest.fixture(params=["/completion", "/v1/completions"])
+def server(request, url):
+    with closing(Completions.at(f"{url}{request.param}")) as made:
+        yield made
+
+
+def test_all_one_and_several(server, plain):
+    assert (server.dim, server.vocabulary, server.width) == (2, WORDS, tiny_gguf.WIDTH)
+    for number in range(8):  # after some prompts comes half a character: nothing is said of those
+        answer = ask(server, question(PROMPT + number))[0]
+        assert answer.shape == (WORDS,)
+        assert bool((answer == ABSENT).all()) or abs(float(torch.logsumexp(answer, 0))) < 1e-4
+    raised = torch.tensor([60, 61, 150, 3])
+    biases = torch.tensor([40.0, 24.0, 24.0, 24.0])
+    several = ask(server, question(PROMPT, raised, biases))[0]
+    assert torch.allclose(several - several[0], plain[raised] - plain[60], rtol=0, atol=2e-5)
+    alone = ask(server, question(PROMPT, raised[1:2], biases[1:2]))[0]
+    assert torch.allclose(alone, plain[raised[1:2]], rtol=0, atol=1e-4)
+    half = ask(server, question(PROMPT, torch.tensor([150]), biases[:1]))[0]
+    assert float(half) == ABSENT  # a byte that is no character
+    too_low = ask(server, question(PROMPT, raised, biases * 0 - 30.0))[0]
+    assert float(too_low.max()) == ABSENT
+
+
+def test_an_answer_once_a_token_is_known_that_is_spoken_of(url, plain):
+    with closing(Completions.at(url)) as server:
+        answers = torch.cat([ask(server, question(PROMPT + number)) for number in range(12)])
+        again = ask(server, question(PROMPT))[0]
+    known = [number for number, answer in enumerate(answers) if float(answer.min()) > ABSENT]
+    assert known == list(range(known[0], 12))
+    assert torch.allclose(again, plain, rtol=0, atol=1e-6)
+
+
+def written(values, text):
+    entries = [{"id": n, "token": text, "bytes": [1, 2], "logprob": v} for n, v in values]
+    first = {"id": 0, "token": text, "bytes": [], "logprob": -1.5, "top_logprobs": entries}
+    answer = {"content": text, "completion_probabilities": [first], "prompt": text}
+    return json.dumps(answer, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("text", [
+    "a", '"', "\\", '\\"', '{"id":7,"token":"x","bytes":[1],"logprob":-3.5}', "\u00e9\u2028", "{",
+])  # fmt: skip
+def test_entries_cut_out_are_those_that_a_parser_reads(text):
+    """Whatever a token's text is: nobody vouches for it."""
+    draw = np.random.default_rng(0)
+    values = list(zip(range(1500), (-draw.exponential(10, 1500)).tolist(), strict=True))
+    body = written(values, text)
+    cut = _cut_out(bytearray(body))
+    ids, numbers = _entries(json.loads(body))
+    assert np.array_equal(cut[0], ids)
+    assert np.array_equal(cut[1], numbers)
+    assert _cut_out(bytearray(written(values[:5], text))) is None  # left to the parser
+
+
+def test_the_form_of_vllm():
+    """As its documentation has it: the best by `token_id:…`, and the sampled token with its own."""
+    given = {"tokens": ["token_id:7"], "token_logprobs": [-2.5],
+             "top_logprobs": [{"token_id:3": -0.5, "token_id:7": -2.5}]}  # fmt: skip
+    answer = {"choices": [{"text": "x", "logprobs": given}]}
+    ids, values = _entries(answer)
+    assert (ids.tolist(), values.tolist()) == ([3, 7], [-0.5, -2.5])
+    assert _sampled_of(answer, 7) == -2.5
+    assert _sampled_of(answer, 8) == ABSENT
+    assert not len(_entries({"choices": []})[0])
+
+
+def test_questions_are_prompts_and_raised_tokens():
+    rows = question(PROMPT, torch.tensor([5, 5]), torch.tensor([1.0, -2.0]))[0]
+    prompt, raised, biases = parts_of(rows)
+    assert torch.equal(prompt, PROMPT)
+    assert (raised.tolist(), biases.tolist()) == ([5, 5], [1.0, -2.0])
+    with pytest.raises(InputError, match="expected a bias other than 0"):
+        question(PROMPT, torch.tensor([5]), torch.tensor([0.0]))
+    with pytest.raises(InputError, match="expected a route among"):
+        Completions("http://127.0.0.1:1", route="/v1/chat/completions")
+    squares = Logits(lambda ids: ids.double() ** 2)
+    assert ask(squares, question(PROMPT)).tolist() == [[1600.0, 1681.0, 1764.0, 1849.0]]
+    chosen = question(PROMPT, torch.tensor([3, 0]), torch.tensor([1.0, 1.0]))
+    assert ask(squares, chosen).tolist() == [[1849.0, 1600.0]]
