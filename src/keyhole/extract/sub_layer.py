@@ -1,0 +1,209 @@
+"""An attention sub-layer of a checkpoint, taken by queries: biases, residual, norm, positions.
+
+The target is `y` of oracle/sub_layer.py: several heads that may share keys and values, biases,
+rotary positions, an RMS norm in front, the input added behind. Nothing of this is assumed; numbers
+of heads, widths, ε and frequencies show in the answers. Only the last token's vector is used.
+
+What can be told. The same function has many parameters:
+- `V_g → V_g T`, `O_h → T⁻¹ O_h` for any invertible T, and `K_g → K_g T`, `Q_h, q_h → Q_h T⁻ᵀ,
+  q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex number for each
+  plane;
+- weights sum to 1, so a bias of the values is one of the output, `b + Σ_h (v_h O_h)`; and a bias of
+  the keys adds one number to all scores of a query, which the softmax does not see (without rotary
+  positions);
+- a norm's gain is part of Q, K and V; 1/√k is part of Q; the order of heads is free.
+A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
+
+    surroundings.py        norm, ε, residual, b                     a few queries
+    Σ_h M_h = Σ_h V_h O_h  from single tokens                       d + 1
+    gates.py, value_spaces.py   where each head writes              (k + 2)(H + p + 3) and a few
+    attention_weights.py   answers fall into heads, those into weights
+    score_factors.py       keys from a few x, queries at all        about 4/3·d·r/k·k and 2(d + 1)
+
+with p = 7 features and r = k/(heads that share keys) rows. Heads are told apart without a far field,
+because behind a norm there is none: tokens are bounded, so that no gate can be opened all the way.
+
+Limits. The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of
+their size: the solves in a row cost five to seven digits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.extraction import Extraction
+from keyhole.extract.judge import Step, settle
+from keyhole.extract.sub_layers.attention_weights import Reader
+from keyhole.extract.sub_layers.score_factors import Factors, read_factors
+from keyhole.extract.sub_layers.surroundings import (
+    Surroundings,
+    open_surroundings,
+    read_total,
+)
+from keyhole.extract.sub_layers.value_spaces import (
+    Probe,
+    find_anchor,
+    read_spaces,
+    told_residual,
+)
+from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.sub_layer import SubLayer
+from keyhole.results import Status, Unsuccessful
+
+_AXES = 6  # of the subspace that points come from
+_OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
+_SCALES = 16
+_PAIRS = 3
+_BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
+_WIDEST = 0.95  # of the radius, for one
+_SCORES = 0.7  # where logarithms of weights lose least
+_SHARED = 1e-6
+
+
+@dataclass(frozen=True)
+class AttentionSubLayer:
+    """Exact extraction of a checkpoint's attention sub-layer that returns vectors."""
+
+    seed: int = 0
+    tolerance: float = 1e-8
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def expected(self, dim: int) -> int | None:
+        """For heads that fill the width and share nothing."""
+        return 7 * dim
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        stream = torch.Generator().manual_seed(self.seed)
+        view = open_surroundings(oracle, stream)
+        d = view.dim
+        length = min(math.sqrt(d), _BOUND * view.radius)
+        total = read_total(view, length, stream)
+        length = _fitting_length(view, total, length, stream)
+        subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
+        positions = _positions_matter(view, length, stream)
+        probe = Probe(view, total, subspace, length, positions)
+        anchor = find_anchor(probe, stream)
+        view, total = told_residual(view, total, anchor)
+        probe = Probe(view, total, subspace, length, positions)
+        spaces = read_spaces(probe, anchor, stream)
+        values = _Values.of(total, spaces)
+        scores = float(anchor.scores.square().mean().sqrt())
+        length = min(length * math.sqrt(_SCORES / max(2 * scores, 1e-3)), _WIDEST * view.radius)
+        factors = read_factors(values.reader(view), values.groups, length, positions, stream)
+        model = _assembled(view, values, factors)
+        yield Step(model, model.unknowns, model.unknowns, numbers=view.outputs,
+                   remark=_described(model))  # fmt: skip
+
+
+def _fitting_length(
+    view: Surroundings, total: Tensor, length: float, stream: torch.Generator
+) -> float:
+    """Of x and δ, at which most gates of `[x + δ ; x]` are neither half open nor shut."""
+    most = _BOUND * view.radius
+    for _ in range(_SCALES):
+        pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
+        x, delta = torch.stack(pairs, 1)
+        there, back = (
+            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
+        )
+        # Σ_h tanh(z_h/2)·δM_h beside Σ_h δM_h
+        ratio = float((there + back).norm() / (there - back).norm())
+        if ratio > _OPEN[1]:
+            length /= 1.5 if ratio < 1.5 else 3
+        elif ratio < _OPEN[0] and length < most:
+            length = min(length * (1.5 if ratio > 0.1 else 4), most)
+        else:
+            break
+    return length
+
+
+def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
+    """Does a key answer otherwise one place further in front?"""
+    x, key = length * random_orthogonal(view.dim, stream)[:2]
+    near, further = view.answer(
+        torch.stack([torch.stack([0 * x, key, x]), torch.stack([key, 0 * x, x])])
+    )
+    return bool((near - further).abs().max() > 1e-9 * near.abs().max())
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The heads in groups that share values: `V` (d, k) of each group, `spaces` (H, k, m)."""
+
+    V: list[Tensor]
+    groups: list[list[int]]
+    spaces: Tensor
+    apart: Tensor  # (m, H, k)
+    own: Tensor  # (H, d, k), in the basis of a head's own space
+
+    @classmethod
+    def of(cls, total: Tensor, spaces: Tensor) -> _Values:
+        heads, k, _ = spaces.shape
+        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (heads, k))
+        own = torch.einsum("dm,mhk->hdk", total, apart)
+        groups = _sharing(own)
+        V = [torch.linalg.svd(torch.cat(list(own[g]), 1))[0][:, :k] for g in groups]
+        for group, shared in zip(groups, V, strict=True):
+            own[group] = shared @ (shared.mT @ own[group])
+        return cls(V, groups, spaces, apart, own)
+
+    def reader(self, view: Surroundings) -> Reader:
+        return Reader(view, self.own, self.apart)
+
+    def outputs(self) -> Tensor:
+        """`O` (H, k, m), heads in the order of the groups."""
+        pairs = zip(self.groups, self.V, strict=True)
+        parts = [V.mT @ self.own[g] @ self.spaces[g] for g, V in pairs]
+        return torch.cat(parts)
+
+
+def _sharing(own: Tensor) -> list[list[int]]:
+    """Which heads read the same values; none do if their groups have different sizes."""
+    bases = torch.linalg.qr(own)[0]
+    groups: list[list[int]] = []
+    for head in range(len(own)):
+        for group in groups:
+            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
+            if float(cosines.min()) > 1 - _SHARED:
+                group.append(head)
+                break
+        else:
+            groups.append([head])
+    even = len({len(group) for group in groups}) == 1
+    return groups if even else [[head] for head in range(len(own))]
+
+
+def _assembled(view: Surroundings, values: _Values, factors: Factors) -> SubLayer:
+    order = [head for group in values.groups for head in group]
+    layer = {
+        "Q": factors.Q[order], "q": factors.q[order], "K": factors.K,
+        "V": torch.stack(values.V), "O": values.outputs(), "b": view.b,
+        "frequencies": factors.frequencies,
+    }  # fmt: skip
+    if not all(bool(torch.isfinite(part).all()) for part in layer.values()):
+        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
+    layer = {name: part.contiguous() for name, part in layer.items()}
+    return SubLayer(**layer, epsilon=view.epsilon, residual=view.residual,
+                    every_token=view.every_token, causal=view.causal)  # fmt: skip
+
+
+def _described(model: SubLayer) -> str:
+    heads, _, k = model.Q.shape
+    shared = len(model.K)
+    parts = [f"{heads} heads of width {k}"]
+    if shared < heads:
+        parts.append(f"{heads // shared} share keys and values each")
+    if model.rotary:
+        parts.append("rotary positions")
+    if model.epsilon is not None:
+        parts.append(f"an RMS norm in front (epsilon {model.epsilon:.2e})")
+    parts.append("the input added" if model.residual else "no residual")
+    return ", ".join(parts)
