@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,8 +48,10 @@ from keyhole.extract.sub_layers.surroundings import (
 )
 from keyhole.extract.sub_layers.value_spaces import (
     Probe,
+    Values,
     find_anchor,
-    read_spaces,
+    read_vectors,
+    strengthened,
     told_residual,
 )
 from keyhole.oracle.protocol import Oracle
@@ -60,10 +62,10 @@ _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average
 _SCALES = 16
 _PAIRS = 3
+_FAINT = 0.5  # scores below this, on average, cost too many digits
 _BOUND = 0.67  # of the norm's radius, for two orthogonal tokens whose sum stays inside
 _WIDEST = 0.95  # of the radius, for one
 _SCORES = 0.7  # where logarithms of weights lose least
-_SHARED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,16 @@ class AttentionSubLayer:
         positions = _positions_matter(view, length, stream)
         probe = Probe(view, total, subspace, length, positions)
         anchor = find_anchor(probe, stream)
+        if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
+            probe = strengthened(probe, anchor, stream)
+            anchor = find_anchor(probe, stream, anchor.delta)
         view, total = told_residual(view, total, anchor)
-        probe = Probe(view, total, subspace, length, positions)
-        spaces = read_spaces(probe, anchor, stream)
-        values = _Values.of(total, spaces)
+        probe = replace(probe, view=view, total=total)
+        values = Values.of(total, *read_vectors(probe, anchor, stream))
         scores = float(anchor.scores.square().mean().sqrt())
         length = min(length * math.sqrt(_SCORES / max(2 * scores, 1e-3)), _WIDEST * view.radius)
-        factors = read_factors(values.reader(view), values.groups, length, positions, stream)
+        reader = Reader(view, values.of_heads, values.O)
+        factors = read_factors(reader, values.groups, length, positions, stream)
         model = _assembled(view, values, factors)
         yield Step(model, model.unknowns, model.unknowns, numbers=view.outputs,
                    remark=_described(model))  # fmt: skip
@@ -134,58 +139,11 @@ def _positions_matter(view: Surroundings, length: float, stream: torch.Generator
     return bool((near - further).abs().max() > 1e-9 * near.abs().max())
 
 
-@dataclass(frozen=True)
-class _Values:
-    """The heads in groups that share values: `V` (d, k) of each group, `spaces` (H, k, m)."""
-
-    V: list[Tensor]
-    groups: list[list[int]]
-    spaces: Tensor
-    apart: Tensor  # (m, H, k)
-    own: Tensor  # (H, d, k), in the basis of a head's own space
-
-    @classmethod
-    def of(cls, total: Tensor, spaces: Tensor) -> _Values:
-        heads, k, _ = spaces.shape
-        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (heads, k))
-        own = torch.einsum("dm,mhk->hdk", total, apart)
-        groups = _sharing(own)
-        V = [torch.linalg.svd(torch.cat(list(own[g]), 1))[0][:, :k] for g in groups]
-        for group, shared in zip(groups, V, strict=True):
-            own[group] = shared @ (shared.mT @ own[group])
-        return cls(V, groups, spaces, apart, own)
-
-    def reader(self, view: Surroundings) -> Reader:
-        return Reader(view, self.own, self.apart)
-
-    def outputs(self) -> Tensor:
-        """`O` (H, k, m), heads in the order of the groups."""
-        pairs = zip(self.groups, self.V, strict=True)
-        parts = [V.mT @ self.own[g] @ self.spaces[g] for g, V in pairs]
-        return torch.cat(parts)
-
-
-def _sharing(own: Tensor) -> list[list[int]]:
-    """Which heads read the same values; none do if their groups have different sizes."""
-    bases = torch.linalg.qr(own)[0]
-    groups: list[list[int]] = []
-    for head in range(len(own)):
-        for group in groups:
-            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
-            if float(cosines.min()) > 1 - _SHARED:
-                group.append(head)
-                break
-        else:
-            groups.append([head])
-    even = len({len(group) for group in groups}) == 1
-    return groups if even else [[head] for head in range(len(own))]
-
-
-def _assembled(view: Surroundings, values: _Values, factors: Factors) -> SubLayer:
+def _assembled(view: Surroundings, values: Values, factors: Factors) -> SubLayer:
     order = [head for group in values.groups for head in group]
     layer = {
         "Q": factors.Q[order], "q": factors.q[order], "K": factors.K,
-        "V": torch.stack(values.V), "O": values.outputs(), "b": view.b,
+        "V": values.V, "O": values.O[order], "b": view.b,
         "frequencies": factors.frequencies,
     }  # fmt: skip
     if not all(bool(torch.isfinite(part).all()) for part in layer.values()):

@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STEPS = 80
-_ARRIVED = 1e-9  # of a gate's length, outside the column space
+_STEPS = 40
+ARRIVED = 1e-9  # of a gate's length, outside the column space
 _STARTS = 256
 _ROUNDS = 12
 _SAME = 1e-3  # two solutions nearer than this, relative, are one
@@ -74,19 +74,22 @@ def find_gates(rows: Tensor, features: Tensor, heads: int, stream: torch.Generat
     U = column_space(rows, heads)
     sizes = features.square().mean(0).sqrt()
     none = torch.zeros(1, len(features), dtype=torch.float64)
-    found: list[Tensor] = []
+    solutions = torch.empty(0, features.shape[1], dtype=torch.float64)
     for _ in range(_ROUNDS):
-        shape = (_STARTS, features.shape[1])
-        starts = torch.randn(shape, generator=stream, dtype=torch.float64)
+        starts = torch.randn(_STARTS, len(sizes), generator=stream, dtype=torch.float64)
         spread = torch.rand(_STARTS, 1, generator=stream, dtype=torch.float64)
         starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
         theta, outside = follow_gates(U, features / sizes, none, starts)
-        for candidate in theta[outside < _ARRIVED]:
-            near = [float((candidate - other).norm() / other.norm()) for other in found]
-            if not near or min(near) > _SAME:
-                found.append(candidate)
-        if len(found) >= heads:
+        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        if len(solutions) >= heads:
             break
-    if len(found) != heads:
-        return None
-    return torch.stack(found) / sizes
+    return solutions / sizes if len(solutions) == heads else None
+
+
+def distinct(solutions: Tensor) -> Tensor:
+    """Each of the solutions (n, p) once."""
+    kept: list[Tensor] = []
+    for candidate in solutions:
+        if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
+            kept.append(candidate)
+    return torch.stack(kept) if kept else solutions[:0]

@@ -21,7 +21,6 @@ from keyhole.extract.sub_layers.rotary_planes import Planes, find_planes
 from keyhole.least_squares import least_squares
 from keyhole.results import Status, Unsuccessful
 
-_FULL = 3 / 4  # of the keys that an answer could tell apart: the last quarter costs many digits
 _MORE = 2  # rows and keys beyond the rank
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6
@@ -47,25 +46,21 @@ class _Rows:
     scores: Tensor
 
     @property
-    def block(self) -> int:
-        return math.floor(_FULL * self.reader.keys)
-
-    @property
     def places(self) -> Tensor:
         """How far in front of x each key stands."""
-        sizes = [len(part) for part in self.keys.split(self.block)]
+        sizes = [len(part) for part in self.keys.split(self.reader.keys)]
         return torch.cat([torch.arange(size, 0, -1.0) for size in sizes]).to(torch.float64)
 
     def shifted(self, gap: int, keys: int) -> Tensor:
         """Scores of the first so many keys, each `gap` places further in front of x."""
-        blocks = self.keys[: math.ceil(keys / self.block) * self.block].split(self.block)
+        blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(self.reader.keys)
         return torch.cat([self.reader.scores(b, self.xs, gap)[..., :-1] for b in blocks], -1)
 
 
 def read_factors(
     reader: Reader, groups: list[list[int]], length: float, positions: bool, stream: torch.Generator
 ) -> Factors:
-    d, k = reader.view.dim, reader.width
+    d, k = reader.values.shape[1:]
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((k + _MORE) / min(len(group) for group in groups))
     xs = length * random_orthogonal(d, stream)[: min(count, d)]
@@ -108,7 +103,7 @@ def _read_queries(
     length: float, stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
-    d, k = reader.view.dim, reader.width
+    d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = length * torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
     half = min(math.ceil((k + _MORE) / 2), reader.keys)

@@ -5,8 +5,8 @@ One difference δ shows one vector `δM_h` of every head, once their gates are f
 of the heads stays, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it,
 and as many more as it takes to see that they do. In queries: N = H + p + spare for each of them.
 
-With all spaces known an answer falls into the heads' own parts, if the spaces are independent
-(H·k ≤ m); `Σ_h M_h` does, row by row, and that is all of V and O up to a k×k matrix of each head.
+If the spaces are independent (H·k ≤ m), `Σ_h M_h` falls into the heads' own parts row by row, and
+that is all of V and O up to a k×k matrix of each head, or of each group that shares values.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from keyhole.extract.sub_layers.gates import column_space, find_gates, follow_gates
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.sub_layers.gates import (
+    ARRIVED,
+    column_space,
+    distinct,
+    find_gates,
+    follow_gates,
+)
 from keyhole.extract.sub_layers.surroundings import Surroundings
 from keyhole.least_squares import least_squares
 from keyhole.results import Status, Unsuccessful
@@ -26,11 +34,13 @@ _ATTEMPTS = 4
 _SPARE = 3  # points beyond those that the unknowns need
 _RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
-_ARRIVED = 1e-9
 _PARTED = 1e8  # the worst condition of gates that are still different
-_NEAR = 0.2  # how far scores move on the way from one difference to another
+_ASIDE = 0.5  # η
+_STARTS = 8  # of the gates of every head, on the way from one difference to another
 _BATCH = 4
+_SHARED = 1e-3
 _STRIDE = 4
+_BEYOND = 6  # vectors more than a space has dimensions
 _MOST = 64  # heads
 
 
@@ -108,17 +118,18 @@ class Anchor:
         return self.theta @ self.features.mT
 
 
-def find_anchor(probe: Probe, stream: torch.Generator) -> Anchor:
+def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = None) -> Anchor:
     """The heads at one difference, from random starts; another difference where some hide."""
     axes = 3 if probe.positions else len(probe.subspace)
     heads = 0
     for _ in range(_ATTEMPTS):
-        delta = probe.difference(stream)
+        delta = probe.difference(stream) if delta is None else delta
         xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
         features = all_features(xi, tau, probe.positions)
         theta = find_gates(rows, features, heads, stream)
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
+        delta = None
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
         f"the answers to one difference have rank {heads}, but no {heads} logistic gates explain "
@@ -166,41 +177,148 @@ def _anchored(
     return Anchor(delta, values, xi, tau, (z[:, 0] + z[:, 1]) / 2, slopes)
 
 
+def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
+    """With points along which scores are large, where a norm forbids long ones: d − 1 queries.
+
+    Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. They show in
+    the gates at many points, which follow from the values at δ; κ is noise here.
+    """
+    d = probe.view.dim
+    basis = random_orthogonal(d, stream)
+    basis[0] = anchor.delta
+    basis = torch.linalg.qr(basis.mT)[0].mT[1:]
+    points = probe.length * basis
+    rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1)) - points @ probe.total
+    gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
+    along = normalize(torch.logit(gates), dim=0)
+    combined = torch.linalg.svd(along, full_matrices=False)[0][:, : len(probe.subspace)]
+    return replace(probe, subspace=combined.mT @ basis)
+
+
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
-    features = anchor.features
-    eta = min(_NEAR / float(anchor.scores.square().mean().sqrt()), 1.0)
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
-    deltas = (anchor.delta + eta * omega) / math.sqrt(1 + eta**2)
+    deltas = (anchor.delta + _ASIDE * omega) / math.hypot(1, _ASIDE)
     rows = probe.rows(deltas, anchor.xi, anchor.tau)
-    starts = anchor.theta.expand(_BATCH, -1, -1)
-    U = column_space(rows, len(anchor.values))
-    theta, outside = follow_gates(U, features, anchor.shift, starts)
-    gates = torch.sigmoid(theta @ features.mT + anchor.shift).mT
-    # A gate that got lost, or two that became one: such an ω is given up.
-    kept = (outside.amax(-1) < _ARRIVED) & (torch.linalg.cond(gates) < _PARTED)
-    values = [least_squares(A, Y) for A, Y in zip(gates[kept], rows[kept], strict=True)]
-    vectors = torch.stack(values) if values else rows[:0, : len(anchor.values)]
-    return (vectors * math.sqrt(1 + eta**2) - anchor.values) / eta
+    theta, outside = follow_gates(
+        column_space(rows, len(anchor.values)).unsqueeze(1),
+        anchor.features, anchor.shift, _starts(anchor, stream),
+    )  # fmt: skip
+    vectors: list[Tensor] = []
+    for each, far, Y in zip(theta, outside, rows, strict=True):
+        values = _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
+        if values is not None:  # else a gate got lost, or two became one
+            vectors.append((values * math.hypot(1, _ASIDE) - anchor.values) / _ASIDE)
+    return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
 
 
-def read_spaces(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
-    """An orthonormal basis (H, k, m) of what each head writes into; k shows in the ranks."""
+def _starts(anchor: Anchor, stream: torch.Generator) -> Tensor:
+    """θ of the anchor and others around it, (ω, starts, H, p)."""
+    shape = (_BATCH, _STARTS, *anchor.theta.shape)
+    around = torch.randn(shape, generator=stream, dtype=torch.float64)
+    around[:, 0] = 0
+    return anchor.theta + _ASIDE * anchor.theta.square().mean(0).sqrt() * around
+
+
+def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+    """Values where every head is known by its κ: the best of each head's own solutions."""
+    best = outside.argmin(0)
+    heads = torch.arange(len(best))
+    if float(outside[best, heads].max()) > ARRIVED:
+        return None
+    return _values(anchor, theta[best, heads], rows)
+
+
+def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+    """Values where heads have no mark: all solutions, put in the order of the anchor's values."""
+    solutions = distinct(theta[outside < ARRIVED])
+    if len(solutions) != len(anchor.values):
+        return None
+    values = _values(anchor, solutions, rows)
+    if values is None:
+        return None
+    likeness = normalize(values, dim=1) @ normalize(anchor.values, dim=1).mT
+    order = likeness.argmax(0)
+    return values[order] if len(order.unique()) == len(order) else None
+
+
+def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
+    gates = torch.sigmoid(theta @ anchor.features.mT + anchor.shift).mT
+    return least_squares(gates, rows) if float(torch.linalg.cond(gates)) < _PARTED else None
+
+
+def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple[Tensor, int]:
+    """`ωM_h` (n, H, m) of enough ω, and the dimension k of the space that each head writes into."""
     heads, m = anchor.values.shape
     vectors = torch.empty(0, heads, m, dtype=torch.float64)
     for _ in range(2 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
-        _, sizes, right = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)
+        sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
         ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
         k = int(ranks.max())
-        if k < len(vectors) - 1:
+        if k <= len(vectors) - _BEYOND:
             if bool((ranks == k).all()) and heads * k <= m:
-                return right[:, :k]
+                return vectors, k
             break
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
         f"the {heads} heads do not write into spaces of one dimension that are independent",
     )
+
+
+@dataclass(frozen=True)
+class Values:
+    """`V` (G, d, k) and `O` (H, k, m): what is read and written, by groups of heads.
+
+    `groups` are the numbers of the heads that share a V; `O` is in the order of the anchor.
+    """
+
+    V: Tensor
+    O: Tensor  # noqa: E741
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
+        """All values from `ωM_h` of some ω and `Σ_h M_h`.
+
+        In a group `ωM_h = (ωV)·O_h` for all its heads with one ωV, so that the O_h of a group are
+        one factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
+        """
+        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
+        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
+        groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
+        O = torch.empty_like(spaces)  # noqa: E741
+        for group in groups:
+            together = vectors[:, group].flatten(1)
+            right = torch.linalg.svd(together, full_matrices=False)[2][:k]
+            O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
+        sums = torch.cat([O[group].sum(0) for group in groups])
+        V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
+        return cls(V.transpose(0, 1).contiguous(), O, groups)
+
+    @property
+    def of_heads(self) -> Tensor:
+        """`V` (H, d, k) of every head."""
+        each = torch.empty(len(self.O), *self.V.shape[1:], dtype=torch.float64)
+        for group, V in zip(self.groups, self.V, strict=True):
+            each[group] = V
+        return each
+
+
+def _sharing(values: Tensor) -> list[list[int]]:
+    """Which heads read the same values; none do if their groups have different sizes."""
+    bases = torch.linalg.qr(values)[0]
+    groups: list[list[int]] = []
+    for head in range(len(values)):
+        for group in groups:
+            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
+            if float(cosines.min()) > 1 - _SHARED:
+                group.append(head)
+                break
+        else:
+            groups.append([head])
+    even = len({len(group) for group in groups}) == 1
+    return groups if even else [[head] for head in range(len(values))]
 
 
 def told_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
