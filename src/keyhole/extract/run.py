@@ -13,6 +13,9 @@ from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.registry import METHODS
+from keyhole.models.demo import folder_of, open_model
+from keyhole.models.loading import task_of
+from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.session import session
@@ -42,7 +45,8 @@ def run(
 ) -> Extraction:
     """Read the weights of a target back from its answers.
 
-    `target` is what the command line takes (a .safetensors file, an address, `demo`) or any oracle;
+    `target` is what the command line takes (a .safetensors file, an address, `demo`,
+    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`) or any oracle;
     `method` a name of the registry or a method with hyperparameters of your own. `rank` to `heads`
     are for the named methods that have them; given with another they are refused. `bases` are
     matrices, or a .safetensors file that holds one for each head. `budget` is the most
@@ -64,9 +68,23 @@ def run(
         given = [option for option, value in options.items() if value is not None]
         if given:
             raise InputError(f"expected {given[0]} as a field of the {name} given, got it apart")
-    oracle = open_target(target) if isinstance(target, str) else target
+    oracle = _opened(target) if isinstance(target, str) else target
     with session({"": oracle}, budget=budget, ledger=ledger) as surfaces:
         ready = surfaces[""]
         progress = track("extract", method.expected(ready.dim))
         progress(0, note=name)
         return method(Counted(ready, progress=progress))
+
+
+def _opened(target: str) -> Oracle:
+    """An endpoint, or the attention of one block of a model."""
+    model, mark, part = target.rpartition(":attention.")
+    if not mark:
+        return open_target(target)
+    layer, plus, added = part.partition("+")
+    if not layer.isdecimal() or (plus and added != "residual"):
+        raise InputError(
+            f"expected MODEL:attention.LAYER or MODEL:attention.LAYER+residual, got {target}"
+        )
+    loaded = open_model(model, task_of(folder_of(model)))
+    return sub_layer(loaded.model, int(layer), residual=bool(plus))

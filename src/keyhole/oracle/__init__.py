@@ -8,6 +8,7 @@ from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
+from keyhole.oracle.sub_layer import SubLayer
 from keyhole.oracle.subspaces import plant_orthogonal
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ReluFfn",
     "Rounded",
     "SignOnly",
+    "SubLayer",
     "ask",
     "identity_of",
     "load",

@@ -16,11 +16,13 @@ from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.sub_layer import SubLayer
 from keyhole.oracle.subspaces import plant_orthogonal
 
-Planted = Head | MultiHead | OneLayer | ReluFfn | Attention
+Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
-_STORED = KINDS[:-1]  # heads in orthogonal subspaces are stored as heads like any other
+# Heads in orthogonal subspaces are stored as heads like any other; sub-layers come from checkpoints.
+_STORED = (*KINDS[:-1], "sub-layer")
 
 
 def plant(
@@ -162,6 +164,12 @@ def from_tensors(
                 return OneLayer(tensors["W"], tensors["A"], tensors["w"])
             case "relu":
                 return ReluFfn(tensors["A"], tensors["w"])
+            case "sub-layer":
+                epsilon = float(metadata["epsilon"]) if "epsilon" in metadata else None
+                return SubLayer(
+                    **{name: tensors[name] for name in SubLayer.NAMES}, epsilon=epsilon,
+                    **{name: flag(name) for name in ("residual", "every_token", "causal")},
+                )  # fmt: skip
             case _:
                 return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
     except KeyError as missing:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class SubLayer(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "sub-layer"
+    NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies")
 
     def __post_init__(self) -> None:
         self._require("Q", self.Q, None, None, None)
@@ -78,8 +80,7 @@ class SubLayer(Parametric):
         return self.frequencies.shape[1] > 0
 
     def tensors(self) -> dict[str, Tensor]:
-        names = ("Q", "q", "K", "V", "O", "b", "frequencies")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.NAMES}
 
     def flags(self) -> dict[str, str]:
         flags = {

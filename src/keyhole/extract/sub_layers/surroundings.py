@@ -13,7 +13,7 @@ until the values of the heads are known (value_spaces.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,31 +63,46 @@ class Surroundings:
 
 
 def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
-    """Is there a norm in front? If so, its ε, and whether the input is added behind."""
+    """Which tokens answer; is there a norm in front? If so its ε, and is the input added behind?"""
     d = oracle.dim
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     x = x * math.sqrt(d) / torch.linalg.vector_norm(x)
+    every_token, causal = _seen(oracle, x)
     b, near, twice = _last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
+    plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
     size = max(float(part.abs().max()) for part in (b, near, twice))
     if not size:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
     if float((twice - 2 * near + b).abs().max()) <= _SAME * size:
-        return Surroundings(oracle, b)
+        return plain
     far, further = _last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
     residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(x.abs().max())
     if not residual and float(growth.abs().max()) > _ALMOST:
         raise _another_kind()
-    behind = x if residual else 0 * b
-    ordinary = near - b - behind  # √(1 + ε) shorter than what long tokens bring
+    return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
+
+
+def _seen(oracle: Oracle, x: Tensor) -> tuple[bool, bool]:
+    """Does every token answer, and does the first one see the second?"""
+    pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+    if pairs.ndim != 3:
+        return False, False
+    apart = (pairs[0, 0] - pairs[1, 0]).abs().max()
+    return True, bool(apart <= _SAME * pairs.abs().max())
+
+
+def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
+    """ε of an RMS norm, from tokens so short that it shows; x has a mean square of 1."""
+    behind = x if residual else torch.zeros_like(near)
+    ordinary = near - plain.b - behind  # √(1 + ε) shorter than what long tokens bring
     for short in _FADING:
-        faded = _last(oracle, short * x[None, None])[0] - b - short * behind
+        faded = _last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
-        if float((faded - ratio * ordinary).abs().max()) > 1e-6 * float(ordinary.abs().max()):
-            raise _another_kind()
+        if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(ordinary.abs().max()):
+            break
         if ratio < 1 / 2:  # (1 + ε)·short² = ratio²·(short² + ε)
-            epsilon = short**2 * (1 - ratio**2) / (ratio**2 - short**2)
-            return Surroundings(oracle, b, epsilon, residual)
+            return short**2 * (1 - ratio**2) / (ratio**2 - short**2)
     raise _another_kind()
 
 
