@@ -24,7 +24,7 @@ from torch import Tensor
 from keyhole.extract.sub_layers.surroundings import Surroundings
 from keyhole.results import Status, Unsuccessful
 
-_FULL = 0.7  # of the weights that an answer could tell apart: the last ones cost many digits
+_FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
 
 
 @dataclass(frozen=True)

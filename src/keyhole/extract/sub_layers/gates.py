@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STEPS = 40
+_STEPS = 30
 ARRIVED = 1e-9  # of a gate's length, outside the column space
 _STARTS = 256
 _ROUNDS = 12

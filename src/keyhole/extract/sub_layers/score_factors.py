@@ -21,7 +21,8 @@ from keyhole.extract.sub_layers.rotary_planes import Planes, find_planes
 from keyhole.least_squares import least_squares
 from keyhole.results import Status, Unsuccessful
 
-_MORE = 2  # rows and keys beyond the rank
+_ROWS, _ROWS_TURNED = 9 / 8, 3 / 2  # x for each dimension of the scores; planes need more
+_KEYS = 9 / 8  # keys for each dimension, where they must span all
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6
 
@@ -62,11 +63,11 @@ def read_factors(
 ) -> Factors:
     d, k = reader.values.shape[1:]
     keys = length * random_orthogonal(d, stream)
-    count = math.ceil((k + _MORE) / min(len(group) for group in groups))
+    count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
     xs = length * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
-    moved = [rows.shifted(gap, k + _MORE) for gap in _SHIFTS] if positions else []
+    moved = [rows.shifted(gap, math.ceil(_KEYS * k)) for gap in _SHIFTS] if positions else []
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
@@ -106,10 +107,11 @@ def _read_queries(
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = length * torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    half = min(math.ceil((k + _MORE) / 2), reader.keys)
-    keys = (length * random_orthogonal(d, stream)[: 2 * half]).split(half)
+    count = math.ceil(_KEYS * k / reader.keys)  # of queries for each point
+    size = math.ceil(_KEYS * k / count)
+    keys = [length * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
-    places = torch.arange(half, 0, -1.0, dtype=torch.float64)
+    places = torch.arange(size, 0, -1.0, dtype=torch.float64)
     heads = sum(len(group) for group in groups)
     Q = torch.empty(heads, d, k, dtype=torch.float64)
     q = torch.empty(heads, k, dtype=torch.float64)

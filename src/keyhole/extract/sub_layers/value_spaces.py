@@ -35,8 +35,7 @@ _SPARE = 3  # points beyond those that the unknowns need
 _RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
 _PARTED = 1e8  # the worst condition of gates that are still different
-_ASIDE = 0.5  # η
-_STARTS = 8  # of the gates of every head, on the way from one difference to another
+_STARTS = 3  # of the gates of every head, on the way from one difference to another
 _BATCH = 4
 _SHARED = 1e-3
 _STRIDE = 4
@@ -56,6 +55,11 @@ class Probe:
     subspace: Tensor  # (s, d), orthonormal
     length: float
     positions: bool
+
+    @property
+    def aside(self) -> float:
+        """η: without κ, by which positions mark every head, heads must stay recognisable."""
+        return 1.0 if self.positions else 0.2
 
     def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
         """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
@@ -198,26 +202,26 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
 def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
-    deltas = (anchor.delta + _ASIDE * omega) / math.hypot(1, _ASIDE)
+    deltas = (anchor.delta + probe.aside * omega) / math.hypot(1, probe.aside)
     rows = probe.rows(deltas, anchor.xi, anchor.tau)
     theta, outside = follow_gates(
         column_space(rows, len(anchor.values)).unsqueeze(1),
-        anchor.features, anchor.shift, _starts(anchor, stream),
+        anchor.features, anchor.shift, _starts(anchor, probe.aside, stream),
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
         values = _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
         if values is not None:  # else a gate got lost, or two became one
-            vectors.append((values * math.hypot(1, _ASIDE) - anchor.values) / _ASIDE)
+            vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
 
 
-def _starts(anchor: Anchor, stream: torch.Generator) -> Tensor:
+def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
     """θ of the anchor and others around it, (ω, starts, H, p)."""
     shape = (_BATCH, _STARTS, *anchor.theta.shape)
     around = torch.randn(shape, generator=stream, dtype=torch.float64)
     around[:, 0] = 0
-    return anchor.theta + _ASIDE * anchor.theta.square().mean(0).sqrt() * around
+    return anchor.theta + spread * anchor.theta.square().mean(0).sqrt() * around
 
 
 def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
