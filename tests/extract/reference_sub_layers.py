@@ -1,4 +1,4 @@
-"""A naive witness for attention sub-layers: one token, head, key and plane at a time; NumPy only."""
+"""A naive witness for attention sub-layers: one token, head and plane at a time; NumPy only."""
 
 import math
 

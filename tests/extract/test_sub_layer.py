@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-import tiny_architectures as tiny
 import torch
 from planted_layers import layer
 from planted_sub_layers import BERT, LLAMA, planted
 
+import tiny_architectures as tiny
 from command_line import started
 from keyhole import extract, oracle
 from keyhole.errors import InputError
@@ -99,9 +99,7 @@ def test_auto_turns_to_it_where_a_bare_layer_does_not_fit():
 
 def test_a_bare_layer_is_a_sub_layer_too():
     truth = layer(d=12, heads=2, m=12, every=False, seed=4)
-    low = replace(
-        truth, W=truth.W[:, :, :4] @ truth.W[:, :4], V=truth.V[:, :, :4] @ truth.V[:, :4]
-    )
+    low = replace(truth, W=truth.W[:, :, :4] @ truth.W[:, :4], V=truth.V[:, :, :4] @ truth.V[:, :4])
     assert AttentionSubLayer()(low).status is Status.RECOVERED
 
 
@@ -142,7 +140,7 @@ def test_a_block_of_a_model_is_a_target():
     result = extract.run("demo:attention.0", "attention-sub-layer", budget=3)
     assert result.status is Status.BUDGET
     for wrong in ("demo:attention.x", "demo:attention.0+norm"):
-        with pytest.raises(InputError, match="expected MODEL:attention.LAYER"):
+        with pytest.raises(InputError, match=r"expected MODEL:attention\.LAYER"):
             extract.run(wrong)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny_architectures as tiny
 import torch
 
+import tiny_architectures as tiny
 from keyhole.errors import InputError
 from keyhole.models.sub_layer import sub_layer
 

@@ -21,7 +21,7 @@ from keyhole.oracle.subspaces import plant_orthogonal
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
-# Heads in orthogonal subspaces are stored as heads like any other; sub-layers come from checkpoints.
+# Orthogonal heads are stored as heads like any other; sub-layers come from checkpoints.
 _STORED = (*KINDS[:-1], "sub-layer")
 
 

@@ -4,9 +4,9 @@ The sequence `[0 ; w_1 ; … ; w_p ; 0 ; … ; 0 ; x]` makes the last token answ
 
     Σ_h (Σ_j a_hj·w_j + a_h·x) M_h,    a_hj = e^{z_hj}/(c + e^{s_h} + Σ_j e^{z_hj}),
 
-c the number of zero tokens, whose score and value are 0. The answer is m numbers, so that as many as
-H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is c/(…),
-so logarithms give the scores z_hj of the keys and s_h of x with itself.
+c the number of zero tokens, whose score and value are 0. The answer is m numbers, so that as many
+as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
+c/(…), so logarithms give the scores z_hj of the keys and s_h of x with itself.
 
 All heads are solved for together, and not one by one after a projection onto the space that each
 writes into: those spaces are independent but nearly meet (the output projection of SmolLM2's first
@@ -42,7 +42,9 @@ class Reader:
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` of tokens (n, d): (n, H, m)."""
-        return torch.einsum("nhk,hkm->nhm", torch.einsum("nd,hdk->nhk", tokens, self.values), self.outputs)
+        return torch.einsum(
+            "nhk,hkm->nhm", torch.einsum("nd,hdk->nhk", tokens, self.values), self.outputs
+        )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""

@@ -22,8 +22,9 @@ from torch import Tensor
 
 _STEPS = 30
 ARRIVED = 1e-9  # of a gate's length, outside the column space
-_STARTS = 256
-_ROUNDS = 12
+_STARTS = 64
+_ROUNDS = 48
+_TINY = 1e-200
 _SAME = 1e-3  # two solutions nearer than this, relative, are one
 
 
@@ -32,7 +33,9 @@ def column_space(rows: Tensor, heads: int) -> Tensor:
     return torch.linalg.svd(rows, full_matrices=False)[0][..., :heads]
 
 
-def follow_gates(U: Tensor, features: Tensor, shift: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def follow_gates(
+    U: Tensor, features: Tensor, shift: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
     """Solutions θ (…, S, p) near the starts, and how far outside the column space they end.
 
     `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
@@ -53,11 +56,11 @@ def follow_gates(U: Tensor, features: Tensor, shift: Tensor, starts: Tensor) -> 
         slopes = (unit * (1 - gates)).unsqueeze(-1) * features  # of the gate, over its length
         along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
         jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
-        sizes = torch.linalg.vector_norm(jacobian, dim=-2) * damping.sqrt().unsqueeze(-1)
-        system = torch.cat([jacobian, torch.diag_embed(sizes + 1e-150)], -2)
-        wanted = torch.cat([rest, torch.zeros_like(theta)], -1).unsqueeze(-1)
-        Q, R = torch.linalg.qr(system)
-        step = torch.linalg.solve_triangular(R, Q.mT @ wanted, upper=True).squeeze(-1)
+        # Normal equations: what they lose is made up by the next step, and they are small.
+        normal = jacobian.mT @ jacobian
+        damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
+        wanted = jacobian.mT @ rest.unsqueeze(-1)
+        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[0].squeeze(-1)
         step = torch.where(torch.isfinite(step), step, 0.0)
         unit_there, rest_there, cost_there = look(theta - step)
         better = cost_there < cost
@@ -69,7 +72,9 @@ def follow_gates(U: Tensor, features: Tensor, shift: Tensor, starts: Tensor) -> 
     return theta, cost.sqrt()
 
 
-def find_gates(rows: Tensor, features: Tensor, heads: int, stream: torch.Generator) -> Tensor | None:
+def find_gates(
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+) -> Tensor | None:
     """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
     U = column_space(rows, heads)
     sizes = features.square().mean(0).sqrt()

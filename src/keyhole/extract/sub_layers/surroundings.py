@@ -5,8 +5,8 @@ An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is a
 
     y([λx]) = λ·x·(residual) + b + t(λx)·M,
 
-`y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade. Without
-a norm y([x]) is affine, and a residual cannot be told from the values by single tokens: that waits
+`y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade.
+Without a norm y([x]) is affine, and single tokens cannot tell a residual from values: that waits
 until the values of the heads are known (value_spaces.py).
 """
 
@@ -77,7 +77,9 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
         return plain
     far, further = _last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
-    residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(x.abs().max())
+    residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(
+        x.abs().max()
+    )
     if not residual and float(growth.abs().max()) > _ALMOST:
         raise _another_kind()
     return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)

@@ -1,9 +1,9 @@
 """Where each head of a sub-layer writes: the k-dimensional row space of `M_h = V_h O_h`.
 
 One difference δ shows one vector `δM_h` of every head, once their gates are found among all
-(gates.py). For others near by, `δ' = δ + η·ω`, the gates are followed from there, so that the order
-of the heads stays, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it,
-and as many more as it takes to see that they do. In queries: N = H + p + spare for each of them.
+(gates.py). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
+recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
+more show that they do. In queries: N = H + p + spare for each of them.
 
 If the spaces are independent (H·k ≤ m), `Σ_h M_h` falls into the heads' own parts row by row, and
 that is all of V and O up to a k×k matrix of each head, or of each group that shares values.
@@ -31,7 +31,7 @@ from keyhole.least_squares import least_squares
 from keyhole.results import Status, Unsuccessful
 
 _ATTEMPTS = 4
-_SPARE = 3  # points beyond those that the unknowns need
+_SPARE = 5  # points beyond those that the unknowns need
 _RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
 _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
 _PARTED = 1e8  # the worst condition of gates that are still different
@@ -39,7 +39,7 @@ _STARTS = 3  # of the gates of every head, on the way from one difference to ano
 _BATCH = 4
 _SHARED = 1e-3
 _STRIDE = 4
-_BEYOND = 6  # vectors more than a space has dimensions
+_BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
 
 
@@ -93,7 +93,7 @@ def linear_features(xi: Tensor, tau: Tensor) -> Tensor:
 
 
 def all_features(xi: Tensor, tau: Tensor, positions: bool) -> Tensor:
-    """With positions also what is quadratic in x, since the two tokens stand at different places."""
+    """With positions also what is quadratic in x: the two tokens stand at different places."""
     linear = linear_features(xi, tau)
     if not positions:
         return linear
@@ -184,8 +184,8 @@ def _anchored(
 def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
     """With points along which scores are large, where a norm forbids long ones: d − 1 queries.
 
-    Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. They show in
-    the gates at many points, which follow from the values at δ; κ is noise here.
+    Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. Those show
+    in the gates at many points, which follow from the values at δ; κ is noise here.
     """
     d = probe.view.dim
     basis = random_orthogonal(d, stream)
@@ -210,7 +210,9 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     )  # fmt: skip
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
-        values = _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
+        values = (
+            _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
+        )
         if values is not None:  # else a gate got lost, or two became one
             vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
@@ -255,12 +257,12 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     """`ωM_h` (n, H, m) of enough ω, and the dimension k of the space that each head writes into."""
     heads, m = anchor.values.shape
     vectors = torch.empty(0, heads, m, dtype=torch.float64)
-    for _ in range(2 * (m // heads) // _BATCH + 4):
+    for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
         ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
         k = int(ranks.max())
-        if k <= len(vectors) - _BEYOND:
+        if len(vectors) >= max(_BEYOND * k, k + 2):
             if bool((ranks == k).all()) and heads * k <= m:
                 return vectors, k
             break
