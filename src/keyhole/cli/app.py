@@ -110,7 +110,8 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="A .safetensors file, http://host:port/v2/models/NAME, or demo.",
+        help="A .safetensors file, http://host:port/v2/models/NAME, MODEL:attention.LAYER (one "
+        "block's attention, from 0; +residual adds the input), or demo.",
     ),
 ]
 ModelName = Annotated[

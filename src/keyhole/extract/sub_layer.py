@@ -20,15 +20,16 @@ A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
     strengthened           points with large scores, if a norm keeps those of others small: d
     attention_weights.py   scores of all heads from one answer
     score_factors.py       keys from 9/8·k/s or more x              2·d/s and more
-                           queries at d + 1 points                  2(d + 1)
+                           queries at d + 1 points                  2(d + 1), 3(d + 1)
 
-with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over the
-numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, 3.2 times. Heads are told apart without a
-far field, because behind a norm there is none: tokens are bounded, and no gate opens all the way.
+with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over
+the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, about 3.5 times. Heads are told
+apart without a far field, because behind a norm there is none: tokens are bounded, and no gate
+opens all the way.
 
 Limits. The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of
-their size: the solves in a row cost six to eight digits. Behind a LayerNorm, as a BERT block has it,
-every answer lost its mean and its length; such a target is refused.
+their size: the solves in a row cost six to eight digits. Behind a LayerNorm, as a BERT block has
+it, every answer lost its mean and its length; such a target is refused.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Step, settle
 from keyhole.extract.sub_layers.attention_weights import Reader
+from keyhole.extract.sub_layers.head_groups import Values
 from keyhole.extract.sub_layers.score_factors import Factors, read_factors
 from keyhole.extract.sub_layers.surroundings import (
     Surroundings,
@@ -52,7 +54,6 @@ from keyhole.extract.sub_layers.surroundings import (
 )
 from keyhole.extract.sub_layers.value_spaces import (
     Probe,
-    Values,
     find_anchor,
     read_vectors,
     strengthened,

@@ -135,6 +135,13 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
         raise InputError(f"{error} in {path}") from error
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"expected epsilon as a number, got {text:.40}") from None
+
+
 def _each(tensor: Tensor) -> list[Tensor]:
     """Of each head, one."""
     if tensor.ndim == 0:
@@ -165,10 +172,11 @@ def from_tensors(
             case "relu":
                 return ReluFfn(tensors["A"], tensors["w"])
             case "sub-layer":
-                epsilon = float(metadata["epsilon"]) if "epsilon" in metadata else None
+                epsilon = _number(metadata["epsilon"]) if "epsilon" in metadata else None
                 return SubLayer(
-                    **{name: tensors[name] for name in SubLayer.NAMES}, epsilon=epsilon,
-                    **{name: flag(name) for name in ("residual", "every_token", "causal")},
+                    *(tensors[name] for name in SubLayer.NAMES), epsilon=epsilon,
+                    residual=flag("residual"), every_token=flag("every_token"),
+                    causal=flag("causal"),
                 )  # fmt: skip
             case _:
                 return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))

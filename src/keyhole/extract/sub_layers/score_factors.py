@@ -3,7 +3,7 @@
 Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that stands m places
 before x (rotary positions; else R = 1). Scores of a few x with a basis of keys, each at a place of
 its own, are a matrix of rank k for all heads that share keys together; its right factor is all κ,
-up to a k×k matrix. Then every other x takes two queries, whose scores are linear in its q: with
+up to a k×k matrix. Then every other x takes two or three queries, whose scores are linear in its q: with
 some keys, and with itself.
 """
 
@@ -21,8 +21,10 @@ from keyhole.extract.sub_layers.rotary_planes import Planes, find_planes
 from keyhole.least_squares import least_squares
 from keyhole.results import Status, Unsuccessful
 
-_ROWS, _ROWS_TURNED = 9 / 8, 3 / 2  # x for each dimension of the scores; planes need more
-_KEYS = 9 / 8  # keys for each dimension, where they must span all
+# For each dimension of the scores, x in the first step and keys in the second; with positions more,
+# since errors of the planes grow with every solve.
+_ROWS, _ROWS_TURNED = 9 / 8, 3 / 2
+_KEYS, _KEYS_TURNED = 9 / 8, 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6
 
@@ -69,7 +71,7 @@ def read_factors(
     xs = length * random_orthogonal(d, stream)[: min(count, d)]
     rows = _Rows(reader, xs, keys, torch.empty(0))
     rows = _Rows(reader, xs, keys, rows.shifted(0, d))
-    moved = [rows.shifted(gap, math.ceil(_KEYS * k)) for gap in _SHIFTS] if positions else []
+    moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
@@ -109,8 +111,9 @@ def _read_queries(
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
     points = length * torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
-    count = math.ceil(_KEYS * k / reader.keys)  # of queries for each point
-    size = math.ceil(_KEYS * k / count)
+    wanted = (_KEYS if planes[0] is None else _KEYS_TURNED) * k
+    count = math.ceil(wanted / reader.keys)  # of queries for each point
+    size = math.ceil(wanted / count)
     keys = [length * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
     places = torch.arange(size, 0, -1.0, dtype=torch.float64)
@@ -124,8 +127,8 @@ def _read_queries(
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
         system = torch.cat([torch.cat([p.expand(d + 1, -1, -1), own], 1) for p in parts], 1)
-        wanted = torch.cat([part[:, group] for part in scores], -1).mT
-        solved = torch.linalg.lstsq(system, wanted).solution  # (d + 1, k, heads of the group)
+        measured = torch.cat([part[:, group] for part in scores], -1).mT
+        solved = torch.linalg.lstsq(system, measured).solution  # (d + 1, k, heads of the group)
         both = least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
         q[group], Q[group] = both[:, 0], both[:, 1:]
     return Q, q

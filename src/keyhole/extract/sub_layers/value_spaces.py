@@ -4,9 +4,6 @@ One difference δ shows one vector `δM_h` of every head, once their gates are f
 (gates.py). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
 recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
 more show that they do. In queries: N = H + p + spare for each of them.
-
-If the spaces are independent (H·k ≤ m), `Σ_h M_h` falls into the heads' own parts row by row, and
-that is all of V and O up to a k×k matrix of each head, or of each group that shares values.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ _WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
 _PARTED = 1e8  # the worst condition of gates that are still different
 _STARTS = 3  # of the gates of every head, on the way from one difference to another
 _BATCH = 4
-_SHARED = 1e-3
 _STRIDE = 4
 _BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
@@ -270,61 +266,6 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
         Status.NOT_APPLICABLE,
         f"the {heads} heads do not write into spaces of one dimension that are independent",
     )
-
-
-@dataclass(frozen=True)
-class Values:
-    """`V` (G, d, k) and `O` (H, k, m): what is read and written, by groups of heads.
-
-    `groups` are the numbers of the heads that share a V; `O` is in the order of the anchor.
-    """
-
-    V: Tensor
-    O: Tensor  # noqa: E741
-    groups: list[list[int]]
-
-    @classmethod
-    def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
-        """All values from `ωM_h` of some ω and `Σ_h M_h`.
-
-        In a group `ωM_h = (ωV)·O_h` for all its heads with one ωV, so that the O_h of a group are
-        one factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
-        """
-        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
-        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
-        groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
-        O = torch.empty_like(spaces)  # noqa: E741
-        for group in groups:
-            together = vectors[:, group].flatten(1)
-            right = torch.linalg.svd(together, full_matrices=False)[2][:k]
-            O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
-        sums = torch.cat([O[group].sum(0) for group in groups])
-        V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
-        return cls(V.transpose(0, 1).contiguous(), O, groups)
-
-    @property
-    def of_heads(self) -> Tensor:
-        """`V` (H, d, k) of every head."""
-        each = torch.empty(len(self.O), *self.V.shape[1:], dtype=torch.float64)
-        for group, V in zip(self.groups, self.V, strict=True):
-            each[group] = V
-        return each
-
-
-def _sharing(values: Tensor) -> list[list[int]]:
-    """Which heads read the same values; none do if their groups have different sizes."""
-    bases = torch.linalg.qr(values)[0]
-    groups: list[list[int]] = []
-    for head in range(len(values)):
-        for group in groups:
-            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
-            if float(cosines.min()) > 1 - _SHARED:
-                group.append(head)
-                break
-        else:
-            groups.append([head])
-    even = len({len(group) for group in groups}) == 1
-    return groups if even else [[head] for head in range(len(values))]
 
 
 def told_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
