@@ -22,6 +22,8 @@ from keyhole.oracle.session import session
 from keyhole.oracle.target import open_target
 from keyhole.progress import Track, untracked
 
+_OF_A_MODEL = ":attention."
+
 
 def run(
     target: str | Oracle,
@@ -60,6 +62,8 @@ def run(
         "bases": load_bases(bases) if isinstance(bases, str | Path) else bases,
         "oversampling": oversampling, "heads": heads,
     }  # fmt: skip
+    if method == "auto" and isinstance(target, str) and _OF_A_MODEL in target:
+        method = "attention-sub-layer"  # the name says what it is
     if isinstance(method, str):
         name = method
         method = METHODS.make(name, **options, seed=seed)
@@ -78,7 +82,7 @@ def run(
 
 def _opened(target: str) -> Oracle:
     """An endpoint, or the attention of one block of a model."""
-    model, mark, part = target.rpartition(":attention.")
+    model, mark, part = target.rpartition(_OF_A_MODEL)
     if not mark:
         return open_target(target)
     layer, plus, added = part.partition("+")

@@ -3,8 +3,8 @@
 Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that stands m places
 before x (rotary positions; else R = 1). Scores of a few x with a basis of keys, each at a place of
 its own, are a matrix of rank k for all heads that share keys together; its right factor is all κ,
-up to a k×k matrix. Then every other x takes two or three queries, whose scores are linear in its q: with
-some keys, and with itself.
+up to a k×k matrix. Then every other x takes two or three queries, whose scores are linear in its q:
+with some keys, and with itself.
 """
 
 from __future__ import annotations
