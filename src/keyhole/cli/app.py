@@ -106,13 +106,6 @@ def name_in(registry: Registry[Any, Any], help: str) -> Any:  # noqa: A002 - as 
     return typer.Option(parser=named, metavar=f"[{'|'.join(registry)}]", help=help)
 
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="A .safetensors file, http://host:port/v2/models/NAME, or demo.",
-    ),
-]
 ModelName = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo."),

@@ -25,12 +25,14 @@ from keyhole.extract.run import run
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.results import Status
 
 __all__ = [
     "Adapted",
+    "AttentionSubLayer",
     "Auto",
     "Check",
     "DefencesTried",

@@ -37,6 +37,7 @@ from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.links import Link, Linked, Undone
@@ -210,7 +211,9 @@ def _choice(
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
         method = FullOutput(seed=seed, tolerance=accepted)
-        return replace(chosen(kind, method, "the answers are vectors"), fallback=None)
+        # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
+        fallback = AttentionSubLayer(seed=seed, tolerance=accepted)
+        return replace(chosen(kind, method, "the answers are vectors"), fallback=fallback)
     scale = float(singles.abs().max())
     same = max(_SAME, 64 * precision) if exact else max(1e-6, 64 * precision)
     if float((singles[0::2] + singles[1::2]).abs().max()) > same * scale:

@@ -26,6 +26,7 @@ from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sign_only_as_published import SignOnlyAsPublished
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.oracle import Clipped, Oracle, Rounded
@@ -118,4 +119,5 @@ METHODS: Registry[Method, Line] = Registry(
         Line("the last token's vector", Kind.LAST_VECTOR, _VECTOR),
         Line("every token's vector", Kind.EVERY_VECTOR, _VECTOR),
     )),
+    Entry("attention-sub-layer", AttentionSubLayer),
 )  # fmt: skip

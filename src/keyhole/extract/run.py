@@ -16,18 +16,12 @@ from keyhole.extract.last_layer.reference import compared
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
-from keyhole.models.demo import open_model
-from keyhole.models.loading import names_model
-from keyhole.models.next_token import NextTokenLogits
-from keyhole.oracle.address import expect_authorized, names_address, without_password
-from keyhole.oracle.completions import Completions
+from keyhole.extract.targets import named_method, opened
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.session import Notice, session, unheard
-from keyhole.oracle.target import open_target
-from keyhole.oracle.token_questions import Logits
 from keyhole.progress import Track, untracked
 
 
@@ -61,12 +55,13 @@ def run(
 ) -> Extraction:
     """Read the weights of a target back from its answers.
 
-    `target` is what the command line takes (a .safetensors file, an address, `demo`, for its last
-    layer a language model or a server of one) or any oracle; `method` a name of the registry or a
-    method with hyperparameters of your own. `rank` to `tokens` are for the named methods that have
-    them; given with another they are refused. `bases` are matrices, or a .safetensors file that
-    holds one for each head. `reference` is a model's file or folder, beside whose last layer the
-    stolen one is held. `budget` is the most
+    `target` is what the command line takes (a .safetensors file, an address, `demo`,
+    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, for its last layer a language model
+    or a server of one) or any oracle; `method` a name of the registry or a method with
+    hyperparameters of your own. `rank` to `tokens` are for the named methods that have them; given
+    with another they are refused. `bases` are matrices, or a .safetensors file that holds one for
+    each head. `reference` is a model's file or folder, beside whose last layer the stolen one is
+    held. `budget` is the most
     queries to ask; `ledger` the file that remembers every answer, from which a run that was
     stopped goes on. `endpoint` says how a server is asked, `authorized` that it may be though it is
     another machine; `notice` is told what a person should know at once.
@@ -79,8 +74,8 @@ def run(
         "oversampling": oversampling, "heads": heads, "usual_norm": usual_norm,
         "min_tokens": min_tokens, "top": top, "tokens": tokens,
     }  # fmt: skip
-    if method == "auto" and isinstance(target, str) and _names_language_model(target):
-        method = "output-layer"
+    if method == "auto" and isinstance(target, str):
+        method = named_method(target) or method
     if isinstance(method, str):
         name = method
         method = METHODS.make(name, **options, seed=seed)
@@ -93,7 +88,11 @@ def run(
         raise InputError(f"expected --reference with output-layer, got {name}")
     oracle = target
     if isinstance(oracle, str):
-        oracle = _opened(oracle, method, endpoint or EndpointOptions(), authorized=authorized)
+        language_model = isinstance(method, OutputLayer)
+        oracle = opened(
+            oracle, endpoint or EndpointOptions(), authorized=authorized,
+            language_model=language_model,
+        )  # fmt: skip
     notes = [getattr(oracle, "note", "")]
 
     def heard(line: str) -> None:
@@ -111,23 +110,3 @@ def run(
             notes.append(f"{ready.asked_again} remembered answers were asked for again, uncounted")
     result = replace(result, reason="; ".join([result.reason, *filter(None, notes)]))
     return result if reference is None else compared(result, reference)
-
-
-def _names_language_model(name: str) -> bool:
-    """A server of a language model, or one of its routes, or a model that is opened here."""
-    return "/v2/models/" not in name if names_address(name) else names_model(name)
-
-
-def _opened(name: str, method: Method, options: EndpointOptions, *, authorized: bool) -> Oracle:
-    if not isinstance(method, OutputLayer):
-        return open_target(name, options=options, authorized=authorized)
-    if not _names_language_model(name):
-        raise InputError(
-            "expected a language model for output-layer: http://host:port, a folder, a .gguf file "
-            f"or a hub name, got {without_password(name)}"
-        )
-    if names_address(name):
-        expect_authorized(name, authorized)
-        return Completions.at(name, options.only_connecting(without_password(name)))
-    options.expect_none(name)
-    return Logits(NextTokenLogits(open_model(name, task="causal")))

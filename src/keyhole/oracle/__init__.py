@@ -11,6 +11,7 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, i
 from keyhole.oracle.rationed import Rationed, TooFast
 from keyhole.oracle.refusing import LengthLimited, UsualOnly
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
+from keyhole.oracle.sub_layer import SubLayer
 from keyhole.oracle.subspaces import plant_orthogonal
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ReluFfn",
     "Rounded",
     "SignOnly",
+    "SubLayer",
     "TooFast",
     "UsualOnly",
     "ask",

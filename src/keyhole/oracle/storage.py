@@ -17,11 +17,13 @@ from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.output_matrix import OutputMatrix
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.sub_layer import SubLayer
 from keyhole.oracle.subspaces import plant_orthogonal
 
-Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix
+Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
-_STORED = KINDS[:-1]  # heads in orthogonal subspaces are stored as heads like any other
+# Orthogonal heads are stored as heads like any other; sub-layers come from checkpoints.
+_STORED = (*KINDS[:-1], "sub-layer")
 
 
 def plant(
@@ -134,6 +136,13 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
         raise InputError(f"{error} in {path}") from error
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"expected epsilon as a number, got {text:.40}") from None
+
+
 def _each(tensor: Tensor) -> list[Tensor]:
     """Of each head, one."""
     if tensor.ndim == 0:
@@ -166,6 +175,13 @@ def from_tensors(
             case "output-layer":
                 blocks = int(metadata.get("blocks", "0"))
                 return OutputMatrix(tensors["W"], tensors["tokens"], flag("constant"), blocks)
+            case "sub-layer":
+                epsilon = _number(metadata["epsilon"]) if "epsilon" in metadata else None
+                return SubLayer(
+                    *(tensors[name] for name in SubLayer.NAMES), epsilon=epsilon,
+                    residual=flag("residual"), every_token=flag("every_token"),
+                    causal=flag("causal"),
+                )  # fmt: skip
             case _:
                 return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
     except KeyError as missing:

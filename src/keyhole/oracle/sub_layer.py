@@ -1,0 +1,143 @@
+"""The attention sub-layer of a Transformer, as checkpoints have it, that answers with vectors.
+
+For tokens x_1 … x_n, of which the last or every one asks,
+
+    t_j = x_j / √(mean(x_j²) + ε)                           (RMS norm in front; else t_j = x_j)
+    y_i = x_i + b + Σ_h Σ_j a_hij · t_j V_g O_h             (x_i only with a residual)
+    a_hi = softmax_j((t_i Q_h + q_h) R_{j−i} (t_j K_g)ᵀ),   g the group of head h
+
+where R_m turns plane f, made of the coordinates f and f + k/2, by m·frequencies[g, f] (rotary
+positions, arXiv 2104.09864), and is the identity without frequencies. Consecutive heads share keys
+and values. What a checkpoint holds besides is in here already: 1/√k in Q and q, a norm's gain in Q,
+K and V, the bias of the values in b. A bias of the keys adds the same to all scores of a query
+without rotary positions, so there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from keyhole.attention import probabilities
+from keyhole.errors import InputError
+from keyhole.oracle.planted import Parametric
+from keyhole.oracle.protocol import check_sequences
+
+
+@dataclass(frozen=True, eq=False)
+class SubLayer(Parametric):
+    """`Q` (H, d, k), `q` (H, k), `K` and `V` (G, d, k), `O` (H, k, m), `b` (m)."""
+
+    Q: Tensor
+    q: Tensor
+    K: Tensor
+    V: Tensor
+    O: Tensor  # noqa: E741
+    b: Tensor
+    frequencies: Tensor  # (G, k/2), or (G, 0) without rotary positions
+    epsilon: float | None = None  # of the RMS norm in front, if there is one
+    residual: bool = False
+    every_token: bool = False
+    causal: bool = False
+    kind = "sub-layer"
+    NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies")
+
+    def __post_init__(self) -> None:
+        self._require("Q", self.Q, None, None, None)
+        heads, d, k = self.Q.shape
+        self._require("K", self.K, None, d, k)
+        groups = len(self.K)
+        self._require("V", self.V, groups, d, None)
+        self._require("q", self.q, heads, k)
+        self._require("O", self.O, heads, self.V.shape[2], None)
+        self._require("b", self.b, self.O.shape[2])
+        self._require("frequencies", self.frequencies, groups, None)
+        if not groups or heads % groups:
+            raise InputError(f"expected keys for every so many heads, got {groups} for {heads}")
+        if self.frequencies.shape[1] not in (0, k / 2):
+            got = self.frequencies.shape[1]
+            raise InputError(f"expected {k / 2:g} frequencies or none for each K, got {got}")
+        if self.residual and self.outputs != d:
+            raise InputError(f"expected {d} outputs beside a residual, got {self.outputs}")
+        if self.epsilon is not None and not 0 < self.epsilon < math.inf:
+            raise InputError(f"expected an epsilon above 0, got {self.epsilon}")
+
+    @property
+    def dim(self) -> int:
+        return self.Q.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.O.shape[2]
+
+    @property
+    def rotary(self) -> bool:
+        return self.frequencies.shape[1] > 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
+    def flags(self) -> dict[str, str]:
+        flags = {
+            "residual": str(self.residual), "every_token": str(self.every_token),
+            "causal": str(self.causal),
+        }  # fmt: skip
+        return flags if self.epsilon is None else {**flags, "epsilon": repr(self.epsilon)}
+
+    @property
+    def unknowns(self) -> int:
+        """The numbers that the function has: parameters less those that symmetries take away.
+
+        Keys and queries may be multiplied by any invertible matrix and its inverse, with rotary
+        positions by one complex number for each plane; values and outputs by any.
+        """
+        groups, _, k = self.K.shape
+        between = k if self.rotary else k * k
+        free = groups * (between + self.V.shape[2] ** 2)
+        return super().unknowns - free + (self.epsilon is not None)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        check_sequences(sequences, self.dim)
+        tokens = sequences
+        if self.epsilon is not None:
+            tokens = sequences / (sequences.square().mean(-1, keepdim=True) + self.epsilon).sqrt()
+        asking = slice(None) if self.every_token else slice(-1, None)
+        output = self._attention(tokens, tokens[:, asking])
+        if self.residual:
+            output = output + sequences[:, asking]
+        return output if self.every_token else output[:, 0]
+
+    @cached_property
+    def _together(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Q, K and V as one matrix each, which multiply many tokens at once; O likewise."""
+        Q, K, V = (part.transpose(0, 1).flatten(1) for part in (self.Q, self.K, self.V))
+        return Q, K, V, self.O.flatten(0, 1)
+
+    def _attention(self, tokens: Tensor, asking: Tensor) -> Tensor:
+        (heads, _, k), groups = self.Q.shape, len(self.K)
+        Q, K, V, O = self._together  # noqa: E741
+        n, m = tokens.shape[1], asking.shape[1]
+        queries = (asking @ Q).unflatten(-1, (heads, k)) + self.q
+        keys = (tokens @ K).unflatten(-1, (groups, k))
+        if self.rotary:
+            positions = torch.arange(n, dtype=torch.float64)
+            keys = self._turned(keys, positions, 1)
+            queries = self._turned(queries, positions[n - m :], heads // groups)
+        queries = queries.unflatten(2, (groups, -1))
+        scores = torch.einsum("bmghk,bngk->bghmn", queries, keys)
+        weights = probabilities(scores, causal=self.causal and self.every_token)
+        values = (tokens @ V).unflatten(-1, (groups, -1))
+        mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)
+        return mixed.flatten(2) @ O + self.b
+
+    def _turned(self, vectors: Tensor, positions: Tensor, each: int) -> Tensor:
+        """R_p of vectors (batch, n, heads, k), whose frequencies `each` heads in a row share."""
+        angles = positions[:, None, None] * self.frequencies.repeat_interleave(each, 0)
+        cos, sin = angles.cos(), angles.sin()
+        x, y = vectors.chunk(2, -1)
+        return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)

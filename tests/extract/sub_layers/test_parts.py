@@ -1,0 +1,74 @@
+"""The steps of AttentionSubLayer, each against what was planted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planted_sub_layers import LLAMA, planted
+
+from keyhole.extract.sub_layers.attention_weights import Reader
+from keyhole.extract.sub_layers.gates import find_gates
+from keyhole.extract.sub_layers.rotary_planes import find_planes
+from keyhole.extract.sub_layers.surroundings import open_surroundings
+from keyhole.results import Unsuccessful
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+
+def test_all_gates_of_a_column_space_are_found_and_no_others():
+    features, theta, values = normal(20, 4), 2 * normal(5, 4, seed=1), normal(5, 9, seed=2)
+    rows = torch.sigmoid(features @ theta.mT) @ values
+    found = find_gates(rows, features, 5, torch.Generator().manual_seed(0))
+    assert found is not None
+    apart = torch.cdist(found, theta)
+    assert float(apart.amin(0).max()) < 1e-10
+    # What is no sum of gates has none.
+    assert find_gates(normal(20, 5, seed=3), features, 5, torch.Generator().manual_seed(0)) is None
+
+
+def test_planes_and_their_frequencies():
+    frequencies = torch.tensor([1.0, 0.1, 0.002], dtype=torch.float64)
+    unknown = normal(6, 6)
+
+    def at(places: int) -> torch.Tensor:
+        x, y = normal(8, 6, seed=1).chunk(2, 1)
+        cos, sin = (-places * frequencies).cos(), (-places * frequencies).sin()
+        return torch.cat([x * cos - y * sin, x * sin + y * cos], 1) @ unknown
+
+    planes = find_planes(at(0), [at(1), at(61)], (1, 61))
+    assert planes.frequencies.sort(descending=True).values.tolist() == pytest.approx(
+        frequencies.tolist(), rel=1e-9
+    )
+    turned = planes.turned(planes.coordinates(at(0)), torch.full((8,), 17.0, dtype=torch.float64))
+    assert torch.allclose(turned, planes.coordinates(at(17)), rtol=0, atol=1e-11)
+    with pytest.raises(Unsuccessful, match="otherwise than rotary positions"):
+        find_planes(at(0), [2 * at(1), at(61)], (1, 61))
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_scores_of_all_heads_from_one_answer(gap):
+    truth = planted(residual=True)
+    view = open_surroundings(truth, torch.Generator().manual_seed(0))
+    assert (view.epsilon, view.residual) == (None, False)  # not told apart yet
+    reader = Reader(open_surroundings(planted(), torch.Generator()), truth.V, truth.O)
+    keys, xs = normal(2, 12), normal(3, 12, seed=1)
+    tokens = torch.cat([keys.expand(3, -1, -1), xs.unsqueeze(1)], 1)
+    queries = torch.einsum("bd,hdk->bhk", xs, truth.Q) + truth.q
+    expected = torch.einsum("bhk,bjd,hdk->bhj", queries, tokens, truth.K)
+    assert torch.allclose(reader.scores(keys, xs, gap), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-5, 1e-12])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_norm_is_undone(epsilon, residual):
+    truth = planted(**{**LLAMA, "epsilon": epsilon, "residual": residual})
+    view = open_surroundings(truth, torch.Generator().manual_seed(0))
+    assert view.residual is residual
+    assert view.epsilon == pytest.approx(epsilon, rel=1e-9)
+    tokens = normal(2, 1, 16) * 0.3
+    expected = torch.einsum("bnd,gdk->bgk", tokens, truth.V).repeat_interleave(2, 1)
+    expected = torch.einsum("bhk,hkm->bm", expected, truth.O)
+    assert torch.allclose(view.answer(tokens), expected, rtol=0, atol=1e-10)

@@ -1,0 +1,56 @@
+"""Sub-layers of checkpoints answer as the modules of transformers do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_architectures as tiny
+from keyhole.errors import InputError
+from keyhole.models.sub_layer import sub_layer
+
+
+def tokens(n=6, seed=0):
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(2, n, tiny.WIDTH, generator=stream, dtype=torch.float64)
+
+
+def test_an_encoder_to_rounding():
+    model = tiny.model("bert", seed=1)
+    with torch.no_grad():
+        for name, part in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(part)
+    attention = model.double().encoder.layer[1].attention
+    X = tokens()
+    expected = attention.output.dense(attention.self(X)[0])
+    assert torch.allclose(sub_layer(model, 1, every_token=True)(X), expected, rtol=0, atol=1e-11)
+    # The last token's alone, with the input added.
+    last = sub_layer(model, 1, residual=True)(X)
+    assert torch.allclose(last, expected[:, -1] + X[:, -1], rtol=0, atol=1e-11)
+
+
+def test_a_decoder_to_what_transformers_computes_in_float32():
+    model = tiny.model("llama", seed=2)
+    block = model.layers[1]
+    X = tokens(n=9)
+    states = block.input_layernorm(X.float())
+    where = torch.arange(9)[None]
+    cos_sin = model.rotary_emb(states, where)
+    mask = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    added = block.self_attn(states, position_embeddings=cos_sin, attention_mask=mask)[0]
+    target = sub_layer(model, 1, residual=True, every_token=True)
+    scale = float(added.abs().max())
+    assert torch.allclose(target(X), X + added.double(), rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "message"),
+    [
+        ("bert", 2, "expected a layer from 0 to 1, got 2"),
+        ("gpt2", 0, "expected a model of the families bert, roberta, llama, got gpt2"),
+    ],
+)
+def test_what_is_no_sub_layer_here_is_refused(family, layer, message):
+    with pytest.raises(InputError, match=message):
+        sub_layer(tiny.model(family), layer)
