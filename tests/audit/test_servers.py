@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import threading
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import tiny_gguf
 import tiny_models as tiny
 from keyhole.audit import last_layers
 from keyhole.errors import InputError
-from keyhole.oracle import EndpointOptions
+from keyhole.oracle import EndpointOptions, VectorPrompts
 from keyhole.oracle.probe import Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.routes import ROUTES
@@ -227,6 +229,78 @@ def test_few_log_probabilities_are_kept():
     kept = by_exposure(audit)["log-probabilities: POST /v1/completions of OpenAI's form"]
     assert kept.status is Status.NOT_IDENTIFIABLE
     assert not audit.exposed
+
+
+def vllm_answer(model):
+    """What vLLM documents: a tensor of torch.save in base64, and tokens by their text."""
+
+    def completions(content):
+        if "prompt_embeds" not in content:
+            return 400
+        data = io.BytesIO(base64.b64decode(content["prompt_embeds"]))
+        best = following(model, torch.load(data, weights_only=True), content["logprobs"])
+        tops = {f"t{token}": value for value, token in best}
+        return {"choices": [{"logprobs": {"top_logprobs": [tops]}}]}
+
+    return {"/v1/completions": completions}
+
+
+def sglang_answer(model):
+    """What SGLang documents: lists of numbers, and triples."""
+
+    def generate(content):
+        if "input_embeds" not in content:
+            return 400
+        rows = torch.tensor(content["input_embeds"])
+        best = following(model, rows, content["top_logprobs_num"])
+        return {"meta_info": {"output_top_logprobs": [[[value, t, ""] for value, t in best]]}}
+
+    return {"/generate": generate}
+
+
+def following(model, rows, count):
+    with torch.no_grad():
+        scores = model(inputs_embeds=rows[None]).logits[0, -1].log_softmax(-1)
+    best = scores.topk(count)
+    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("owner", "path", "answers"),
+    [
+        ("vllm", "/v1/completions of vLLM", vllm_answer),
+        ("sglang", "/generate of SGLang", sglang_answer),
+    ],
+)
+def test_prompts_of_vectors(owner, path, answers, tmp_path):
+    tiny.save("llama", tmp_path / "model", head="AutoModelForCausalLM")
+    box = keyhole.models.load_model(tmp_path / "model", task="causal")
+    other = tiny.language_model("llama", seed=5)
+    exposure = f"prompts of vectors: POST {path}"
+    with standing_in(answers(box.model), owner) as url:
+        audit = keyhole.audit(url, model=str(tmp_path / "model"))
+        oracle = VectorPrompts(Server.at(url), box.model.config.hidden_size)
+        rows = torch.randn(2, 3, oracle.dim, dtype=torch.float64)
+        given = oracle(rows)
+        oracle.close()
+    finding = by_exposure(audit)[exposure]
+    assert finding.status is Status.NOT_APPLICABLE
+    assert finding.error < 1e-5
+    for answer, sequence in zip(given, rows, strict=True):
+        best = [value for value, _ in following(box.model, sequence.float(), 5)]
+        assert answer.tolist() == pytest.approx(best, abs=1e-5)
+    with standing_in(answers(other), owner) as url:
+        audit = keyhole.audit(url, model=str(tmp_path / "model"))
+    assert by_exposure(audit)[exposure].status is Status.MISMATCH
+    with standing_in({}, owner) as url:
+        audit = keyhole.audit(url, model=str(tmp_path / "model"))
+    (skip,) = [skip for skip in audit.skips if skip.exposure == exposure]
+    assert skip.reason == "not taken: 404"
+
+
+def test_vectors_are_for_servers_that_take_them():
+    with pytest.raises(InputError, match="expected a server of vLLM or SGLang, got llama"):
+        VectorPrompts(Server("http://127.0.0.1:9", "llama.cpp", "tiny"), 8)
 
 
 def test_who_may_be_probed(monkeypatch):

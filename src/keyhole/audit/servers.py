@@ -3,7 +3,8 @@
 Every route that answers without a key and returns states, log-probabilities or cache files is a
 finding by itself; log-probabilities of the whole vocabulary give away the last layer besides
 (last_layers.py). With the model's weights the audit goes on: texts are sent, and read back from
-the states alone; and the last state is computed from log-probabilities.
+the states alone; the last state is computed from log-probabilities; and the text is sent as
+vectors, where a server may take those (vector_prompts.py).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch
 from keyhole.audit.check import Check, Checked
 from keyhole.audit.last_layers import last_layer, reads
 from keyhole.audit.texts import reading_of
+from keyhole.audit.vector_prompts import takes_vectors
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import Loaded
 from keyhole.models.tasks import head_of
 from keyhole.oracle.probe import Answered, Server
 from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
+from keyhole.oracle.vector_prompts import FORMS
 from keyhole.progress import Track
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
@@ -73,6 +76,9 @@ def checks(surface: str, target: ServerTarget) -> list[Check]:
         if loaded is not None and route.gives == LOGPROBS and route.numbered:
             run = partial(_state, surface, server, route, loaded, target.texts)
             made.append(Check(f"last state from {route.name}", run))
+    if loaded is not None and server.kind in FORMS:
+        run = partial(takes_vectors, surface, server, loaded, _PROBE)
+        made.append(Check(f"prompts of vectors at {server.kind}", run))
     return made
 
 

@@ -13,6 +13,7 @@ from keyhole.oracle.refusing import LengthLimited, UsualOnly
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, save
 from keyhole.oracle.sub_layer import SubLayer
 from keyhole.oracle.subspaces import plant_orthogonal
+from keyhole.oracle.vector_prompts import VectorPrompts
 
 __all__ = [
     "KINDS",
@@ -42,6 +43,7 @@ __all__ = [
     "SubLayer",
     "TooFast",
     "UsualOnly",
+    "VectorPrompts",
     "ask",
     "identity_of",
     "load",
