@@ -24,6 +24,7 @@ from keyhole.recover.foreign.layers import likely_layers
 from keyhole.recover.foreign.names import IDS, MASKS
 from keyhole.recover.foreign.section import Section
 from keyhole.recover.foreign.shapes import Reading, readings_of
+from keyhole.recover.foreign.vllm import vllm_readings
 from keyhole.recover.leaks import TYPES, Leak
 
 _TRIED = 4  # likely layers (layers.py)
@@ -47,9 +48,11 @@ def contents_of(
     """The leaks in a file; `expose` says what it holds, `verifies` whether a leak can be read."""
     try:
         mask, ids = _beside(dump, MASKS), _beside(dump, IDS)
-        sections = sections_by_name(dump.arrays, target.parts)
-        readings: list[Reading] = [tuple(sections)] if sections else []
-        if not sections:
+        readings = vllm_readings(dump.arrays, target.parts, expose)
+        sections = [] if readings else sections_by_name(dump.arrays, target.parts)
+        if sections:
+            readings = [tuple(sections)]
+        if not readings:
             array, lengths = _joined(dump)
             mask = lengths if mask is None else mask
             readings = readings_of(array, target.parts, None if expose is None else expose.kind)
