@@ -4,7 +4,7 @@ Sentences of SST-2's dev set, all-MiniLM-L6-v2 (`--encoder FOLDER`; where it has
 classes, a new one of two with random weights is put on it) and SmolLM2-135M (`--model FOLDER` or
 `FILE.gguf`) with its next-token loss, `--batches` of each at `--sizes`. Rows below: the embeddings'
 gradient hidden, bfloat16, clipped, with the noise of DP-SGD, and the difference of weights after
-several steps, at `--size`. `--quick` takes random-weight models.
+several steps, at `--size` (`--parts rules,decoder-rules`). `--quick` takes random-weight models.
 
 Beside it: DAGER (arXiv 2405.15586) reports ROUGE-1 and -2 above 0.99 for decoders up to batches of
 128 and for encoders up to 4 or 8; other models, wider ones, and other texts.
@@ -33,7 +33,7 @@ OPTIONS = texts.options(texts=0)
 OPTIONS.add_argument("--sizes", type=texts.listed, default=[1, 8, 32, 128])
 OPTIONS.add_argument("--size", type=int, default=1)
 OPTIONS.add_argument("--batches", type=int, default=5)
-OPTIONS.add_argument("--parts", default="encoder,decoder,rules")
+OPTIONS.add_argument("--parts", default="encoder,decoder,rules,decoder-rules")
 CHOSEN = texts.chosen(OPTIONS)
 
 
@@ -72,8 +72,11 @@ def full() -> Iterator[texts.Part]:
         yield from parts(loaded, examples, CHOSEN.sizes if "encoder" in wanted else [])
         if "rules" in wanted:
             yield from by_rules(loaded, examples, CHOSEN.size)
-    if "decoder" in wanted:
-        yield from parts(texts.smollm2(CHOSEN, task="causal"), examples, CHOSEN.sizes)
+    if "decoder" in wanted or "decoder-rules" in wanted:
+        loaded = texts.smollm2(CHOSEN, task="causal")
+        yield from parts(loaded, examples, CHOSEN.sizes if "decoder" in wanted else [])
+        if "decoder-rules" in wanted:
+            yield from by_rules(loaded, examples, CHOSEN.size)
 
 
 def classifier() -> Loaded:
