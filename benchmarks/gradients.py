@@ -1,6 +1,7 @@
 """Texts from the gradients of a batch: how many come back exactly and verified, and their ROUGE.
 
-Sentences of SST-2's dev set, all-MiniLM-L6-v2 (`--encoder FOLDER`; where it has no head for
+Sentences of SST-2's dev set (with `--split train` of its training set, whose phrases are half as
+long), all-MiniLM-L6-v2 (`--encoder FOLDER`; where it has no head for
 classes, a new one of two with random weights is put on it) and SmolLM2-135M (`--model FOLDER` or
 `FILE.gguf`) with its next-token loss, `--batches` of each at `--sizes`. Rows below: the embeddings'
 gradient hidden, bfloat16, clipped, with the noise of DP-SGD, and the difference of weights after
@@ -34,6 +35,7 @@ OPTIONS.add_argument("--sizes", type=texts.listed, default=[1, 8, 32, 128])
 OPTIONS.add_argument("--size", type=int, default=1)
 OPTIONS.add_argument("--batches", type=int, default=5)
 OPTIONS.add_argument("--parts", default="encoder,decoder,rules,decoder-rules")
+OPTIONS.add_argument("--split", default="dev", choices=("dev", "train"))
 CHOSEN = texts.chosen(OPTIONS)
 
 
@@ -65,7 +67,7 @@ def run(quick: bool) -> list[Row]:
 
 def full() -> Iterator[texts.Part]:
     wanted = CHOSEN.parts.split(",")
-    examples = read_examples(Path(CHOSEN.data) / "sst2" / "dev.tsv")
+    examples = read_examples(Path(CHOSEN.data) / "sst2" / f"{CHOSEN.split}.tsv")
     random.Random(0).shuffle(examples)
     if "encoder" in wanted or "rules" in wanted:
         loaded = classifier()
