@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import sys
-import time
 from contextlib import closing
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 from planted_layers import layer
 from planted_sub_layers import BERT, LLAMA, planted
 
+import served_target
 import tiny_architectures as tiny
-from command_line import started
 from keyhole import extract, oracle
 from keyhole.errors import InputError
 from keyhole.extract import AttentionSubLayer, Status
@@ -146,29 +141,11 @@ def test_a_block_of_a_model_is_a_target():
 
 @pytest.mark.slow  # a server
 def test_over_the_network(tmp_path):
-    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
     target = planted(**LLAMA, seed=5)
-    oracle.save(target, tmp_path / "t.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
     with (
-        (tmp_path / "log").open("w") as log,
-        started(command, cwd=tmp_path, stdout=log, stderr=log) as process,
+        served_target.served(target, tmp_path) as url,
+        closing(OpenInference(url, "target")) as remote,
     ):
-        for _ in range(300):
-            try:
-                if httpx.get(f"{url}/v2/models/target/ready").is_success:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
-        else:
-            pytest.fail((tmp_path / "log").read_text())
-        with closing(OpenInference(url, "target")) as remote:
-            result = AttentionSubLayer(seed=5)(remote)
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+        result = AttentionSubLayer(seed=5)(remote)
     assert result.status is Status.RECOVERED
     assert apart(forms(result.model, 1)[0], forms(target, 1)[0]) < 1e-6

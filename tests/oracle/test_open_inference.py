@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
-import socket
-import sys
-import time
 from contextlib import closing
 
-import httpx
 import pytest
 import torch
 
-from command_line import started
+import served_target
 from keyhole import extract, oracle
 from keyhole.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
@@ -25,31 +20,9 @@ pytestmark = pytest.mark.slow  # a server
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A planted head behind `keyhole serve`, stopped when the tests are done."""
-    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
-    folder = tmp_path_factory.mktemp("served")
     target = oracle.plant(dim=8, seed=3)
-    oracle.save(target, folder / "t.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
-    with (
-        (folder / "log").open("w") as log,
-        started(command, cwd=folder, stdout=log, stderr=log) as process,
-    ):
-        for _ in range(300):
-            try:
-                if httpx.get(f"{url}/v2/models/target/ready").is_success:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
-        else:
-            pytest.fail((folder / "log").read_text())
+    with served_target.served(target, tmp_path_factory.mktemp("served")) as url:
         yield url, target
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-    assert "Traceback" not in (folder / "log").read_text()
 
 
 def test_answers_cross_the_network_bit_for_bit(served):

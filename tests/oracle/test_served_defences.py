@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import sys
 import time
 from contextlib import closing, contextmanager
 
@@ -12,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from command_line import started
+import served_target
 from keyhole import oracle
 from keyhole.oracle import Degradation, OpenInference, Refused
 
@@ -29,30 +26,11 @@ def draw(count: int, n: int = 3) -> torch.Tensor:
 
 @contextmanager
 def served(folder, *options):
-    pytest.importorskip("mlserver", reason="MLServer is not installed: pip install keyhole[serve]")
-    oracle.save(TARGET, folder / "t.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
     with (
-        (folder / "log").open("w") as log,
-        started([*command, *options], cwd=folder, stdout=log, stderr=log) as process,
+        served_target.served(TARGET, folder, *options) as url,
+        closing(OpenInference(url, "target", retries=3)) as remote,
     ):
-        for _ in range(300):
-            try:
-                if httpx.get(f"{url}/v2/models/target/ready").is_success:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        else:
-            pytest.fail((folder / "log").read_text())
-        with closing(OpenInference(url, "target", retries=3)) as remote:
-            yield remote
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-    assert "Traceback" not in (folder / "log").read_text()
+        yield remote
 
 
 def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
