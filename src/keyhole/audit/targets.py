@@ -29,7 +29,7 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
 from keyhole.oracle.tensors import TakesTexts
-from keyhole.recover.sources import names_leak, open_leaks, read_sources, task_for
+from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
 from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
 
@@ -97,7 +97,7 @@ def open_target(
     endpoint.expect_none(without_password(name))
     if names_address(name):  # a server of embeddings
         expect_authorized(name, authorized)
-    if names_leak(name):
+    if names_leak(name) or names_dump(name):
         return _leak(name, stored or Stored(), device)
     if names_store(name):
         if data is not None or layers is not None:
@@ -191,7 +191,7 @@ def _leak(name: str, stored: Stored, device: str) -> Target:
     model = _one_model(stored, f"the leak {name}")
     if model is None:
         raise InputError(
-            f"expected --model with the leak {name}, got none: name the model that leaked"
+            f"expected --model with {name}, got none: name the model whose states or cache it holds"
         )
     sources = read_sources(name)
     loaded = demo.open_model(model, task=task_for(sources), device=device)

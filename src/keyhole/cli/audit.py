@@ -61,7 +61,8 @@ def audit(
             "file or hub name), demo, or a vector store: chroma:FOLDER, qdrant:FOLDER, "
             "lancedb:FOLDER, postgresql://…, http://…/v1/embeddings, or a file .faiss, .parquet, "
             ".npy, .npz, .jsonl; with --model also http://host:port, a server of a language "
-            "model, or a file: a saved slot of llama.cpp or a leak of keyhole capture.",
+            "model, or a file: a saved slot of llama.cpp, a leak of keyhole capture, or what "
+            "another program saved of a model's states or cache (.pt, .safetensors).",
         ),
     ],
     model: Annotated[

@@ -131,3 +131,16 @@ def names_leak(name: str) -> bool:
             with safe_open(name, framework="pt") as tensors:
                 return "leak" in (tensors.metadata() or {})
     return False
+
+
+def names_dump(name: str) -> bool:
+    """Is this a file of another program's: of torch.save, or tensors that Keyhole never wrote?"""
+    if not is_file(name):
+        return False
+    if name.endswith((".pt", ".pth")):
+        return True
+    with suppress(OSError, SafetensorError):
+        if name.endswith(".safetensors"):
+            with safe_open(name, framework="pt") as tensors:
+                return "keyhole" not in (tensors.metadata() or {})
+    return False

@@ -1,0 +1,53 @@
+"""Files that other programs wrote, as targets of an audit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import keyhole
+import tiny_models as tiny
+from keyhole.errors import InputError
+from keyhole.results import Status
+
+TEXT = "w1 w20 w3 w4 w99"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model's folder, its cache by torch.save, and its states with the ids beside them."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny.save("llama", folder / "model")
+    box = keyhole.models.load_model(folder / "model")
+    batch = box.tokenizer([TEXT], return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        given = box.model(**batch, use_cache=True, output_hidden_states=True)
+    torch.save(given.past_key_values, folder / "cache.pt")
+    states = torch.stack(given.hidden_states[1:3], 2)[0]
+    files = {"hidden_states": states, "token_ids": batch["input_ids"][0]}
+    save_file(files, folder / "states.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "exposures"),
+    [("cache.pt", ["kv:0"]), ("states.safetensors", ["token ids", "hidden:1"])],
+)
+def test_what_another_program_saved(saved, file, exposures):
+    audit = keyhole.audit(str(saved / file), model=str(saved / "model"))
+    assert [finding.exposure.partition(" in ")[0] for finding in audit.findings] == exposures
+    for finding in audit.findings:
+        assert finding.status is Status.RECOVERED
+        (reading,) = finding.texts[0].readings
+        assert "".join(piece.text for piece in reading.pieces).split() == TEXT.split()
+
+
+def test_it_takes_the_model(saved, tmp_path):
+    for file in ("states.safetensors", "cache.pt"):
+        with pytest.raises(InputError, match=f"expected --model with .*{file}, got none"):
+            keyhole.audit(str(saved / file))
+    target = tmp_path / "target.safetensors"
+    keyhole.oracle.save(keyhole.oracle.plant(dim=4), target)
+    with pytest.raises(InputError, match="expected --model with a vector store"):
+        keyhole.audit(str(target), model=str(saved / "model"))
