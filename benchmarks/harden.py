@@ -71,7 +71,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--average", type=float, default=0.0, help="of the weights' running mean")
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
-    parser.add_argument("--attacks", type=attacks, default=ATTACKS)
+    parser.add_argument("--attacks", type=texts.some_of(ATTACKS), default=ATTACKS)
     parser.add_argument("--donor", help="FOLDER or none")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
@@ -83,17 +83,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     options.reduced = usual is REDUCED and options.sentences is None
     for name, value in usual.items():
         setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
-    if options.json:
-        rest += ["--json", str(options.json)]
+    rest += ["--json", str(options.json)] if options.json else []
     return options, [*rest, "--quick"] if options.quick else rest
-
-
-def attacks(given: str) -> tuple[str, ...]:
-    """The type of `--attacks stronger,random`."""
-    names = tuple(given.split(","))
-    if not set(names) <= set(ATTACKS):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(ATTACKS)}, got {given}")
-    return names
 
 
 class Bench:

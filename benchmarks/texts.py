@@ -60,6 +60,18 @@ def listed(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of options such as `--attacks random,strongest`."""
+
+    def names(text: str) -> tuple[str, ...]:
+        given = tuple(part for part in text.split(",") if part)
+        if not set(given) <= set(known):
+            raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {text}")
+        return given
+
+    return names
+
+
 Part = tuple[str, Callable[[], Iterable[Row]]]
 
 

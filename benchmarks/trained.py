@@ -56,7 +56,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=float, default=0.1)
     parser.add_argument("--dev", type=int, help="examples of the dev set; all by default")
     parser.add_argument("--right", type=int, default=200, help="right answers that are attacked")
-    parser.add_argument("--attacks", type=attacks_named, default=ATTACKS)
+    parser.add_argument("--attacks", type=texts.some_of(ATTACKS), default=ATTACKS)
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument(
         "--queries", type=int, default=192, help="masked sequences of 128 tokens in one pass"
@@ -72,14 +72,6 @@ def chosen(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[st
     given, rest = parser.parse_known_args()
     rest += ["--json", str(given.json)] if given.json else []
     return given, [*rest, "--quick"] if given.quick else rest
-
-
-def attacks_named(given: str) -> tuple[str, ...]:
-    """The type of `--attacks random,strongest`."""
-    names = tuple(name for name in given.split(",") if name)
-    if not set(names) <= set(ATTACKS):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(ATTACKS)}, got {given}")
-    return names
 
 
 def attack(name: str, share: float, queries: int) -> HackAttend:

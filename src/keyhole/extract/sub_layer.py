@@ -23,7 +23,7 @@ A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
                            queries at d + 1 points                  2(d + 1), 3(d + 1)
 
 with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over
-the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, about 3.5 times. Heads are told
+the numbers in an answer; for SmolLM2, d = 576, s = 3 and H = 9, 3.6 times. Heads are told
 apart without a far field, because behind a norm there is none: tokens are bounded, and no gate
 opens all the way.
 
