@@ -54,7 +54,10 @@ class Line:
         return self.exposure
 
 
-_COARSER = "Return a label instead of the score; bound the norms of input embeddings."
+_COARSER = (
+    "Count queries per client and stop below the number of unknowns. Rounded answers to inputs of "
+    "bounded norm cost the attacker digits, a label alone costs queries; neither is a wall."
+)
 _FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
 _BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
 _FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
