@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_journal import timeless
 
 import tiny_classifiers
 import tiny_models as tiny
@@ -16,6 +15,7 @@ from keyhole.audit import audit, elsewhere
 from keyhole.audit.opening import Opening
 from keyhole.devices import device_of
 from keyhole.errors import InputError
+from kill_points import lasting
 
 TEXT = "w3 w14 w15 w92 w65"
 
@@ -71,7 +71,7 @@ def test_a_worker_that_is_sent_names_finds_the_same(name, place):
         tuple(skip for key in plan.checks for skip in made[key].skips),
     )
     there = plan.audit(checked, 0.0)
-    assert timeless(there.to_dict())["findings"] == timeless(here(opening).to_dict())["findings"]
+    assert lasting(there.to_dict())["findings"] == lasting(here(opening).to_dict())["findings"]
     assert plan == type(plan).from_dict(plan.to_dict())
 
 
@@ -83,7 +83,7 @@ def test_two_processes_give_what_this_one_gives(place, monkeypatch):
     alone = audit("classifier", **options)
     assert {finding.surface for finding in alone.findings} == {"classifier"}
     shared = audit("classifier", **options, processes=2)
-    assert timeless(shared.to_dict()) == timeless(alone.to_dict())
+    assert lasting(shared.to_dict()) == lasting(alone.to_dict())
 
 
 def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeyp
 
 def test_another_target_at_the_same_place_is_refused(place):
     opening = openings(place)["head"]
-    with pytest.raises(InputError, match="expected the target head:old at .*, got head:"):
+    with pytest.raises(InputError, match=r"expected the target head:old at .*, got head:"):
         elsewhere.make(opening, "head:old", "1. any")
 
 
