@@ -8,47 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from keyhole.assess.item import Item
 from keyhole.assess.rules import Family, Rule, family_of, rule_of
-from keyhole.assess.severity import USUAL, Scale, Severity, exact, is_proved, score, share
+from keyhole.assess.ruling import Decision
+from keyhole.assess.severity import USUAL, Scale, Severity, score
 from keyhole.results import Audit, Finding, Outcome
-
-
-@dataclass(frozen=True)
-class Item:
-    """A finding, its id in all formats, and how bad it is.
-
-    `id` is made of what the finding is about, not of where it stands, so that the next audit of
-    the same target gives the same one. `score` is 0 to 10, `why` says what it is made of.
-    """
-
-    id: str
-    rule: Rule
-    finding: Finding
-    severity: Severity
-    score: int
-    why: str
-
-    @property
-    def family(self) -> Family:
-        return self.rule.family
-
-    @property
-    def of(self) -> str:
-        """The exposure, and of what: two endpoints may expose the same."""
-        surface = self.finding.surface
-        return f"{self.finding.exposure}, {surface}" if surface else self.finding.exposure
-
-    @property
-    def share(self) -> float:
-        return share(self.finding)
-
-    @property
-    def exact(self) -> float:
-        return exact(self.finding)
-
-    @property
-    def proved(self) -> bool:
-        return is_proved(self.finding)
 
 
 class Level(StrEnum):
@@ -81,7 +45,9 @@ class Assessment:
     """What all formats are made from.
 
     `items` are the findings that count, the worst first; `controls` are attacks without choice,
-    run for comparison, and `audit.skips` what was not tried: neither is in the counts.
+    run for comparison, and `audit.skips` what was not tried: neither is in the counts. `gone` are
+    findings of a baseline that are no longer there (baseline.py), `decision` is what a policy says
+    of all this (decision.py).
     """
 
     audit: Audit
@@ -89,6 +55,8 @@ class Assessment:
     controls: tuple[Item, ...]
     families: tuple[Card, ...]
     verdict: str
+    gone: tuple[Item, ...] = ()
+    decision: Decision | None = None
 
     @property
     def severity(self) -> Severity:
