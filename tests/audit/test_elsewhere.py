@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,11 @@ def _nothing_stays_open():
         yield
 
 
+def facts(audit):
+    """All that must be the same in every run, to the last bit."""
+    return lasting(json.loads(json.dumps(audit.to_dict())))
+
+
 def here(opening):
     return audit(
         opening.target, data=opening.data, texts=opening.texts, flips=opening.flips,
@@ -71,7 +77,7 @@ def test_a_worker_that_is_sent_names_finds_the_same(name, place):
         tuple(skip for key in plan.checks for skip in made[key].skips),
     )
     there = plan.audit(checked, 0.0)
-    assert lasting(there.to_dict())["findings"] == lasting(here(opening).to_dict())["findings"]
+    assert facts(there) == facts(here(opening))
     assert plan == type(plan).from_dict(plan.to_dict())
 
 
@@ -83,7 +89,7 @@ def test_two_processes_give_what_this_one_gives(place, monkeypatch):
     alone = audit("classifier", **options)
     assert {finding.surface for finding in alone.findings} == {"classifier"}
     shared = audit("classifier", **options, processes=2)
-    assert lasting(shared.to_dict()) == lasting(alone.to_dict())
+    assert facts(shared) == facts(alone)
 
 
 def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeypatch):

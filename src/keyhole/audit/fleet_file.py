@@ -201,7 +201,7 @@ def _named(made: list[tuple[str, Opening]], path: str | Path) -> list[Member]:
             raise InputError(
                 f"expected each name once in {path}, got {name[:80]} twice: give each a name"
             )
-        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:_STEM].strip("-.").lower() or "target"
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_STEM].strip("-").lower() or "target"
         stem, number = plain, 1
         while stem in stems:
             number += 1

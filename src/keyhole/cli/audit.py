@@ -9,6 +9,7 @@ import typer
 
 from keyhole import report
 from keyhole.audit.check import Checked
+from keyhole.audit.opening import Opening
 from keyhole.audit.run import audit as run
 from keyhole.bounds import MOST
 from keyhole.cli.answers import answer
@@ -29,6 +30,7 @@ from keyhole.cli.app import (
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
+from keyhole.cli.fleets import audit_fleet
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
@@ -54,7 +56,7 @@ def _count(number: str | int) -> int:
 @asks_endpoint
 def audit(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="TARGET",
             help="A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf "
@@ -64,7 +66,19 @@ def audit(
             "model, or a file: a saved slot of llama.cpp, a leak of keyhole capture, or what "
             "another program saved of a model's states or cache (.pt, .safetensors).",
         ),
-    ],
+    ] = None,
+    targets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Audit every target of a TOML file instead, with these options by their names; "
+            "what the file does not say is as given here (docs/fleets.md).",
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="With --targets: where the findings and pages go."),
+    ] = Path("keyhole-fleet"),
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,6 +156,20 @@ def audit(
     Every finished check is kept in a journal beside the findings until those are written; the same
     command goes on from there.
     """
+    if targets is not None or target is None:
+        if targets is None or target is not None:
+            raise InputError("expected TARGET or --targets FILE, got both or none of them")
+        base = Opening(
+            "", tuple(model or ()), known and str(known), corpus and str(corpus),
+            data and str(data), texts, flips, column, label, _numbers(layers), device,
+            authorized=authorized, endpoint=endpoint, against_defences=against_defences, seed=seed,
+        )  # fmt: skip
+        raise typer.Exit(
+            audit_fleet(
+                targets, base.anywhere(), out, processes=processes, dask=dask, force=force,
+                as_json=as_json,
+            )
+        )  # fmt: skip
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
@@ -191,10 +219,10 @@ def _unanswered(result: Audit, journal: Path) -> str:
     )
 
 
-def _numbers(layers: str | None) -> list[int] | None:
+def _numbers(layers: str | None) -> tuple[int, ...] | None:
     if layers is None:
         return None
     try:
-        return [int(part) for part in layers.split(",")]
+        return tuple(int(part) for part in layers.split(","))
     except ValueError:
         raise InputError(f"expected layers such as 1,6,12, got {layers}") from None

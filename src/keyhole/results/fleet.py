@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Self
@@ -31,9 +32,7 @@ class Fleet(Result):
         return next((code for code in (1, 3) if code in codes), 0)
 
     def summary(self) -> str:
-        counts = dict.fromkeys((1, 3, 0), 0)
-        for audit in self.audits.values():
-            counts[audit.exit_code] += 1
+        counts = Counter(audit.exit_code for audit in self.audits.values())
         lines = [
             f"{len(self.audits)} targets: {counts[1]} give something away, {counts[3]} could not "
             f"be checked, {counts[0]} give nothing away; {self.seconds:.1f} s"
