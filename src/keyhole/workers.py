@@ -45,6 +45,8 @@ def workers_at(address: str) -> Generator[Cluster]:
 
 @contextmanager
 def _connected(address: str) -> Generator[Any]:
+    if not address.strip():  # for which Dask would start a cluster of its own
+        raise InputError("expected the address of a Dask scheduler, got none")
     try:
         library = importlib.import_module("distributed")
     except ImportError as missing:

@@ -30,13 +30,15 @@ from keyhole.cli.app import (
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
-from keyhole.cli.fleets import audit_fleet
+from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.results import Audit
 from keyhole.resume import records_in
+
+PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")
 
 
 def _count(number: str | int) -> int:
@@ -76,9 +78,12 @@ def audit(
         ),
     ] = None,
     out: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="With --targets: where the findings and pages go."),
-    ] = Path("keyhole-fleet"),
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --targets: where findings and pages go, keyhole-fleet if not given.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,10 +139,10 @@ def audit(
     authorized: bool,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
-    ] = Path("keyhole-report.html"),
+    ] = PAGE,
     json_file: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
-    ] = Path("keyhole-report.json"),
+    ] = FINDINGS,
     ledger: LedgerFile = None,
     force: Force = False,
     against_defences: Annotated[
@@ -156,9 +161,10 @@ def audit(
     Every finished check is kept in a journal beside the findings until those are written; the same
     command goes on from there.
     """
-    if targets is not None or target is None:
-        if targets is None or target is not None:
-            raise InputError("expected TARGET or --targets FILE, got both or none of them")
+    if targets is not None:
+        own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
+               "--json-file": json_file != FINDINGS}  # fmt: skip
+        expect_none_of(own)
         base = Opening(
             "", tuple(model or ()), known and str(known), corpus and str(corpus),
             data and str(data), texts, flips, column, label, _numbers(layers), device,
@@ -166,10 +172,14 @@ def audit(
         )  # fmt: skip
         raise typer.Exit(
             audit_fleet(
-                targets, base.anywhere(), out, processes=processes, dask=dask, force=force,
-                as_json=as_json,
+                targets, base.anywhere(), out or FOLDER, processes=processes, dask=dask,
+                force=force, as_json=as_json,
             )
         )  # fmt: skip
+    if target is None:
+        raise InputError("expected TARGET or --targets FILE, got none")
+    if out is not None:
+        raise InputError(f"expected --out with --targets, got the target {target[:80]}")
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from keyhole import report
@@ -16,7 +17,17 @@ from keyhole.files import exists, is_folder, trouble, write_text
 from keyhole.results import Audit, Fleet
 from keyhole.resume import records_in
 
-JOURNAL, INDEX = "fleet.journal", "index.html"
+FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
+
+
+def expect_none_of(given: Mapping[str, bool]) -> None:
+    """Refuse what is of one target alone."""
+    for name, is_given in given.items():
+        if is_given:
+            raise InputError(
+                f"expected {name} without --targets, got both: a fleet's targets and ledgers stand "
+                "in its file, its pages go to --out"
+            )
 
 
 def audit_fleet(
