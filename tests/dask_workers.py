@@ -76,10 +76,10 @@ class Workers:
     def _start(self, module: str, *words: str) -> int:
         environment = os.environ | {RECORD: str(self.record), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", f"distributed.cli.{module}", *words]
-        log = (self.folder / f"{module}-{len(self.processes)}.log").open("wb")
-        self.processes.append(
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder)
-        )
+        with (self.folder / f"{module}-{len(self.processes)}.log").open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder)
+            )
         return self.processes[-1].pid
 
     def kill(self, pid: int) -> None:

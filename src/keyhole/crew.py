@@ -13,6 +13,7 @@ workers keep dying is given up. Whatever a task raises is its outcome, not the c
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -32,7 +33,7 @@ from keyhole.workers import Cluster, Here, Process, workers_at
 _DEATHS = 3  # of the workers of one task, before it is given up
 _LOOK = 0.5  # seconds between looks at who is there
 _PATIENCE = 60.0  # seconds without any worker
-_LOST = "finished checks are kept, and the same command goes on"
+_COMPARED = 1000  # tasks of a group that are compared: of more, the first is taken
 
 Work = Callable[[int], Any]  # called with the number of the worker on its machine
 
@@ -87,32 +88,30 @@ class Crew:
     """So many processes of our own, 0 for none but this one; the workers of a cluster; or given
     executors of one worker each.
 
-    `cost` says of a task what it will cost, in any unit.
+    `cost` says of a task what it will cost, in any unit; without it, tasks are alike.
     """
 
     def __init__(
-        self,
-        workers: int | Cluster | list[Executor],
-        cost: Callable[[Task], float] = lambda _: 1.0,
+        self, workers: int | Cluster | list[Executor], cost: Callable[[Task], float] | None = None
     ) -> None:
         self._cluster = workers if isinstance(workers, Cluster) else None
         self._cost = cost
-        self._members: list[Member] = []
         self._here = workers == 0
-        if self._here:
-            self._members = [Member(0, Here())]
-        elif isinstance(workers, int):
-            self._members = [Member(number, Process()) for number in range(workers)]
+        sources: list[Process | Executor] = []
+        if isinstance(workers, int):
+            sources += [Process() for _ in range(workers)] or [Here()]
         elif isinstance(workers, list):
-            self._members = [Member(number, each) for number, each in enumerate(workers)]
+            sources += workers
+        self._members = [Member(number, source) for number, source in enumerate(sources)]
         self._local: Member | None = None
-        self._waiting: dict[str, list[Task]] = {}
+        self._waiting: dict[str, deque[Task]] = {}
         self._under_way: dict[Future[tuple[Any, float]], tuple[Member, Task]] = {}
-        self._deaths: dict[str, int] = {}
+        self._deaths: Counter[str] = Counter()
         self._looked = self._seen = time.monotonic()
 
     def __enter__(self) -> Crew:
-        self._look()
+        for _ in self._look():  # nothing is under way yet
+            pass
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -122,12 +121,12 @@ class Crew:
             member.close(now=kind is not None)
 
     def __len__(self) -> int:
-        """How many workers there are; those that serve what stays here are not counted."""
+        """How many workers there are; the one that serves what stays here is not counted."""
         return max(1, len(self._members))
 
     def add(self, *tasks: Task) -> None:
         for task in tasks:
-            self._waiting.setdefault(task.group, []).append(task)
+            self._waiting.setdefault(task.group, deque()).append(task)
 
     def left(self) -> list[Task]:
         """What is not done yet, under way or not."""
@@ -137,7 +136,7 @@ class Crew:
     def run(self) -> Iterator[Done]:
         """Every task's outcome as it comes; between two of them the caller may add more."""
         while self._waiting or self._under_way:
-            self._look()
+            yield from self._look()
             self._hand_out()
             if not self._under_way:
                 time.sleep(_LOOK)  # nobody is there
@@ -150,22 +149,24 @@ class Crew:
         try:
             value, seconds = future.result()
         except (BrokenExecutor, CancelledError) as error:
-            reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
-            lost = KeyholeError(f"expected workers that stay, got {reason}: {_LOST}")
-            self._deaths[task.key] = self._deaths.get(task.key, 0) + 1
-            if not member.renewed():
-                raise lost from error  # the caller's executor, or a cluster without a scheduler
-            if self._deaths[task.key] >= _DEATHS:
-                yield Done(task, error=lost)
-            else:
-                self._waiting.setdefault(task.group, []).insert(0, task)
+            if not member.renewed():  # the caller's executor, or a cluster without a scheduler
+                raise _lost(error) from error
+            yield from self._once_more(task, error)
         except Exception as error:
             yield Done(task, error=error)
         else:
             yield Done(task, value, seconds=seconds)
 
+    def _once_more(self, task: Task, error: BaseException) -> Iterator[Done]:
+        """Its worker died: it is the next of its group, unless it is what they die of."""
+        self._deaths[task.key] += 1
+        if self._deaths[task.key] >= _DEATHS:
+            yield Done(task, error=_lost(error))
+        else:
+            self._waiting.setdefault(task.group, deque()).appendleft(task)
+
     def _hand_out(self) -> None:
-        stay = any(task.stays for group in self._waiting.values() for task in group)
+        stay = any(tasks[0].stays for tasks in self._waiting.values())
         if stay and not self._here and self._local is None:
             self._local = Member(0, Process())
         for member in self._everybody():
@@ -176,38 +177,46 @@ class Crew:
     def _start(self, member: Member, task: Task) -> None:
         try:
             future = member.executor().submit(_timed, task.work, member.number)
-        except (BrokenExecutor, RuntimeError):  # it died between two tasks
+        except (BrokenExecutor, RuntimeError) as error:  # it died between two tasks
             if not member.renewed():
-                raise KeyholeError(f"expected workers that stay, got none: {_LOST}") from None
+                raise _lost(error) from error
             future = member.executor().submit(_timed, task.work, member.number)
-        self._waiting[task.group].remove(task)
-        if not self._waiting[task.group]:
-            del self._waiting[task.group]
         member.busy, member.group = True, task.group
         self._under_way[future] = member, task
 
     def _next(self, member: Member) -> Task | None:
+        """Of the group that it is at, or of the best to begin with."""
         local = member is self._local
-        groups = {
-            name: tasks
+        groups = [
+            name
             for name, tasks in self._waiting.items()
             if self._here or tasks[0].stays is local
-        }
+        ]  # fmt: skip
         if not groups:
             return None
         name = member.group
         if name not in groups:
             taken = {other.group for other in self._members if other is not member}
-            free = {group: tasks for group, tasks in groups.items() if group not in taken}
-            free = free or groups
-            name = max(free, key=lambda group: sum(self._cost(task) for task in free[group]))
-        return max(groups[name], key=self._cost)  # the first of the costliest
+            free = [group for group in groups if group not in taken]
+            name = max(free or groups, key=self._worth)
+        tasks = self._waiting[name]
+        task = tasks[0]
+        if self._cost is not None and len(tasks) <= _COMPARED:
+            task = max(tasks, key=self._cost)  # the first of the costliest
+        tasks.remove(task)
+        if not tasks:
+            del self._waiting[name]
+        return task
+
+    def _worth(self, group: str) -> float:
+        tasks = self._waiting[group]
+        return len(tasks) if self._cost is None else sum(self._cost(task) for task in tasks)
 
     def _everybody(self) -> list[Member]:
         return [*self._members, *([] if self._local is None else [self._local])]
 
-    def _look(self) -> None:
-        """Who of a cluster is there now; tasks of whoever went are run again by Dask itself."""
+    def _look(self) -> Iterator[Done]:
+        """Who of a cluster is there now; what those that went had under way is made again."""
         now = time.monotonic()
         if self._cluster is None or (self._members and now - self._looked < _LOOK):
             return
@@ -215,23 +224,32 @@ class Crew:
         there = self._cluster.workers({member.name: member.number for member in self._members})
         kept = [member for member in self._members if member.name in there]
         names = {member.name for member in kept}
-        kept += [
+        for future, (member, task) in list(self._under_way.items()):
+            if member is not self._local and member.name not in names:
+                del self._under_way[future]
+                future.cancel()
+                yield from self._once_more(task, BrokenExecutor("a worker went"))
+        self._members = kept + [
             Member(number, self._cluster.executor(name), name)
             for name, number in there.items()
             if name not in names
         ]
-        self._members = kept
-        self._seen = now if kept else self._seen
+        self._seen = now if self._members else self._seen
         if now - self._seen > _PATIENCE:
-            raise KeyholeError(
-                f"expected workers at {self._cluster.address}, got none for {_PATIENCE:.0f} "
-                f"seconds: {_LOST}"
-            )
+            raise _lost(BrokenExecutor(f"none at {self._cluster.address} for a minute"))
+
+
+def _lost(error: BaseException) -> KeyholeError:
+    reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
+    return KeyholeError(
+        f"expected workers that stay, got {reason}: finished checks are kept, and the same command "
+        "goes on"
+    )
 
 
 @contextmanager
 def crew_of(
-    processes: int, dask: str | None, cost: Callable[[Task], float] = lambda _: 1.0
+    processes: int, dask: str | None, cost: Callable[[Task], float] | None = None
 ) -> Generator[Crew]:
     """The workers that a command was given: processes, or the cluster at an address."""
     with ExitStack() as stack:

@@ -94,8 +94,8 @@ class Cluster:
         return name.rpartition(":")[0], self._devices.get(name, "")
 
     def executor(self, name: str) -> Executor:
-        """For one worker: others may take its work only where it is gone, or has too much."""
-        return self._client.get_executor(workers=[name], allow_other_workers=True, pure=False)
+        """For one worker, which has something open: no other takes what was meant for it."""
+        return self._client.get_executor(workers=[name], pure=False)
 
 
 def _visible() -> str:

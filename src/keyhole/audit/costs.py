@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 
 _NUMBER = re.compile(r"\d+")
 
 
+@cache
 def kind_of(check: str) -> str:
     """The same check of two targets, or of two layers, is of one kind."""
     return _NUMBER.sub("#", check)

@@ -85,6 +85,7 @@ class _Fleet:
         self.journal, self.crew, self.costs = journal, crew, costs
         self.track = track if inside else untracked  # a worker's parts are not seen from here
         self.progress, self.finished, self.inside = track("audit"), finished, inside
+        self.estimate: tuple[float, float] | None = None  # when, and the seconds left then
         self.audits: dict[str, Audit] = {}
         self.plans: dict[str, Plan] = {}
         self.checked: dict[str, dict[str, tuple[Checked, float]]] = {}
@@ -183,10 +184,15 @@ class _Fleet:
         unopened = len(self.members) - len(self.audits.keys() | self.plans.keys())
         if self.plans:
             total += unopened * total // len(self.plans)
-        left = None
-        if self.costs.known:
-            left = sum(_cost(self.costs, task) for task in self.crew.left()) / len(self.crew)
-        self.progress(done, total or None, note, left)
+        self.progress(done, total or None, note, self._left())
+
+    def _left(self) -> float | None:
+        """The seconds to come; worked out once a second at most, since a fleet may be large."""
+        now = time.monotonic()
+        if self.costs.known and (self.estimate is None or now - self.estimate[0] >= 1):
+            tasks = self.crew.left()
+            self.estimate = now, sum(_cost(self.costs, task) for task in tasks) / len(self.crew)
+        return None if self.estimate is None else self.estimate[1] - (now - self.estimate[0])
 
 
 def _key(name: str, plan: Plan, check: str) -> str:

@@ -117,6 +117,8 @@ def audit(
         plan = Plan.of(opened, determined, checks, seed, seconds)
         if crew is not None:
             checks = _sendable(checks, plan, opening)
+            if opening is not None and opening.stays:
+                notice("its checks are made in this process, which holds its ledger and secrets")
         checked, seconds = make_all(numbered(checks), memory, track, resuming, crew)
     return plan.audit(checked, seconds)
 
