@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 
@@ -19,6 +20,7 @@ from keyhole.results import Fleet
 from keyhole.resume import records_in
 from kill_points import lasting, wait_until
 
+FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 HOSTILE = "<script>alert(1)</script> ../../x [red]"
 FLEET = f"""
 [defaults]
@@ -203,6 +205,7 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
         assert "Traceback" not in done.stderr
 
 
+@FULL  # without processes: tests/test_killed.py
 @pytest.mark.slow
 def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_path):
     journal = tmp_path / "out" / "fleet.journal"
@@ -227,6 +230,7 @@ def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_pa
     assert len(keys) == len(set(keys))
 
 
+@FULL  # else only as benchmarks/fleet.py does it
 @pytest.mark.slow
 def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(place, whole, tmp_path):
     """A real scheduler and two real workers, of which one is killed with a check under way."""

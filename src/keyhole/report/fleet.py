@@ -67,7 +67,7 @@ class Row:
 
     @property
     def seconds(self) -> str:
-        return duration(self.audit.seconds)
+        return duration(self.audit.seconds) if self.audit.seconds else "–"
 
 
 def rows(fleet: Fleet, pages: Mapping[str, str] | None = None) -> list[Row]:
