@@ -28,7 +28,7 @@ def render(assessment: Assessment) -> str:
 def document(assessment: Assessment) -> dict[str, Any]:
     """The bill of materials; the same audit gives the same serial number."""
     audit, finished = assessment.audit, provenance.finished(assessment.audit)
-    items = (*assessment.items, *assessment.gone)
+    present, items = assessment.items, (*assessment.items, *assessment.gone)
     surfaces = list(dict.fromkeys(item.finding.surface for item in items)) or [""]
     tool = {"type": "application", "name": "keyhole", "version": provenance.version(audit)}
     return {
@@ -49,7 +49,7 @@ def document(assessment: Assessment) -> dict[str, Any]:
             ),
         },
         "components": [
-            _model(audit, number, surface, [i for i in items if i.finding.surface == surface])
+            _model(audit, number, surface, [i for i in present if i.finding.surface == surface])
             for number, surface in enumerate(surfaces)
         ],
         "dependencies": [
@@ -58,7 +58,7 @@ def document(assessment: Assessment) -> dict[str, Any]:
         "vulnerabilities": [
             _vulnerability(item, _ref(surfaces.index(item.finding.surface)))
             for item in items
-            if item.finding.exposed or item.finding.outcome is Outcome.UNCHECKED
+            if item.finding.outcome is not Outcome.KEPT or item.state is State.GONE
         ],
     }  # fmt: skip
 
@@ -80,7 +80,7 @@ def _properties(**values: str) -> list[dict[str, str]]:
 
 
 def _model(audit: Audit, number: int, surface: str, items: Sequence[Item]) -> dict[str, Any]:
-    exposed = [item for item in items if item.finding.exposed and item.state is not State.GONE]
+    exposed = [item for item in items if item.finding.exposed]
     known = any(
         item.finding.outcome is not Outcome.UNCHECKED and item.family in _SEEN_INSIDE
         for item in items
@@ -97,9 +97,7 @@ def _model(audit: Audit, number: int, surface: str, items: Sequence[Item]) -> di
             "bom-ref": f"{_ref(number)}-card",
             **({"modelParameters": {"architectureFamily": "transformer"}} if known else {}),
             "quantitativeAnalysis": {
-                "performanceMetrics": [
-                    _metric(item) for item in items if item.state is not State.GONE
-                ]
+                "performanceMetrics": [_metric(item) for item in items]
             },
             "considerations": considerations,
             "properties": _properties(
