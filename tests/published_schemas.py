@@ -67,7 +67,8 @@ def audit_is_valid(document: dict[str, Any]) -> bool:
 
 def audit_errors(document: dict[str, Any]) -> list[str]:
     return [
-        f"{list(error.path)}: {error.message[:200]}" for error in _audit().iter_errors(document)
+        f"{error.validator} at {list(error.path)}: {error.message[:200]}"
+        for error in _audit().iter_errors(document)
     ]
 
 
