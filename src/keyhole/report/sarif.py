@@ -26,6 +26,19 @@ SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
 _ALL_RULES = (*RULES, *OTHERS.values())
+# The rule of a check that was not made, where its words do not tell which: a result needs one.
+_NOT_CHECKED = {
+    "id": "KH-NOT-CHECKED",
+    "name": "NotChecked",
+    "shortDescription": {"text": "A check that was not made"},
+    "fullDescription": {"text": "What was not tried is neither given away nor kept."},
+    "help": {
+        "text": "The result says why it was not tried, and what would change that.",
+        "markdown": "The result says why it was not tried, and what would change that.",
+    },
+    "defaultConfiguration": {"level": "none"},
+    "properties": {"tags": ["security", "keyhole/not-checked"]},
+}
 _LEVELS = {
     Severity.CRITICAL: "error", Severity.HIGH: "error", Severity.MEDIUM: "warning",
     Severity.LOW: "note",
@@ -84,7 +97,7 @@ def log(assessment: Assessment, keep: Callable[[dict[str, Any]], bool] = bool) -
 
 def _needs_somebody(result: dict[str, Any]) -> bool:
     active = not result.get("suppressions") and result.get("baselineState") != "absent"
-    return active and "ruleId" in result and result["kind"] in ("fail", "open")
+    return active and result["kind"] in ("fail", "open")
 
 
 def _driver(assessment: Assessment) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def _driver(assessment: Assessment) -> dict[str, Any]:
         "name": "Keyhole",
         "version": provenance.version(assessment.audit),
         "shortDescription": {"text": "What a Transformer's attention gives away."},
-        "rules": [_rule(rule, assessment) for rule in _ALL_RULES],
+        "rules": [*(_rule(rule, assessment) for rule in _ALL_RULES), _NOT_CHECKED],
     }
 
 
@@ -203,7 +216,8 @@ def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
     rule = rule_of_skip(skip)
     end = "could not check" if skip.unchecked else "not tried"
     return {
-        **({} if rule is None else {"ruleId": rule.id, "ruleIndex": _ALL_RULES.index(rule)}),
+        "ruleId": _NOT_CHECKED["id"] if rule is None else rule.id,
+        "ruleIndex": len(_ALL_RULES) if rule is None else _ALL_RULES.index(rule),
         "kind": "open" if skip.unchecked else "notApplicable",
         "level": "none",
         "message": {"text": _said(f"{skip.exposure}: {end}. {skip.reason}")},
