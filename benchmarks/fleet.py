@@ -51,7 +51,7 @@ def models(folder: Path, count: int) -> Path:
     (folder / "texts.txt").write_text("\n".join(lines))
     path = folder / "fleet.toml"
     path.write_text(
-        '[defaults]\ndata = "texts.txt"\ntexts = 3\nflips = 4\n\n[[target]]\ntarget = "./model-*"\n'
+        '[defaults]\ndata = "texts.txt"\ntexts = 1\nflips = 2\n\n[[target]]\ntarget = "./model-*"\n'
     )
     return path
 
