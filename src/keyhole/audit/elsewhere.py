@@ -17,6 +17,7 @@ from keyhole.audit.journal import what_determines
 from keyhole.audit.opening import Opening
 from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.errors import InputError
+from keyhole.oracle.address import without_password
 from keyhole.oracle.session import session
 from keyhole.progress import Track, untracked
 
@@ -51,7 +52,7 @@ def make(
         target = _open(opening, worker)
         if target.plan.identity != identity:
             raise InputError(
-                f"expected the target {identity} at {opening.shown(opening.place)} on every "
+                f"expected the target {identity} at {without_password(opening.target)} on every "
                 f"worker, got {target.plan.identity}"
             )
         with stopping_on_ctrl_c():

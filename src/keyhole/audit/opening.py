@@ -105,10 +105,14 @@ class Opening:
         stored = Stored(
             self.model or None, self.texts or TEXTS_OF_A_STORE, self.known, self.seed, self.corpus
         )
-        return open_target(
+        target = open_target(
             name, data=data, layers=self.layers, device=device, stored=stored,
             authorized=self.authorized, endpoint=self.endpoint,
         )  # fmt: skip
+        if self.ledger is not None and not target.surfaces:
+            kind = "vector store" if target.stores else "model"
+            raise no_endpoint(f"the {kind} {self.shown(target.name)}")
+        return target
 
     def fingerprint(self) -> str:
         """What tells that a target's files were not touched, without reading all of them."""

@@ -109,8 +109,9 @@ def audit(
         opened = opening.open()
     else:
         opened = target_of(target)
-    if ledger is not None and not opened.surfaces:
-        raise no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
+        if ledger is not None and not opened.surfaces:
+            kind = "vector store" if opened.stores else "model"
+            raise no_endpoint(f"the {kind} {opened.name}")
     seconds = time.perf_counter() - started
     determined = what_determines(opened, seed, chosen)
     with (

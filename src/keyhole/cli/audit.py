@@ -35,6 +35,7 @@ from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.errors import InputError
 from keyhole.files import write_text
+from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.report import json_form
@@ -184,7 +185,7 @@ def audit(
     if target is None:
         raise InputError("expected TARGET or --targets FILE, got none")
     if out is not None:
-        raise InputError(f"expected --out with --targets, got the target {target[:80]}")
+        raise InputError(f"expected --out with --targets, got {without_password(target)}")
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
