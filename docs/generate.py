@@ -24,7 +24,7 @@ from unittest.mock import patch
 from playwright.sync_api import sync_playwright
 
 from keyhole.cli import app
-from keyhole.report.page import plot
+from keyhole.report import figure
 from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
@@ -110,7 +110,8 @@ def error_plot() -> str:
         )
         for name, result in extractions(quick=False).items()
     )  # fmt: skip
-    return f"<body style='margin: 0'>{plot(findings)}</body>"
+    html = figure(findings).to_html(include_plotlyjs=True, full_html=False, div_id="figure")
+    return f"<body style='margin: 0'>{html}</body>"
 
 
 def benchmark_figure(name: str) -> str:
