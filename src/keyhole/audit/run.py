@@ -27,7 +27,7 @@ from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.journal import Resuming, make_all, opened_journal
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, open_target, target_of
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import Layers, TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.devices import expect_device
 from keyhole.disrupt.workers import MOST_PROCESSES, Pool, cluster
@@ -59,7 +59,7 @@ def audit(
     flips: int = 12,
     column: str | None = None,
     label: str | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Layers | None = None,
     device: str = "cpu",
     processes: int = 0,
     dask: str | None = None,
@@ -80,10 +80,10 @@ def audit(
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
     `model`, the encoder that made its vectors, or several that may have made them: `texts` of them,
     20 by default, chosen by `seed`; `known` is a file of texts that are in it, `corpus` one of
-    texts like them, which is counted. `data` is a file of texts for a model:
-    the first `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped,
-    whose right classes are in the column `label`: by default the one of that name, if there is one,
-    or else the model's own answers count as right. `layers` overrides which layers are looked at.
+    texts like them, which is counted. `data` is a file of texts for a model: the first `texts` of
+    its `column`, 3 by default, are read back, and the first `flips` flipped, whose right classes
+    are in the column `label`: by default the one of that name, if there is one, or else the model's
+    own answers count as right. `layers`, or "all", overrides which layers are looked at.
     `processes` reads a store's vectors in so many of them, 0 in this one, `dask` on the cluster at
     that address. `ledger` remembers what endpoints answered. `journal` is the file that remembers
     finished checks, from which an audit that was stopped goes on (`resuming` is told so); remove it
@@ -130,11 +130,13 @@ def audit(
     if len(opened.surfaces) + len(opened.models) > 1:
         # What one part of the target does not give, another does.
         skips = tuple(skip for skip in skips if skip.unchecked)
+    models = opened.models.items()
+    layers_left_out = [skip for name, model in models for skip in text_checks.left_out(name, model)]
     return Audit(
         target=opened.name or opened.identity,
         identity=opened.identity,
         findings=store_checks.whole(opened.stores, checked.findings),
-        skips=(*opened.skips, *skips),
+        skips=(*opened.skips, *skips, *layers_left_out),
         seed=seed,
         seconds=opening + seconds,
     )

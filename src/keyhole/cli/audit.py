@@ -10,6 +10,7 @@ import typer
 from keyhole import report
 from keyhole.audit.check import Checked
 from keyhole.audit.run import audit as run
+from keyhole.audit.texts import Layers
 from keyhole.bounds import MOST
 from keyhole.cli.answers import answer
 from keyhole.cli.app import (
@@ -110,7 +111,10 @@ def audit(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
+        typer.Option(
+            help="Layers to look at, such as 1,6,12, or all; by default all of a small model, of "
+            "others the first, middle, last."
+        ),
     ] = None,
     device: Device = "cpu",
     processes: Processes = 0,
@@ -191,10 +195,10 @@ def _unanswered(result: Audit, journal: Path) -> str:
     )
 
 
-def _numbers(layers: str | None) -> list[int] | None:
-    if layers is None:
-        return None
+def _numbers(layers: str | None) -> Layers | None:
+    if layers is None or layers == "all":
+        return layers
     try:
         return [int(part) for part in layers.split(",")]
     except ValueError:
-        raise InputError(f"expected layers such as 1,6,12, got {layers}") from None
+        raise InputError(f"expected layers such as 1,6,12, or all, got {layers}") from None
