@@ -51,7 +51,12 @@ def _cards(assessment: Assessment) -> Table:
     for card in assessment.families:
         exposed = f"{card.exposed} of {card.checked}" if card.checked else "–"
         style = _STYLES[card.severity] if card.checked else "dim"
-        view.add_row(str(card.family), Text(str(card.level), style=style), exposed, _line(card.fix))
+        view.add_row(
+            str(card.family),
+            Text(str(card.level), style=style),
+            exposed,
+            _line(wording.brief(card.fix)),
+        )
     return view
 
 

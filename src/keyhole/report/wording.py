@@ -11,6 +11,7 @@ from keyhole.percent import percent
 from keyhole.results import Finding, Outcome, Status
 from keyhole.visible import legible
 
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
@@ -61,6 +62,11 @@ def outcome(finding: Finding) -> str:
     if finding.known and finding.sought == "weights":
         return f"{percent(finding.known)} known"
     return "not recovered"
+
+
+def brief(remedy: str) -> str:
+    """The first sentence of a remedy: a card has no room for the others."""
+    return _SENTENCE.split(remedy, maxsplit=1)[0]
 
 
 def error(finding: Finding) -> str:
