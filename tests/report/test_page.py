@@ -99,7 +99,7 @@ def test_controls_and_skips_stand_apart_and_are_not_counted(found):
         assert sign not in before
         assert sign in after
     assert "5 of 6 exposed" in page
-    assert "1 control and 1 check not made not counted" in page
+    assert "not counted: 1 control, 1 check not made" in page
     assert "could not check" in after
     table = words(made)
     assert table.index("Controls, not counted") < table.index("cut at random")

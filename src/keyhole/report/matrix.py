@@ -14,7 +14,7 @@ from keyhole.assess import Assessment, Item
 from keyhole.percent import percent
 from keyhole.results import Readings
 
-WHOLE = "whole model"  # the column of what is made by no single layer
+WHOLE = "model"  # the column of what is made by no single layer
 _LAYER = re.compile(r" of layer (\d+)$")
 _SHADES = 5
 

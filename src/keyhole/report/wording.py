@@ -32,8 +32,8 @@ def apart(assessment: Assessment) -> str:
         _number(len(assessment.controls), "control", "controls"),
         _number(len(assessment.audit.skips), "check not made", "checks not made"),
     ]
-    words = " and ".join(part for part in parts if part)
-    return f"{words} not counted" if words else ""
+    words = ", ".join(part for part in parts if part)
+    return f"not counted: {words}" if words else ""
 
 
 def _number(count: int, single: str, several: str) -> str:
