@@ -1,4 +1,4 @@
-"""The matrix against a table written down by hand; runs of tokens; what cannot be seen."""
+"""The matrix against a table written down by hand; runs of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from keyhole.assess import assess
 from keyhole.report import matrix, readings
 from keyhole.results import Audit, Finding, Piece, Reading, Readings, Status
-from keyhole.visible import legible, visible
 
 
 def cell(layer: int, precision: str, right: int, of: int = 4, exact: bool = False) -> Readings:
@@ -75,12 +74,3 @@ def test_tokens_alike_are_one_run_and_precisions_alike_one_row():
     (text,) = readings.shown(finding("hidden states of layer 1", *cells))
     assert [row.precisions for row in text.rows] == [("float32", "bfloat16"), ("int8",)]
     assert text.rows[0].marks == "2 verified, 1 likely, 1 no such mark, 1 wrong"
-
-
-def test_what_cannot_be_seen_is_spelled_out():
-    hidden = "a\x1b[31m\x00\u202eb\ud800\r"
-    assert legible(hidden) == visible(hidden) == r"a\x1b[31m\x00\u202eb\ud800\r"
-    joined = "\u0646\u200c\u0647 \U0001f468\u200d\U0001f469\n\t"
-    assert legible(joined) == joined
-    assert "\\u200c" in visible(joined)
-    assert visible("plain text") == "plain text"
