@@ -145,8 +145,8 @@ CUTS = "predictions-the-classifier-that-ships-with-keyhole-1-of-all-attention-cu
 TEXTS = {"cli.md": cli_reference, "methods.md": methods_reference}
 PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
-    "audit-text.png": Picture(audit_page, 700, "matrix", 1400),
-    "audit-cuts.png": Picture(audit_page, 1000, CUTS, 1400),
+    "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
+    "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(error_plot, 560),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),

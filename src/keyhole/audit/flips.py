@@ -190,7 +190,7 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
     reason = f"{disruption.flips} of {len(disruption.attacked)} {answers} flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
-    return disruption.status, f"{reason}; {disruption.queries:.0f} queries an example"
+    return disruption.status, f"{reason}; {disruption.queries:.0f} passes an example"
 
 
 def cuts_of(

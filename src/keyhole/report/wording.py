@@ -20,6 +20,8 @@ def counts(assessment: Assessment) -> str:
     total, exposed = len(assessment.items), len(assessment.exposed)
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
     kept = total - exposed - unchecked
+    if not total:
+        return "no check was made"
     parts = [f"{exposed} of {total} checks gave something away"]
     parts += [f"{kept} came back empty"] if kept else []
     parts += [f"{unchecked} had no result"] if unchecked else []
