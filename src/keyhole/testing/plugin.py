@@ -1,0 +1,103 @@
+"""The plugin that pytest loads: `--keyhole-report`, `keyhole_audit`, and a section of the summary.
+
+It is loaded in every run of pytest, so it imports neither torch nor anything of Keyhole that does.
+What a test audited travels with the test's report, as JSON: workers of pytest-xdist send reports to
+the process that writes the summary, which is then the same with workers and without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from keyhole.testing import record
+
+if TYPE_CHECKING:
+    from keyhole.results import Audit
+
+_KEY = "keyhole"  # of what reports carry, and of the section
+_OPTION = "--keyhole-report"
+_FORMATS = (".html", ".json")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("keyhole").addoption(
+        _OPTION, action="append", default=[], metavar="FILE",
+        help="Write what the tests' audits found to FILE.html or FILE.json; may be repeated.",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    files = [Path(file) for file in cast("list[str]", config.getoption(_OPTION))]
+    for file in files:
+        if file.suffix not in _FORMATS:
+            raise pytest.UsageError(f"expected {_OPTION} FILE.html or FILE.json, got {file}")
+    config.pluginmanager.register(Session(files), "keyhole-session")
+
+
+class Session:
+    """What the tests of one session audited."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._pending: list[str] = []  # of the phase that is running
+        self._lines: dict[str, list[str]] = {}  # by test; a cached audit is told where it was made
+        self._audits: list[dict[str, Any]] = []
+
+    def pytest_sessionstart(self) -> None:
+        record.listen(self.hear)
+
+    def pytest_unconfigure(self) -> None:
+        record.leave(self.hear)
+
+    def hear(self, audit: Audit) -> None:
+        from keyhole.testing.lines import lines
+
+        self._pending.append(json.dumps({"lines": lines(audit), "audit": audit.to_dict()}))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        setattr(report, _KEY, self._pending)
+        self._pending = []
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for text in cast("list[str]", getattr(report, _KEY, [])):
+            told = json.loads(text)
+            self._lines.setdefault(report.nodeid, []).extend(told["lines"])
+            self._audits.append(told["audit"])
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._lines and not self.files:
+            return
+        terminalreporter.section(_KEY)
+        for test, lines in self._lines.items():
+            for line in lines:
+                terminalreporter.line(f"{line} [{test}]")
+        for file in self.files:
+            terminalreporter.line(f"report: {file}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        is_worker = hasattr(session.config, "workerinput")
+        if self.files and not is_worker:
+            from keyhole.testing.report import write
+
+            write(self._audits, self.files)
+
+
+@pytest.fixture(scope="session")
+def keyhole_audit(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Audit]:
+    """`keyhole_audit(target, **options)` is `keyhole.audit`, run once a session for each target.
+
+    Workers of pytest-xdist share what they audit, where the target has a name.
+    """
+    from keyhole.testing.once import Once
+
+    base = tmp_path_factory.getbasetemp()
+    # The base of a worker lies in the one of its session.
+    return Once(base.parent if base.name.startswith("popen-") else base)
