@@ -17,6 +17,8 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from keyhole import views
+
 if TYPE_CHECKING:
     from keyhole import (
         attention,
@@ -52,3 +54,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _html(result: Any) -> str:
+    return importlib.import_module("keyhole.report.notebook").html(result)
+
+
+views.show_with(_html)  # results in a notebook; the report loads when the first one is shown

@@ -1,0 +1,97 @@
+"""An audit in a cell: the verdict, four cards, the findings, the first text and the first cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from keyhole.assess import Assessment, Card, Level, assess
+from keyhole.percent import percent
+from keyhole.report import wording
+from keyhole.report.notebook.blocks import Head, Marked, Table, Words, table
+from keyhole.results import Audit, Cut, Finding
+
+_LEVELS = {
+    Level.ALL: "bad", Level.PARTLY: "bad", Level.UNKNOWN: "part", Level.NONE: "good",
+    Level.NOT_TRIED: "part",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CardShown:
+    name: str
+    level: str
+    colour: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Cards:
+    block: ClassVar[str] = "cards"
+    cards: tuple[CardShown, ...]
+
+
+@dataclass(frozen=True)
+class CutShown:
+    """Where attention was cut, on the sentence and in the heads."""
+
+    block: ClassVar[str] = "cut"
+    cut: Cut
+
+
+Block = Head | Words | Cards | Table | Marked | CutShown
+
+
+def audit(result: Audit) -> list[Block]:
+    assessment = assess(result)
+    colour = wording.headline(result)
+    blocks: list[Block] = [
+        Head(str(assessment.severity), colour, assessment.verdict),
+        Words(f"{result.target}: {result.seconds:.1f} s, {result.created}"),
+        Cards(tuple(_card(card) for card in assessment.families if card.checked or card.unchecked)),
+        _findings(assessment),
+    ]
+    skips = [skip for skip in result.skips if skip.unchecked]
+    blocks += [Words(f"could not check {skip.exposure}: {skip.reason}") for skip in skips]
+    blocks += [block for finding in result.findings if finding.texts for block in _text(finding)][
+        :1
+    ]
+    cuts = [cut for finding in result.findings if finding.exposed for cut in finding.cuts]
+    return blocks + [CutShown(cut) for cut in cuts[:1]]
+
+
+def _card(card: Card) -> CardShown:
+    words = f"through {card.exposed} of {card.checked} exposures"
+    if card.unchecked:
+        words += f", {card.unchecked} could not be checked"
+    return CardShown(
+        str(card.family), str(card.level), _LEVELS[card.level],
+        f"{words}. {card.fix}" if card.exposed else words,
+    )  # fmt: skip
+
+
+def _findings(assessment: Assessment) -> Table:
+    items = assessment.items
+    return table(
+        ("severity", "what the attacker sees", "outcome", "what would stop it", "error", "queries"),
+        [
+            (
+                str(item.severity), item.of, wording.outcome(item.finding), item.finding.remedy,
+                wording.error(item.finding), f"{item.finding.queries:,}",
+            )
+            for item in items
+        ],
+        numbers=4,
+        colours=[wording.colour(item.finding) for item in items],
+    )  # fmt: skip
+
+
+def _text(finding: Finding) -> list[Marked]:
+    """The text of which most came back, as it came back."""
+    readings = finding.texts[0].readings
+    if not readings:
+        return []
+    best = max(readings, key=lambda reading: reading.known)
+    original = f", put in as “{best.original}”" if best.original else ""
+    caption = f"{finding.exposure}: {percent(best.known)} of these tokens came back{original}"
+    return [Marked(best.pieces, caption)]
