@@ -34,12 +34,13 @@ if TYPE_CHECKING:
         results,
     )
     from keyhole.audit.run import audit
+    from keyhole.callback import AuditCallback
 
     __version__: str
 
 __all__ = [
-    "__version__", "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models",
-    "oracle", "recover", "report", "results",
+    "AuditCallback", "__version__", "attention", "audit", "data", "disrupt", "extract", "harden",
+    "invert", "models", "oracle", "recover", "report", "results",
 ]  # fmt: skip
 
 
@@ -47,6 +48,8 @@ def __getattr__(name: str) -> Any:
     # Packages load torch; `keyhole --help` should not wait for it.
     if name == "__version__":
         return importlib.metadata.version("keyhole")
+    if name == "AuditCallback":
+        return importlib.import_module("keyhole.callback").AuditCallback
     if name in __all__:
         return importlib.import_module(f"keyhole.{name}")
     raise AttributeError(f"module 'keyhole' has no attribute {name!r}")

@@ -17,6 +17,7 @@ from keyhole import disrupt, extract, invert, oracle, recover
 from keyhole.audit import Target
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.texts import TextTarget
+from keyhole.audit.together import together
 from keyhole.disrupt.certificate.certification import Certification
 from keyhole.disrupt.certificate.certify import certify
 from keyhole.extract.defended.tried import DefencesTried, Tried
@@ -29,7 +30,6 @@ from keyhole.recover.gradients import batch_of, recover_batch, update_of
 from keyhole.report.notebook import VIEWS, html
 from keyhole.report.notebook.curves import curve
 from keyhole.results import Result, Status
-from keyhole.testing.report import together
 
 HOSTILE = (
     "</style></svg><script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>\""
@@ -51,7 +51,8 @@ def _audited(loaded: Loaded):
     texts = TextTarget(loaded, [TEXT], examples=tuple(tiny_classifiers.examples(4)))
     target = Target("both", {"": oracle.plant(dim=4, seed=1)}, {"": texts})
     asked: dict[str, float | None] = {"scores": None, "hidden:1": None, "flips": 0.2}
-    return together([audit_exposure(target, name, share=share) for name, share in asked.items()])
+    parts = [audit_exposure(target, name, share=share) for name, share in asked.items()]
+    return together(parts, "one model")
 
 
 def _disrupted(loaded: Loaded):

@@ -33,7 +33,8 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
     modes = {part: part.training for part in model.modules()}
     asked = [(weight, weight.requires_grad) for weight in model.parameters()]
     called = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    with torch.random.fork_rng():
+    gpus = {weight.device for weight in model.parameters() if weight.is_cuda}
+    with torch.random.fork_rng(devices=sorted(gpus, key=str)):
         try:
             model.eval().requires_grad_(False)
             yield Loaded(model, tokenizer, identity(model), called)

@@ -84,7 +84,7 @@ def head(status: Status, words: str) -> Head:
 def facts(**values: str | None) -> Table:
     """Names and figures in two columns; what is None is left out. `_` in a name is a space."""
     rows = [(name.replace("_", " "), value) for name, value in values.items() if value is not None]
-    return Table((), tuple(rows))
+    return Table((), tuple(rows), numbers=2)
 
 
 def table(

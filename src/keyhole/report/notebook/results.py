@@ -154,7 +154,7 @@ def bounds(result: Bounds) -> list[Block]:
              for name, seen, bound, kept in rows],
             colours=["good" if kept else "bad" for *_, kept in rows],
         ),
-        facts(**{name: f"{size:.3g}" for name, size in result.norms.items()}),
+        table(("norm", "size"), [(name, f"{size:.3g}") for name, size in result.norms.items()]),
     ]  # fmt: skip
 
 
@@ -292,15 +292,18 @@ def training(result: Training) -> list[Block]:
 
 def hardening(result: Hardening) -> list[Block]:
     """Each figure before, and after over the seeds."""
-    shown: list[tuple[str, float, str]] = [
-        (f"{figure}, {name}", value, percent(value, 1))
-        for name, evaluation in result.evaluations().items()
-        for figure, value in evaluation.figures().items()
+    measured = {name: each.figures() for name, each in result.evaluations().items()}
+    figures = dict.fromkeys(figure for each in measured.values() for figure in each)
+    shown = [
+        (f"{figure}, {name}", each[figure], percent(each[figure], 1))
+        for figure in figures
+        for name, each in measured.items()
+        if figure in each
     ]
     finished = "" if result.finished else "; it is not finished"
     return [
         Words(f"{result.model}: {result.method}, {result.examples} examples{finished}"),
-        bars(sorted(shown, key=lambda bar: bar[0])),
+        bars(shown),
         *(Words(f"seed {each.seed}: {each.training.summary()}") for each in result.runs),
         *(drawn for each in result.runs[:1] for drawn in training(each.training)[1:]),
     ]
