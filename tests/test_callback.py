@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_the_end_of_training_has_a_report_and_figures(tmp_path):
     assert figures["keyhole/worst_score"] == 10.0
     assert any("keyhole/text" in logs for logs in made.state.log_history)
     assert "keyhole/weights" not in figures  # nobody looked
+
+
+@pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+def test_without_exposures_every_attack_that_applies_is_tried(tmp_path):
+    callback = AuditCallback()
+    made = trainer(tmp_path, epochs=1)
+    callback.attach_to(made)
+    made.train()
+    assert {finding.sought for finding in callback.audit.findings} == {"text", "prediction"}
+    assert made.state.log_history[-1]["keyhole/text"] == 1.0
 
 
 def test_among_the_callbacks_its_figures_are_in_the_history(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -172,10 +173,20 @@ def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
             loaded = {name.split(".")[0] for name in sys.modules}
             assert not loaded & {"torch", "transformers", "numpy", "rich", "jinja2", "plotly"}
             assert sorted(name for name in sys.modules if name.startswith("keyhole")) == [
-                "keyhole", "keyhole.testing", "keyhole.testing.plugin", "keyhole.testing.record"
+                "keyhole", "keyhole.testing", "keyhole.testing.plugin", "keyhole.testing.record",
+                "keyhole.views",
             ]
     """)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{about.parent}")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
+
+
+def test_the_tests_of_the_documentation(pytester):
+    """As docs/testing.md has them: what they promise is what happens."""
+    text = (ROOT / "docs" / "testing.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    (block,) = [part for part in blocks if "def test" in part]
+    pytester.makepyfile(test_documented=block)
+    pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=3, xfailed=1)
