@@ -27,9 +27,9 @@ FLOORS = (  # from the ground up
         "strict_json",
         "views",
     },
-    {"bounds", "devices", "memory", "share"},  # what a caller may ask for
+    {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"files"},
-    {"registry", "resume", "data"},
+    {"registry", "resume", "data", "crew"},
     {"results"},  # what every attack returns
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
