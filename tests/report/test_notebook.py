@@ -29,7 +29,7 @@ from keyhole.models import Loaded, identity
 from keyhole.recover.gradients import batch_of, recover_batch, update_of
 from keyhole.report.notebook import VIEWS, html
 from keyhole.report.notebook.curves import curve
-from keyhole.results import Result, Status
+from keyhole.results import Fleet, Result, Status
 
 HOSTILE = (
     "</style></svg><script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>\""
@@ -77,8 +77,10 @@ def results() -> dict[str, Result]:
     tried = Tried(
         "rounding", "3 decimals", "Tolerant", Status.RECOVERED, "", 1e-9, 1e-4, 0.0, 72, 0.1
     )
+    audited = _audited(loaded)
     made = [
-        _audited(loaded), extract.SingleHead()(oracle.plant(dim=6, seed=1)), inverted,
+        audited, Fleet({"mine": audited, "yours": replace(audited, findings=())}, 1.0),
+        extract.SingleHead()(oracle.plant(dim=6, seed=1)), inverted,
         LayersInversion(
             Status.RECOVERED, "why", "m", inverted.X, 1e-15, 0.1,
             layers=(Amplification(2.0, 1.5),), amplification=2.0,

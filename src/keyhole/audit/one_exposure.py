@@ -59,10 +59,11 @@ def audit_exposure(
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
         made = joined(check.run(track) for check in checks)
+    facts = {name: store.facts for name, store in target.stores.items()}
     return Audit(
         target=target.name or target.identity,
         identity=target.identity,
-        findings=stores.whole(target.stores, made.findings),
+        findings=stores.whole(facts, made.findings),
         skips=(*target.skips, *made.skips),
         seed=seed,
         seconds=time.perf_counter() - started,

@@ -19,6 +19,7 @@ from keyhole.results import Result
 
 VIEWS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "audit": audits.audit,
+    "fleet": audits.fleet,
     "extraction": results.extraction,
     "defences": results.defences,
     "inversion": results.inversion,

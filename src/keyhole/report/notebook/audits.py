@@ -1,4 +1,4 @@
-"""An audit in a cell: the verdict, four cards, the findings, the first text and the first cut."""
+"""Audits in a cell: verdict, cards, findings, a text and a cut; of a fleet, its rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from keyhole.assess import Assessment, Card, Level, assess
 from keyhole.percent import percent
+from keyhole.report import fleet as fleets
 from keyhole.report import wording
 from keyhole.report.notebook.blocks import Head, Marked, Table, Words, table
-from keyhole.results import Audit, Cut, Finding
+from keyhole.results import Audit, Cut, Finding, Fleet
 
 _LEVELS = {
     Level.ALL: "bad", Level.PARTLY: "bad", Level.UNKNOWN: "part", Level.NONE: "good",
@@ -58,6 +59,29 @@ def audit(result: Audit) -> list[Block]:
     ]
     cuts = [cut for finding in result.findings if finding.exposed for cut in finding.cuts]
     return blocks + [CutShown(cut) for cut in cuts[:1]]
+
+
+def fleet(result: Fleet) -> list[Block]:
+    """A row for each target, the worst first."""
+    made = fleets.rows(result)
+    colours = {0: "good", 1: "bad", 3: "part"}
+    heads = [str(card.family) for card in made[0].families] if made else []
+    return [
+        Head(f"{len(made)} targets", colours[result.exit_code], fleets.verdict(result)),
+        table(
+            ("severity", "target", "worst finding", *heads, "seconds"),
+            [
+                (
+                    str(row.severity), row.name,
+                    row.verdict if row.worst is None else row.worst.finding.exposure,
+                    *(str(card.level) for card in row.families), row.seconds,
+                )
+                for row in made
+            ],
+            numbers=3 + len(heads),
+            colours=[colours[row.audit.exit_code] for row in made],
+        ),
+    ]  # fmt: skip
 
 
 def _card(card: Card) -> CardShown:
