@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import shutil
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from html.parser import HTMLParser
@@ -182,7 +184,9 @@ def test_what_each_shows(results):
     assert html(results["training"]).count("<circle") == 3
     shown = html(results["audit"])
     assert shown.count('<div class="kh-card">') == 3  # weights, text, predictions; no inputs
-    assert "pairs cut" in shown
+    cut = next(each.cuts[0] for each in results["audit"].findings if each.exposed and each.cuts)
+    assert shown.count('title="cut from') == len({key for *_, key in cut.units}) > 1
+    assert f"{len(cut.units)} units cut" in " ".join(shown.split())
     assert "stroke-dasharray" in html(results["extraction"])  # the floor
     flips = Reader(html(results["disruption"])).text
     assert f"{results['disruption'].flips} of {len(results['disruption'].attacked)} right" in flips
@@ -214,6 +218,22 @@ def test_a_curve_takes_any_numbers(points, drawn):
         left, top, right, bottom = each.frame
         assert all(left <= x <= right and top <= y <= bottom for x, y, _ in each.points)
         assert len(each.down) >= 2
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium on the PATH: the page was not opened in a browser")
+    from playwright.sync_api import sync_playwright
+
+    # As root, Chromium has no sandbox to offer; and it must not telephone home.
+    flags = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield launched
+        launched.close()
 
 
 _STYLES = """() => [...document.querySelectorAll(".outside")].map(one => {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -122,6 +124,22 @@ def test_an_option_in_a_sentence_is_escaped_and_kept_in_one_piece():
         '&lt;b&gt;: <span class="option">--json-file</span>, a--b, -- c '
         '<span class="option">--data</span>'
     )
+
+
+@pytest.fixture(scope="module")
+def browser():
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium on the PATH: the page was not opened in a browser")
+    from playwright.sync_api import sync_playwright
+
+    # As root, Chromium has no sandbox to offer; and it must not telephone home.
+    flags = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=chromium, args=flags)
+        yield launched
+        launched.close()
 
 
 @pytest.mark.parametrize("kind", ["honest", "hostile"])

@@ -11,8 +11,6 @@ from typing import Any
 
 import jinja2
 
-from keyhole.percent import percent
-from keyhole.report import pictures
 from keyhole.report.notebook import audits, results
 from keyhole.report.notebook.blocks import Words
 from keyhole.results import Result
@@ -44,6 +42,4 @@ def html(result: Result) -> str:
     view = VIEWS.get(result.kind)
     lines = [Words(line) for line in result.summary().splitlines()]
     blocks = lines if view is None else view(result)
-    return _pages.get_template("notebook.html").render(
-        blocks=blocks, pictures=pictures, percent=percent
-    )
+    return _pages.get_template("notebook.html").render(blocks=blocks)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keyhole.assess import Assessment, Card, Level, assess
+from keyhole.assess import Assessment, Card, Level, Severity, assess
 from keyhole.percent import percent
 from keyhole.report import fleet as fleets
 from keyhole.report import wording
-from keyhole.report.notebook.blocks import Head, Marked, Table, Words, table
+from keyhole.report.notebook.blocks import Grid, Head, Marked, Table, Words, heads, table
 from keyhole.results import Audit, Cut, Finding, Fleet
 
+_COLOURS = {0: "good", 1: "bad", 3: "part"}  # by the exit code
 _LEVELS = {
     Level.ALL: "bad", Level.PARTLY: "bad", Level.UNKNOWN: "part", Level.NONE: "good",
     Level.NOT_TRIED: "part",
@@ -33,21 +35,21 @@ class Cards:
 
 
 @dataclass(frozen=True)
-class CutShown:
-    """Where attention was cut, on the sentence and in the heads."""
+class Sentence:
+    """A text's tokens, each with the share of the most that any was cut from, and how often."""
 
-    block: ClassVar[str] = "cut"
-    cut: Cut
+    block: ClassVar[str] = "sentence"
+    tokens: tuple[tuple[str, float, int], ...]
+    caption: str
 
 
-Block = Head | Words | Cards | Table | Marked | CutShown
+Block = Head | Words | Cards | Table | Marked | Sentence | Grid
 
 
 def audit(result: Audit) -> list[Block]:
     assessment = assess(result)
-    colour = wording.headline(result)
     blocks: list[Block] = [
-        Head(str(assessment.severity), colour, assessment.verdict),
+        Head(str(assessment.severity), _COLOURS[result.exit_code], assessment.verdict),
         Words(f"{result.target}: {result.seconds:.1f} s, {result.created}"),
         Cards(tuple(_card(card) for card in assessment.families if card.checked or card.unchecked)),
         _findings(assessment),
@@ -58,18 +60,36 @@ def audit(result: Audit) -> list[Block]:
         :1
     ]
     cuts = [cut for finding in result.findings if finding.exposed for cut in finding.cuts]
-    return blocks + [CutShown(cut) for cut in cuts[:1]]
+    return blocks + [block for cut in cuts[:1] for block in _cut(cut)]
+
+
+def _colour(severity: Severity) -> str:
+    return {Severity.NONE: "good", Severity.UNKNOWN: "part"}.get(severity, "bad")
+
+
+def _cut(cut: Cut) -> list[Block]:
+    """Where attention was cut: on the sentence, and in the heads."""
+    unseen = Counter(key for _, _, _, key in cut.units)
+    most = max(unseen.values(), default=1)
+    tokens = tuple(
+        (token, unseen[place] / most, unseen[place]) for place, token in enumerate(cut.tokens)
+    )
+    caption = (
+        f"{cut.before} ({percent(cut.sure_before)} sure) became {cut.after}: "
+        f"{len(cut.units)} units cut, {percent(cut.share, 2)} of all; the redder a word, the more"
+    )
+    lost = Counter((layer, head) for layer, head, _, _ in cut.units)
+    return [Sentence(tokens, caption), *heads(lost, cut.layers, cut.heads)]
 
 
 def fleet(result: Fleet) -> list[Block]:
     """A row for each target, the worst first."""
     made = fleets.rows(result)
-    colours = {0: "good", 1: "bad", 3: "part"}
-    heads = [str(card.family) for card in made[0].families] if made else []
+    families = [str(card.family) for card in made[0].families] if made else []
     return [
-        Head(f"{len(made)} targets", colours[result.exit_code], fleets.verdict(result)),
+        Head(f"{len(made)} targets", _COLOURS[result.exit_code], fleets.verdict(result)),
         table(
-            ("severity", "target", "worst finding", *heads, "seconds"),
+            ("severity", "target", "worst finding", *families, "seconds"),
             [
                 (
                     str(row.severity), row.name,
@@ -78,8 +98,8 @@ def fleet(result: Fleet) -> list[Block]:
                 )
                 for row in made
             ],
-            numbers=3 + len(heads),
-            colours=[colours[row.audit.exit_code] for row in made],
+            numbers=3 + len(families),
+            colours=[_COLOURS[row.audit.exit_code] for row in made],
         ),
     ]  # fmt: skip
 
@@ -106,7 +126,7 @@ def _findings(assessment: Assessment) -> Table:
             for item in items
         ],
         numbers=4,
-        colours=[wording.colour(item.finding) for item in items],
+        colours=[_colour(item.severity) for item in items],
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ escapes everything in them, so hostile text cannot leave the cell whichever resu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -121,3 +121,14 @@ def bars(shares: Iterable[tuple[str, float, str]], caption: str = "") -> Bars:
         for name, share, words in shares
     ]
     return Bars(tuple(kept[:_MOST_ROWS]), caption)
+
+
+def heads(lost: Mapping[tuple[int, int], int], depth: int, width: int) -> list[Grid]:
+    """Layers down, heads across: how many units of attention each lost; a huge model has none."""
+    if not lost or depth * width > _WIDEST**2:
+        return []
+    most = max(lost.values())
+    rows = tuple(
+        tuple(lost.get((layer, each), 0) / most for each in range(width)) for layer in range(depth)
+    )
+    return [Grid(rows, f"where attention was cut, at most {most} units a head", "layer", "head")]

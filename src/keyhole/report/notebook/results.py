@@ -31,6 +31,7 @@ from keyhole.report.notebook.blocks import (
     bars,
     facts,
     head,
+    heads,
     matrix,
     number,
     table,
@@ -193,6 +194,7 @@ def disruption(result: Disruption) -> list[Block]:
     stood = right - result.flips
     texts = {example.id: example.text for example in result.examples}
     flipped = [outcome for outcome in result.attacked if outcome.flipped]
+    lost = Counter((unit.layer, unit.head) for outcome in flipped for unit in outcome.cut)
     words = result.obstacle or f"{result.flips} of {right} right answers flipped"
     tag = percent(result.success) if right else "could not check"
     return [
@@ -205,7 +207,7 @@ def disruption(result: Disruption) -> list[Block]:
                 ("wrong before", result.skipped / count, f"{result.skipped}, left alone"),
             ]
         ),
-        *_heads(result),
+        *heads(lost, *(1 + max((place[side] for place in lost), default=-1) for side in (0, 1))),
         table(
             ("text", "from", "to", "units cut", "of all", "queries"),
             [
@@ -224,23 +226,6 @@ def disruption(result: Disruption) -> list[Block]:
 
 def _answer(answer: Sequence[int]) -> str:
     return " ".join(str(each) for each in answer)
-
-
-def _heads(result: Disruption) -> list[Grid]:
-    """Layers down, heads across: how many units each lost in all flips together."""
-    lost = Counter(
-        (unit.layer, unit.head)
-        for outcome in result.attacked if outcome.flipped
-        for unit in outcome.cut
-    )  # fmt: skip
-    if not lost:
-        return []
-    depth, width = (1 + max(place[side] for place in lost) for side in (0, 1))
-    if depth * width > 4096:
-        return []
-    most = max(lost.values())
-    rows = tuple(tuple(lost[layer, each] / most for each in range(width)) for layer in range(depth))
-    return [Grid(rows, f"where attention was cut, at most {most} units a head", "layer", "head")]
 
 
 def certification(result: Certification) -> list[Block]:
