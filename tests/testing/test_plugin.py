@@ -147,6 +147,14 @@ def test_nothing_audited_nothing_said(pytester):
     result.stdout.fnmatch_lines(["report: all.json"])
 
 
+def test_help_says_what_there_is(pytester):
+    result = pytester.runpytest_inprocess(*PLUGIN, "--help")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*--keyhole-report=FILE*"])
+    result = pytester.runpytest_inprocess(*PLUGIN, "--fixtures")
+    result.stdout.fnmatch_lines(["keyhole_audit*"])
+
+
 def test_a_report_in_a_format_that_there_is_not(pytester):
     result = pytester.runpytest_inprocess(*PLUGIN, "--keyhole-report=report.pdf")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

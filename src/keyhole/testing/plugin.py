@@ -59,12 +59,12 @@ class Session:
 
         self._pending.append(json.dumps({"lines": lines(audit), "audit": audit.to_dict()}))
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        setattr(report, _KEY, self._pending)
-        self._pending = []
-        return report
+    @pytest.hookimpl(hookwrapper=True)  # the older form: it is loaded by whichever pytest there is
+    def pytest_runtest_makereport(self) -> Generator[None, Any, None]:
+        outcome = yield
+        if self._pending:
+            setattr(outcome.get_result(), _KEY, self._pending)
+            self._pending = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for text in cast("list[str]", getattr(report, _KEY, [])):

@@ -17,7 +17,9 @@ def listen(listener: Listener) -> None:
 
 
 def leave(listener: Listener) -> None:
-    _listeners.remove(listener)
+    """A session that never began, as that of `pytest --help`, has nothing to leave."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 def tell(audit: Audit) -> None:
