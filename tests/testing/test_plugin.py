@@ -86,8 +86,9 @@ def test_the_same_with_workers(pytester):
         @pytest.mark.parametrize("number", range(2))
         def test_it(keyhole_audit, number):
             pathlib.Path(f"{os.environ['PYTEST_XDIST_WORKER']}.started").touch()
-            while len(list(pathlib.Path().glob("*.started"))) < 2:  # both at the same time
-                time.sleep(0.01)
+            end = time.monotonic() + 100
+            while len(list(pathlib.Path().glob("*.started"))) < 2 and time.monotonic() < end:
+                time.sleep(0.01)  # so that both ask at the same time
             assert len(keyhole_audit("planted.safetensors").findings) == 6
     """)
     result = pytester.runpytest_subprocess(*PLUGIN, "-n", "2", "--keyhole-report=all.json")
