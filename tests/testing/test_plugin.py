@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 import keyhole
 import tiny_models as tiny
+from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
+from keyhole.testing import plugin
 
 pytest_plugins = ("pytester",)
 
@@ -56,8 +59,9 @@ def section(result: pytest.RunResult) -> list[str]:
 
 def test_findings_are_shown_and_reported(project):
     result = project.runpytest_inprocess(
-        *PLUGIN, "--keyhole-report=out/keyhole.json", "--keyhole-report=keyhole.html"
-    )
+        *PLUGIN, "--keyhole-report=out/keyhole.json", "--keyhole-report=keyhole.html",
+        "--keyhole-report=sarif=keyhole.sarif",
+    )  # fmt: skip
     result.assert_outcomes(passed=4, failed=2)
     summary = section(result)
     (leak,) = [line for line in summary if "[test_model.py::test_leak]" in line]
@@ -74,6 +78,10 @@ def test_findings_are_shown_and_reported(project):
     assert ("model", "hidden states of layer 1") in places
     page = (project.path / "keyhole.html").read_text("utf-8")
     assert "3 targets of a test session" in page
+    sarif = json.loads((project.path / "keyhole.sarif").read_text("utf-8"))
+    assert sarif["version"] == "2.1.0"
+    assert any("hidden states of layer 1" in each["message"]["text"]
+               for each in sarif["runs"][0]["results"])  # fmt: skip
 
 
 def test_the_same_with_workers(pytester):
@@ -145,7 +153,7 @@ def test_nothing_audited_nothing_said(pytester):
     assert "keyhole" not in result.stdout.str().split("rootdir")[-1].replace("keyhole.", "")
     result = pytester.runpytest_inprocess(*PLUGIN, "--keyhole-report=all.json")
     assert Audit.load(pytester.path / "all.json").exit_code == 3  # nothing was checked: not clean
-    result.stdout.fnmatch_lines(["report: all.json"])
+    result.stdout.fnmatch_lines(["json: all.json"])
 
 
 def test_help_says_what_there_is(pytester):
@@ -156,10 +164,15 @@ def test_help_says_what_there_is(pytester):
     result.stdout.fnmatch_lines(["keyhole_audit*"])
 
 
-def test_a_report_in_a_format_that_there_is_not(pytester):
-    result = pytester.runpytest_inprocess(*PLUGIN, "--keyhole-report=report.pdf")
+@pytest.mark.parametrize("word", ["report.pdf", "pdf=report.pdf", "sarif=", "report.sarif"])
+def test_a_report_in_a_format_that_there_is_not(pytester, word):
+    result = pytester.runpytest_inprocess(*PLUGIN, f"--keyhole-report={word}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*expected --keyhole-report FILE.html or FILE.json, got*"])
+    result.stderr.fnmatch_lines([f"*expected --keyhole-report FILE.html, *, got {word}"])
+
+
+def test_the_formats_are_those_of_reports():
+    assert tuple(FORMATS) == plugin.FORMATS
 
 
 def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):

@@ -48,7 +48,8 @@ def _came_back(finding: Finding) -> str:
         return f"{percent(finding.known)} of tokens came back{_text(finding)}"
     if finding.sought == "prediction":
         return f"{finding.reason.split(';')[0]}{_cut(finding)}"
-    parts = [f"the {finding.sought}: {wording.outcome(finding)}"]
+    outcome = wording.outcome(finding) if came_back(finding) else "not recovered"
+    parts = [f"the {finding.sought}: {outcome}"]
     if finding.error is not None:
         parts.append(f"error {finding.error:.1e}")
     return ", ".join([*parts, f"{finding.queries:,} queries"])

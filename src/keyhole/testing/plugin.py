@@ -21,28 +21,40 @@ if TYPE_CHECKING:
 
 _KEY = "keyhole"  # of what reports carry, and of the section
 _OPTION = "--keyhole-report"
-_FORMATS = (".html", ".json")
+# Those of report/formats.py, by name: the module itself loads all that they are made with.
+FORMATS = ("html", "json", "sarif", "sarif-github", "cyclonedx", "markdown", "junit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("keyhole").addoption(
         _OPTION, action="append", default=[], metavar="FILE",
-        help="Write what the tests' audits found to FILE.html or FILE.json; may be repeated.",
+        help="Write what the tests' audits found to FILE.html or FILE.json, or to FORMAT=FILE with "
+        f"one of {', '.join(FORMATS)}; may be repeated.",
     )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    files = [Path(file) for file in cast("list[str]", config.getoption(_OPTION))]
-    for file in files:
-        if file.suffix not in _FORMATS:
-            raise pytest.UsageError(f"expected {_OPTION} FILE.html or FILE.json, got {file}")
+    files = [_report(word) for word in cast("list[str]", config.getoption(_OPTION))]
     config.pluginmanager.register(Session(files), "keyhole-session")
+
+
+def _report(word: str) -> tuple[str, Path]:
+    """The format and the file that somebody asked for."""
+    name, equals, file = word.partition("=")
+    if not equals and Path(word).suffix in (".html", ".json"):
+        return Path(word).suffix[1:], Path(word)
+    if not file or name not in FORMATS:
+        raise pytest.UsageError(
+            f"expected {_OPTION} FILE.html, FILE.json or FORMAT=FILE with one of "
+            f"{', '.join(FORMATS)}, got {word}"
+        )
+    return name, Path(file)
 
 
 class Session:
     """What the tests of one session audited."""
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, files: list[tuple[str, Path]]) -> None:
         self.files = files
         self._pending: list[str] = []  # of the phase that is running
         self._lines: dict[str, list[str]] = {}  # by test; a cached audit is told where it was made
@@ -79,8 +91,8 @@ class Session:
         for test, lines in self._lines.items():
             for line in lines:
                 terminalreporter.line(f"{line} [{test}]")
-        for file in self.files:
-            terminalreporter.line(f"report: {file}")
+        for name, file in self.files:
+            terminalreporter.line(f"{name}: {file}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(session.config, "workerinput")

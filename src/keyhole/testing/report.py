@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keyhole import report
+from keyhole.assess import assess
 from keyhole.audit.together import together
 from keyhole.files import write_text
+from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
 
 
-def write(audits: Sequence[dict[str, Any]], files: Sequence[Path]) -> None:
-    """FILE.json as `keyhole audit` writes it, every other as its page."""
+def write(audits: Sequence[dict[str, Any]], files: Sequence[tuple[str, Path]]) -> None:
+    """Each file in its format, as `keyhole audit --output` writes it."""
     audit = together([Audit.from_dict(data) for data in audits], "a test session")
-    for file in files:
+    for name, file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.suffix == ".json":
-            audit.save(file)
-        else:
-            write_text(file, report.render(audit))
+        write_text(file, FORMATS[name](assess(audit)))
