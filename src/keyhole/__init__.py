@@ -17,6 +17,8 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
+from keyhole import views
+
 if TYPE_CHECKING:
     from keyhole import (
         attention,
@@ -32,12 +34,13 @@ if TYPE_CHECKING:
         results,
     )
     from keyhole.audit.run import audit
+    from keyhole.callback import AuditCallback
 
     __version__: str
 
 __all__ = [
-    "__version__", "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models",
-    "oracle", "recover", "report", "results",
+    "AuditCallback", "__version__", "attention", "audit", "data", "disrupt", "extract", "harden",
+    "invert", "models", "oracle", "recover", "report", "results",
 ]  # fmt: skip
 
 
@@ -45,6 +48,8 @@ def __getattr__(name: str) -> Any:
     # Packages load torch; `keyhole --help` should not wait for it.
     if name == "__version__":
         return importlib.metadata.version("keyhole")
+    if name == "AuditCallback":
+        return importlib.import_module("keyhole.callback").AuditCallback
     if name in __all__:
         return importlib.import_module(f"keyhole.{name}")
     raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
@@ -52,3 +57,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _html(result: Any) -> str:
+    return importlib.import_module("keyhole.report.notebook").html(result)
+
+
+views.show_with(_html)  # results in a notebook; the report loads when the first one is shown

@@ -54,7 +54,7 @@ def easily(monkeypatch):
     """A larger share: eight words leave 1% of a head no unit at all."""
     usual = flips.attackers
     monkeypatch.setattr(
-        flips, "attackers", lambda seed: [replace(made, share=0.2) for made in usual(seed)]
+        flips, "attackers", lambda seed, _: [replace(made, share=0.2) for made in usual(seed)]
     )
 
 

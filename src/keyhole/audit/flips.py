@@ -38,8 +38,11 @@ _REMEDY = "Take no attention masks from clients; train with keyhole harden, and 
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
 
-def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
-    """Flips of a classifier, or of the next token; models without such a head are skipped."""
+def checks(surface: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
+    """Flips of a classifier, or of the next token; models without such a head are skipped.
+
+    `share` is how much of the attention may be cut, where it is not as much as usual.
+    """
     loaded, task = target.loaded, head_of(target.loaded.model)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
@@ -56,7 +59,7 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
 
     return [
         Check(f"flips by {attacker.words}", partial(_check, surface, target, attacker, examples))
-        for attacker in attackers(seed)
+        for attacker in attackers(seed, share)
     ]
 
 
@@ -74,10 +77,10 @@ def _check(
         return Checked(skips=(Skip("attention cut", type(attacker).__name__, str(error)),))
 
 
-def attackers(seed: int) -> list[Attacker]:
+def attackers(seed: int, share: float | None = None) -> list[Attacker]:
     """Those that the registry has a line for, in its order."""
     return [
-        ATTACKERS.make(entry.name, **line.settings, **_seeded(entry.options, seed))
+        ATTACKERS.make(entry.name, **line.settings, share=share, **_seeded(entry.options, seed))
         for entry, line in ATTACKERS.lines()
     ]
 

@@ -43,7 +43,7 @@ from keyhole.recover.registry import (
     readers,
 )
 from keyhole.recover.simulate import LONGEST, degrade, leak_of
-from keyhole.results import Finding, Skip, Status
+from keyhole.results import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
 Layers = Sequence[int] | Literal["all"]
@@ -95,6 +95,33 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
                 run = partial(_check, line, attack, layer, surface, target, seed)
                 made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
     return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]
+
+
+def checks_of(
+    surface: str, target: TextTarget, exposure: Exposure, precision: str, seed: int
+) -> list[Check]:
+    """One exposure in one precision: what an audit tries on it, or else the default attack."""
+    parts = anatomy(target.loaded.model)
+    exposure.block(parts)  # said before the check is made: there is such a layer
+    layer = None if exposure.kind in ("pooled", "logits") else exposure.layer
+    wanted = (exposure.kind, parts.causal, precision == PERMUTED)
+    reading = [
+        (entry, line)
+        for entry, line in _ordered()
+        if (line.kind, line.causal, line.permuted) == wanted
+    ]
+    if not reading:
+        reason = f"no attack here reads it of {'a causal model' if parts.causal else 'an encoder'}"
+        return [nothing_to_try(str(exposure), Skip(str(exposure), "none", reason))]
+    counting = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
+    tried = [pair for pair in reading if pair[1].layers(parts)] or counting or reading[:1]
+    asked = replace(target, precisions=(precision,))
+    made: list[Check] = []
+    for entry, line in tried:
+        one = replace(line, precisions=(precision,), steps=exposure.steps)
+        run = partial(_check, one, _attack(entry, line, target), layer, surface, asked, seed)
+        made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
+    return made
 
 
 def _attack(name: str, line: Line, target: TextTarget) -> Attack:
@@ -204,7 +231,7 @@ def _check(
     model, tokenizer = target.loaded.model, target.loaded.tokenizer
     words = _words(line, layer)
     started = time.perf_counter()
-    exposure = Exposure(line.kind, layer or 0)
+    exposure = Exposure(line.kind, layer or 0, steps=line.steps)
     texts = [*target.texts, *(target.notes if line.short else ())]
     exact = [leak_of(model, tokenizer, text, exposure) for text in texts]
     parts = anatomy(model)
@@ -212,6 +239,7 @@ def _check(
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
+    unfinished: list[TextRecovery] = []
     for precision in [name for name in line.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
         progress = track(f"{words}, {precision}")
@@ -221,7 +249,11 @@ def _check(
             for original, recovery in zip(originals, recoveries, strict=True)
         )
         cells.append(Readings(line.kind, above, precision, readings))
+        if len(cells) == 1:
+            unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
+    if status is Status.UNSOLVED and unfinished:  # not kept: nobody came to the end of a search
+        status, reason = unfinished[0].status, f"{reason}; {unfinished[0].reason}"
     if line.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(

@@ -19,8 +19,19 @@ from keyhole.progress import Track
 from keyhole.results import Finding, Skip, Status
 
 
-def checks(surface: str, oracle: Oracle, seed: int) -> list[Check]:
-    """Every exposure of the registry; those that this endpoint does not have are skipped."""
+def checks(
+    surface: str, oracle: Oracle, seed: int, *, as_given: bool = False, budget: int | None = None
+) -> list[Check]:
+    """Every exposure of the registry; those that this endpoint does not have are skipped.
+
+    `as_given` leaves out what a server might do about it: answers made coarser, and budgets.
+    `budget` is how many queries an attacker may ask of this one.
+    """
+    lines = [
+        (entry, line if budget is None else replace(line, budget=budget / _unknowns(oracle)))
+        for entry, line in METHODS.lines()
+        if not as_given or (line.view is None and line.budget is None)
+    ]
 
     @cache  # a few dozen questions, asked when the first check is made
     def choice() -> Choice | OracleError:
@@ -35,7 +46,7 @@ def checks(surface: str, oracle: Oracle, seed: int) -> list[Check]:
             partial(_check, line, METHODS.make(entry.name, seed=seed, **line.settings), surface,
                     oracle, choice),
         )
-        for entry, line in METHODS.lines()
+        for entry, line in lines
     ]  # fmt: skip
 
 
@@ -77,8 +88,8 @@ def _unanswered(surface: str, reason: str) -> Finding:
 
 def _run(line: Line, method: Method, surface: str, oracle: Oracle, track: Track) -> Finding:
     seen = oracle if line.view is None else line.view(oracle)
-    floor = oracle.dim**2 + oracle.dim
-    budget = None if line.budget is None else int(line.budget * floor)
+    # A hair more: a budget in queries comes back from its share as the same whole number.
+    budget = None if line.budget is None else int(line.budget * _unknowns(oracle) + 1e-6)
     expected = budget if budget is not None else method.expected(oracle.dim)
     extraction = method(Counted(seen, budget, track(line.exposure, expected)))
     if budget is not None and extraction.model is not None:
@@ -89,6 +100,11 @@ def _run(line: Line, method: Method, surface: str, oracle: Oracle, track: Track)
     if budget is not None and extraction.status is Status.BUDGET:
         extraction = replace(extraction, status=Status.UNSOLVED)  # here the budget is the defence
     return _finding(line, surface, type(method).__name__, extraction)
+
+
+def _unknowns(oracle: Oracle) -> int:
+    """Of one head that scores: W and v."""
+    return oracle.dim**2 + oracle.dim
 
 
 def _finding(line: Line, surface: str, name: str, extraction: Extraction) -> Finding:

@@ -18,7 +18,7 @@ from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.leaks import Leak
-from keyhole.recover.pieces import decoded
+from keyhole.recover.pieces import decoded, written
 
 
 class TokenCount:
@@ -102,6 +102,10 @@ class Target:
 
     def decode(self, ids: Sequence[int]) -> str:
         return decoded(self.tokenizer, list(ids))
+
+    def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Each token as it is written in the text."""
+        return tuple(written(self.tokenizer, list(ids)))
 
 
 @dataclass(frozen=True)

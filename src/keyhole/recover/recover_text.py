@@ -244,6 +244,7 @@ def _judged(target: Target, leak: Leak, proposal: Proposal, method: str) -> Text
         tested=proposal.tested,
         judging=verdict.forwards,
         similarity=verdict.similarity,
+        pieces=target.pieces(proposal.ids),
     )
 
 

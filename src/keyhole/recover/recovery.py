@@ -51,7 +51,8 @@ class TextRecovery(Result):
     those without a backward one, of this text; `judging` of them are the judge's. `fitting` counts
     the forward passes that were spent once for the model and layer, on no text in particular,
     `tested` the tokens that a left-to-right search tried. `seconds` are those of this text: of what
-    was done for several at once, its share.
+    was done for several at once, its share. `pieces` are the tokens as they are written: one for
+    each mark, joined they are the text.
     """
 
     status: Status
@@ -71,6 +72,7 @@ class TextRecovery(Result):
     judging: int = 0
     similarity: float | None = None
     environment: dict[str, str] = field(default_factory=environment)
+    pieces: tuple[str, ...] = ()
 
     kind: ClassVar[str] = "text recovery"
 

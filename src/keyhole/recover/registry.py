@@ -41,6 +41,7 @@ class Line:
     `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
     take an audit too long. `permuted` says that the attack is for rows in no order, `short` that
     it reads short texts, so that an audit with texts of its own tries some of those as well.
+    `steps` is of how many next tokens logits are.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class Line:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     permuted: bool = False
     short: bool = False
+    steps: int = 1
 
     def __str__(self) -> str:
         return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"

@@ -12,6 +12,7 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors, write_text
 from keyhole.results.json import FORMAT, dump, expect_format, read
+from keyhole.views import shown
 
 
 class Result(ABC):
@@ -43,6 +44,10 @@ class Result(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows (report/notebook)."""
+        return shown(self)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "kind": self.kind, **self.contents()}

@@ -254,5 +254,5 @@ def _text(
     return TextRecovery(
         status=status, reason=reasons[mark], method=METHOD, ids=list(ids), text=target.decode(ids),
         verified=sure, passes=0, seconds=seconds, marks=(mark,) * len(ids), residual=fit.residual,
-        precision=fit.errors,
+        precision=fit.errors, pieces=target.pieces(ids),
     )  # fmt: skip

@@ -1,0 +1,102 @@
+"""One exposure of a target by its name, attacked by the checks that a whole audit makes of it.
+
+| name | what is attacked | what is sought |
+|---|---|---|
+| `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits`, `logits:4` | models | text |
+| `pooled` | vector stores | text |
+| `gradient` | models with a loss | the texts of a batch |
+| `flips` | classifiers and models that write text | the prediction |
+| `scores` | endpoints: whatever they answer | weights |
+
+The names of leaks are those of `keyhole capture --expose`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from keyhole.audit import flips, gradients, stores, texts, weights
+from keyhole.audit.check import Check, joined, stopping_on_ctrl_c
+from keyhole.audit.targets import Target
+from keyhole.bounds import expect_count, expect_number, expect_seed
+from keyhole.errors import InputError
+from keyhole.models.capture import KINDS, Exposure
+from keyhole.progress import Track, untracked
+from keyhole.recover.gradients.update import KIND as GRADIENT
+from keyhole.recover.registry import PRECISIONS
+from keyhole.results import Audit
+
+SCORES, FLIPS = "scores", "flips"
+NAMES = (*KINDS, GRADIENT, SCORES, FLIPS)
+
+
+def audit_exposure(
+    target: Target,
+    exposure: str,
+    *,
+    precision: str = "float32",
+    share: float | None = None,
+    budget: int | None = None,
+    seed: int = 0,
+    track: Track = untracked,
+) -> Audit:
+    """Attack one exposure of an opened target.
+
+    `precision` is how a leak is rounded, `share` how much attention a flip may cut, `budget` how
+    many queries of an endpoint an attacker may ask.
+    """
+    expect_seed(seed)
+    expect_number("share", share, above=0)
+    expect_count("budget", budget)
+    if precision not in PRECISIONS:
+        raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
+    if share is not None and exposure != FLIPS:
+        raise InputError(f"expected share with {FLIPS}, got {exposure}")
+    if budget is not None and exposure != SCORES:
+        raise InputError(f"expected budget with {SCORES}, got {exposure}")
+    started = time.perf_counter()
+    checks = _checks(target, exposure, precision, share, budget, seed)
+    with stopping_on_ctrl_c():
+        made = joined(check.run(track) for check in checks)
+    facts = {name: store.facts for name, store in target.stores.items()}
+    return Audit(
+        target=target.name or target.identity,
+        identity=target.identity,
+        findings=stores.whole(facts, made.findings),
+        skips=(*target.skips, *made.skips),
+        seed=seed,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _checks(
+    target: Target, exposure: str, precision: str, share: float | None, budget: int | None,
+    seed: int,
+) -> Sequence[Check]:  # fmt: skip
+    kind = exposure.partition(":")[0]
+    if kind not in NAMES:
+        raise InputError(
+            f"expected an exposure such as hidden:3, {', '.join(NAMES[1:])}, got {exposure}"
+        )
+    if exposure == SCORES:
+        made = [
+            weights.checks(name, oracle, seed, as_given=True, budget=budget)
+            for name, oracle in target.surfaces.items()
+        ]
+    elif exposure == "pooled" and target.stores:
+        made = [stores.checks(name, store) for name, store in target.stores.items()]
+    elif exposure == FLIPS:
+        made = [flips.checks(name, model, seed, share) for name, model in target.models.items()]
+    elif exposure == GRADIENT:
+        made = [gradients.checks(name, model, seed) for name, model in target.models.items()]
+    else:
+        leak = Exposure.parse(exposure)
+        made = [
+            texts.checks_of(name, model, leak, precision, seed)
+            for name, model in target.models.items()
+        ]
+    if not made:
+        what = "an endpoint" if exposure == SCORES else "a model"
+        raise InputError(f"expected {what} for {exposure}, got {target.name or 'an endpoint'}")
+    return [check for checks in made for check in checks]

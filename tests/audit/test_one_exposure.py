@@ -1,0 +1,77 @@
+"""One exposure by its name: the checks that a whole audit makes of it, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import tiny_models as tiny
+from keyhole import oracle
+from keyhole.audit import Target, TextTarget, texts, weights
+from keyhole.audit.one_exposure import audit_exposure
+from keyhole.audit.together import together
+from keyhole.errors import InputError
+from keyhole.models import Loaded, identity
+from keyhole.progress import untracked
+from keyhole.results import Status
+
+MODEL, WORDS = tiny.model("bert"), tiny.tokenizer()
+SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])
+HEAD = oracle.plant(dim=5, seed=2)
+BOTH = Target("both", {"head": HEAD}, {"tiny": SUBJECT})
+
+
+def timeless(findings):
+    return [replace(finding, seconds=0.0) for finding in findings]
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_a_leak_is_attacked_as_in_an_audit(precision):
+    subject = replace(SUBJECT, layers=[2], precisions=[precision])
+    (check,) = [
+        check for check in texts.checks("tiny", subject, 0)
+        if check.name == "text from hidden states of layer 2, encoder-states"
+    ]  # fmt: skip
+    audit = audit_exposure(BOTH, "hidden:2", precision=precision)
+    assert timeless(audit.findings) == timeless(check.run(untracked).findings)
+    assert (audit.target, audit.identity) == ("both", BOTH.identity)
+
+
+def test_scores_are_attacked_as_they_are():
+    whole = [
+        finding for check in weights.checks("head", HEAD, 0)
+        for finding in check.run(untracked).findings
+    ]  # fmt: skip
+    audit = audit_exposure(BOTH, "scores")
+    assert timeless(audit.findings) == timeless(
+        finding for finding in whole if finding.exposure.startswith("full scores")
+    )
+    assert len(whole) > len(audit.findings) == 2
+
+
+@pytest.mark.parametrize("budget", [1, 7, 29])
+def test_a_budget_is_a_whole_number_of_queries(budget):
+    audit = audit_exposure(BOTH, "scores", budget=budget)
+    assert {finding.queries for finding in audit.findings} == {budget}
+    assert {finding.status for finding in audit.findings} == {Status.UNSOLVED}
+
+
+def test_an_exposure_that_the_target_does_not_have():
+    with pytest.raises(InputError, match="expected a model for hidden:1, got a head"):
+        audit_exposure(Target("a head", {"": HEAD}), "hidden:1")
+    with pytest.raises(InputError, match="expected an endpoint for scores, got a model"):
+        audit_exposure(Target("a model", models={"": SUBJECT}), "scores")
+
+
+def test_audits_together():
+    text, scores = audit_exposure(BOTH, "hidden:1"), audit_exposure(BOTH, "scores")
+    other = replace(scores, target="another", identity="its own")
+    made = together([text, scores, text], "one model")
+    assert made.target == "both"
+    assert made.findings == (*text.findings, *scores.findings)
+    made = together([text, scores, other], "a test")
+    assert made.target == "2 targets of a test"
+    surfaces = [finding.surface for finding in made.findings]
+    assert surfaces == ["both, tiny", "both, head", "both, head", "another, head", "another, head"]
+    assert together([], "nothing").exit_code == 3

@@ -1,0 +1,214 @@
+"""The plugin, in runs of pytest of its own: loaded lazily, shown, reported, also with workers."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import keyhole
+import tiny_models as tiny
+from keyhole.report.formats import FORMATS
+from keyhole.results import Audit
+from keyhole.testing import plugin
+
+pytest_plugins = ("pytester",)
+
+ROOT = Path(__file__).parents[2]
+# As the entry point would load it; the entry point itself is blocked where Keyhole is installed.
+PLUGIN = ("-p", "no:keyhole", "-p", "keyhole.testing.plugin", "-p", "no:cacheprovider")
+TESTS = """
+    import pytest
+    from keyhole import oracle
+    from keyhole.testing import CouldNotCheck, assert_withstands
+
+    def test_leak():
+        assert_withstands("model", "hidden:1", ["w1 w2 w3"])
+
+    def test_budget():
+        assert_withstands(oracle.plant(dim=5, seed=2), "scores", budget=10)
+
+    def test_unchecked():
+        assert_withstands("model", "gradient", ["w1 w2 w3"])
+
+    @pytest.mark.parametrize("number", range(3))
+    def test_whole(keyhole_audit, number):
+        audit = keyhole_audit("planted.safetensors")
+        assert audit.findings
+        assert keyhole_audit("planted.safetensors") is audit
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A project with a model, a planted endpoint and tests of both."""
+    tiny.save("bert", pytester.path / "model")
+    keyhole.oracle.save(keyhole.oracle.plant(dim=4, seed=3), pytester.path / "planted.safetensors")
+    pytester.makepyfile(test_model=TESTS)
+    return pytester
+
+
+def section(result: pytest.RunResult) -> list[str]:
+    """The lines of the summary's section."""
+    text = result.stdout.str()
+    return text[text.index("= keyhole =") :].split("= short test summary")[0].splitlines()
+
+
+def test_findings_are_shown_and_reported(project):
+    result = project.runpytest_inprocess(
+        *PLUGIN, "--keyhole-report=out/keyhole.json", "--keyhole-report=keyhole.html",
+        "--keyhole-report=sarif=keyhole.sarif",
+    )  # fmt: skip
+    result.assert_outcomes(passed=4, failed=2)
+    summary = section(result)
+    (leak,) = [line for line in summary if "[test_model.py::test_leak]" in line]
+    assert leak.startswith("given away: model, hidden states of layer 1 (EncoderStates): 100% of t")
+    assert sum("[test_model.py::test_budget]" in line for line in summary) == 2
+    assert any(line.startswith("kept: ") for line in summary)
+    result.stdout.fnmatch_lines(
+        ["E*AssertionError: *hidden states of layer 1*Fix: *", "E*CouldNotCheck: could not check:*"]
+    )
+    audit = Audit.load(project.path / "out" / "keyhole.json")
+    assert audit.target == "3 targets of a test session"
+    places = [(finding.surface, finding.exposure) for finding in audit.findings]
+    assert len(places) == len(set(places)) == 1 + 2 + 6
+    assert ("model", "hidden states of layer 1") in places
+    page = (project.path / "keyhole.html").read_text("utf-8")
+    assert "3 targets of a test session" in page
+    sarif = json.loads((project.path / "keyhole.sarif").read_text("utf-8"))
+    assert sarif["version"] == "2.1.0"
+    assert any("hidden states of layer 1" in each["message"]["text"]
+               for each in sarif["runs"][0]["results"])  # fmt: skip
+
+
+def test_the_same_with_workers(pytester):
+    """Two processes: the audit of `planted.safetensors` is made once, and shared."""
+    keyhole.oracle.save(keyhole.oracle.plant(dim=4, seed=3), pytester.path / "planted.safetensors")
+    pytester.makepyfile("""
+        import os, pathlib, time
+        import pytest
+
+        @pytest.mark.parametrize("number", range(2))
+        def test_it(keyhole_audit, number):
+            pathlib.Path(f"{os.environ['PYTEST_XDIST_WORKER']}.started").touch()
+            end = time.monotonic() + 100
+            while len(list(pathlib.Path().glob("*.started"))) < 2 and time.monotonic() < end:
+                time.sleep(0.01)  # so that both ask at the same time
+            assert len(keyhole_audit("planted.safetensors").findings) == 6
+    """)
+    result = pytester.runpytest_subprocess(*PLUGIN, "-n", "2", "--keyhole-report=all.json")
+    result.assert_outcomes(passed=2)
+    assert sum("planted head" in line for line in section(result)) == 6
+    assert len(Audit.load(pytester.path / "all.json").findings) == 6
+    assert len(list(pytester.path.rglob("keyhole-audit-*.sqlite"))) == 1
+
+
+def test_an_audit_is_made_once_a_session(pytester):
+    pytester.makepyfile("""
+        from keyhole import oracle
+
+        class Counting:
+            dim, asked = 4, 0
+            inner = oracle.plant(dim=4, seed=3)
+
+            def __call__(self, sequences):
+                Counting.asked += len(sequences)
+                return self.inner(sequences)
+
+        TARGET = Counting()
+
+        def test_first(keyhole_audit):
+            keyhole_audit(TARGET)
+            assert TARGET.asked
+
+        def test_again(keyhole_audit):
+            before = Counting.asked
+            keyhole_audit(TARGET)
+            assert Counting.asked == before
+            keyhole_audit(TARGET, seed=1)
+            assert Counting.asked > before
+    """)
+    pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=2)
+
+
+def test_an_audit_that_fails_is_not_remembered(pytester):
+    pytester.makepyfile("""
+        import pytest
+        from keyhole.errors import InputError
+
+        @pytest.mark.parametrize("number", range(2))
+        def test_it(keyhole_audit, number):
+            with pytest.raises(InputError, match="no such file or folder"):
+                keyhole_audit("nowhere.safetensors")
+    """)
+    pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=2)
+
+
+def test_nothing_audited_nothing_said(pytester):
+    pytester.makepyfile("def test_it(): pass")
+    result = pytester.runpytest_inprocess(*PLUGIN)
+    assert "keyhole" not in result.stdout.str().split("rootdir")[-1].replace("keyhole.", "")
+    result = pytester.runpytest_inprocess(*PLUGIN, "--keyhole-report=all.json")
+    assert Audit.load(pytester.path / "all.json").exit_code == 3  # nothing was checked: not clean
+    result.stdout.fnmatch_lines(["json: all.json"])
+
+
+def test_help_says_what_there_is(pytester):
+    result = pytester.runpytest_inprocess(*PLUGIN, "--help")
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["*--keyhole-report=FILE*"])
+    result = pytester.runpytest_inprocess(*PLUGIN, "--fixtures")
+    result.stdout.fnmatch_lines(["keyhole_audit*"])
+
+
+@pytest.mark.parametrize("word", ["report.pdf", "pdf=report.pdf", "sarif=", "report.sarif"])
+def test_a_report_in_a_format_that_there_is_not(pytester, word):
+    result = pytester.runpytest_inprocess(*PLUGIN, f"--keyhole-report={word}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*expected --keyhole-report FILE.html, *, got {word}"])
+
+
+def test_the_formats_are_those_of_reports():
+    assert tuple(FORMATS) == plugin.FORMATS
+
+
+def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
+    """Through the entry point that pyproject.toml declares, as an installed Keyhole has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    about = pytester.mkdir("site") / "keyhole_here-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: keyhole-as-installed\nVersion: 1.0\n"
+    )
+    points = project["entry-points"]["pytest11"]
+    (about / "entry_points.txt").write_text(
+        "[pytest11]\n" + "".join(f"{name} = {module}\n" for name, module in points.items())
+    )
+    pytester.makepyfile("""
+        import sys
+
+        def test_it(request):
+            assert request.config.pluginmanager.has_plugin("keyhole")
+            loaded = {name.split(".")[0] for name in sys.modules}
+            assert not loaded & {"torch", "transformers", "numpy", "rich", "jinja2", "plotly"}
+            assert sorted(name for name in sys.modules if name.startswith("keyhole")) == [
+                "keyhole", "keyhole.testing", "keyhole.testing.plugin", "keyhole.testing.record",
+                "keyhole.views",
+            ]
+    """)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{about.parent}")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+
+
+def test_the_tests_of_the_documentation(pytester):
+    """As docs/testing.md has them: what they promise is what happens."""
+    text = (ROOT / "docs" / "testing.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    (block,) = [part for part in blocks if "def test" in part]
+    pytester.makepyfile(test_documented=block)
+    pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=3, xfailed=1)
