@@ -14,8 +14,9 @@ themselves in a few lines, and are saved and loaded with `.save(path)` and `.loa
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from keyhole.version import __version__
 
 if TYPE_CHECKING:
     from keyhole import (
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     )
     from keyhole.audit.run import audit
 
-    __version__: str
-
 __all__ = [
     "__version__", "attention", "audit", "data", "disrupt", "extract", "harden", "invert", "models",
     "oracle", "recover", "report", "results",
@@ -43,8 +42,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Packages load torch; `keyhole --help` should not wait for it.
-    if name == "__version__":
-        return importlib.metadata.version("keyhole")
     if name in __all__:
         return importlib.import_module(f"keyhole.{name}")
     raise AttributeError(f"module 'keyhole' has no attribute {name!r}")

@@ -9,7 +9,6 @@ how a command ends then).
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import typer.main
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
+from keyhole.version import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.registry import Registry
@@ -191,7 +191,7 @@ def _flush() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(importlib.metadata.version("keyhole"))
+        typer.echo(__version__)
         raise typer.Exit
 
 
