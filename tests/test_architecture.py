@@ -25,6 +25,7 @@ FLOORS = (  # from the ground up
         "least_squares",
         "two_loop_recursion",
         "strict_json",
+        "threads",
         "version",
     },
     {"bounds", "devices", "memory", "share"},  # what a caller may ask for

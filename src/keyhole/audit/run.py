@@ -37,8 +37,9 @@ from keyhole.oracle import Oracle
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.session import Notice, session, unheard
 from keyhole.progress import Track, untracked
-from keyhole.results import Audit
+from keyhole.results import Audit, environment
 from keyhole.stores import names_store
+from keyhole.threads import threads_for
 
 ENDPOINTS = (weights.checks, inputs.checks)
 MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)
@@ -123,9 +124,11 @@ def audit(
         session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
         opened_journal(journal, opened, seed, force=force) as memory,
         _workers(processes, dask) as pool,
+        threads_for(opened.largest_matrix),
     ):
         checks = _checks(surfaces, opened, seed, against_defences)
         checked, seconds = make_all(checks, memory, track, resuming, pool)
+        machine = environment()  # with as many threads as this took
     skips = checked.skips
     if len(opened.surfaces) + len(opened.models) > 1:
         # What one part of the target does not give, another does.
@@ -137,6 +140,7 @@ def audit(
         skips=(*opened.skips, *skips),
         seed=seed,
         seconds=opening + seconds,
+        environment=machine,
     )
 
 
