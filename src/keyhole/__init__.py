@@ -40,11 +40,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    # Packages load torch; `keyhole --help` should not wait for it.
-    if name in __all__:
-        return importlib.import_module(f"keyhole.{name}")
-    raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to whom the names above are all that there are
+
+    def __getattr__(name: str) -> Any:
+        # Packages load torch; `keyhole --help` should not wait for it.
+        if name in __all__:
+            return importlib.import_module(f"keyhole.{name}")
+        raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
