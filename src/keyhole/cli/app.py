@@ -19,6 +19,7 @@ import typer
 import typer.core
 import typer.main
 
+from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
@@ -77,6 +78,8 @@ class _OnDemand(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, help=about, short_help=about)  # not cut off
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS and ctx.resilient_parsing:  # Tab was pressed
+            return args[0], Completing(args[0]), args[1:]
         if args and args[0] in COMMANDS:
             return args[0], command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
@@ -84,7 +87,6 @@ class _OnDemand(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_OnDemand,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
