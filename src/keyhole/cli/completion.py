@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +22,7 @@ Options = Mapping[str, Sequence[str] | None]  # what an option's values may be; 
 @cache
 def table() -> Mapping[str, Options]:
     """The options of each command, and of each command of a group, by name."""
-    file = resources.files("keyhole.cli") / "completion.json"
-    return json.loads(file.read_text("utf-8"))
+    return json.loads(Path(__file__).with_name("completion.json").read_text("utf-8"))
 
 
 class Completing(typer.core.TyperCommand):
