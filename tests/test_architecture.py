@@ -28,9 +28,9 @@ FLOORS = (  # from the ground up
         "threads",
         "version",
     },
-    {"bounds", "devices", "memory", "share"},  # what a caller may ask for
+    {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"files"},
-    {"registry", "resume", "data"},
+    {"registry", "resume", "data", "crew"},
     {"results"},  # what every attack returns
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept

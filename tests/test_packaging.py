@@ -26,7 +26,7 @@ BUILD = ("editables", "hatchling")  # what `pip install --no-build-isolation -e 
 
 def locked(name: str) -> dict[str, str]:
     """The lines of a lock, by the name of their package."""
-    lines = (ROOT / name).read_text("utf-8").split()
+    lines = (ROOT / name).read_text("utf-8").splitlines()
     return {canonicalize_name(line.partition("==")[0]): line for line in lines}
 
 
