@@ -2,19 +2,31 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DEMO_READY := .venv/.demo-ready
+# pip would compile all of torch, one file after the other, longer than all else takes together;
+# Python compiles what it imports.
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Bytecode is kept: torch is compiled once, and not by every process that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check timings lint bench docs clean
 
-# The lock first, so that nothing looser is resolved; then the package itself, without looking.
-$(READY): requirements.lock pyproject.toml
+# What the demo needs first. A lock, so that nothing looser is resolved; then the package itself,
+# without looking.
+$(DEMO_READY): requirements-demo.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(INSTALL) -r requirements-demo.lock
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: $(READY)
+# The rest into the same environment. Compiled here, where what other packages warn of is no error,
+# as it is in tests; some of their files are templates that no Python can compile.
+$(READY): requirements.lock $(DEMO_READY)
+	$(INSTALL) -r requirements.lock
+	-$(BIN)/python -m compileall -qq -j 0 .venv/lib
+	touch $@
+
+demo: $(DEMO_READY)
 	@$(BIN)/keyhole audit demo --force || [ $$? -eq 1 ]  # 1: something was given away, as it should be
 
 # Workers that have nothing left to do take tests from those that have.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,11 +21,13 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from playwright.sync_api import sync_playwright
 
 from keyhole.cli import app
+from keyhole.cli.app import COMMANDS, command
 from keyhole.report import figure
 from keyhole.results import Finding
 
@@ -43,6 +47,8 @@ def cli_reference() -> str:
         "goes on meanwhile goes to stderr: progress, warnings, where files were written, errors.\n"
         "Without a terminal there are no colours, no row is cut off, and progress is a line now\n"
         "and then; `KEYHOLE_NO_PROGRESS=1` leaves it out, `NO_COLOR=1` the colours.\n",
+        "`keyhole --install-completion` has the Tab key complete commands, options and methods in\n"
+        "bash, zsh and fish.\n",
         "Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, "
         "3 could not check.\n",
     ]
@@ -53,6 +59,36 @@ def cli_reference() -> str:
             app([*name.split(), "--help"], prog_name="keyhole")
         parts.append(f"\n## {title}\n\n```text\n{out.getvalue().rstrip()}\n```\n")
     return "\n".join(parts)
+
+
+def completion_table() -> str:
+    """The options of every command and their values, for the Tab key (cli/completion.py)."""
+    made = {name: command(name) for name in COMMANDS}
+    inner = {
+        f"{name} {part}": whole.commands[part]
+        for name, whole in made.items()
+        for part in getattr(whole, "commands", ())
+    }
+    plain = {name: whole for name, whole in made.items() if not hasattr(whole, "commands")}
+    table = {
+        name: {
+            option: _values(parameter)
+            for parameter in part.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+            if option.startswith("-")
+        }
+        for name, part in sorted({**plain, **inner}.items())
+    }
+    return json.dumps(table, indent=1) + "\n"
+
+
+def _values(parameter: Any) -> list[str] | None:
+    """What an option may be given: [] is anything, None a flag, which is given nothing."""
+    if parameter.is_flag:
+        return None
+    named = re.fullmatch(r"\[(.+)\]", parameter.metavar or "")
+    words = named[1].split("|") if named else parameter.type_descriptor.choices or ()
+    return [str(word) for word in words if not str(word).isupper()]  # such as NUMBER
 
 
 REGISTRIES = {
@@ -127,7 +163,9 @@ def ablation_curve() -> str:
     """The curve of benchmarks/disrupt_ablations.py, as it was last measured (hours on a CPU)."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     module = importlib.import_module("disrupt_ablations")
-    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(full_html=False)
+    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(
+        full_html=False
+    )
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 
@@ -142,7 +180,11 @@ class Picture:
 
 
 CUTS = "predictions-the-classifier-that-ships-with-keyhole-1-of-all-attention-cut"
-TEXTS = {"cli.md": cli_reference, "methods.md": methods_reference}
+TEXTS = {
+    "cli.md": cli_reference,
+    "methods.md": methods_reference,
+    "../src/keyhole/cli/completion.json": completion_table,
+}
 PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),

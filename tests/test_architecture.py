@@ -27,6 +27,8 @@ FLOORS = (  # from the ground up
         "strict_json",
         "visible",
         "views",
+        "threads",
+        "version",
     },
     {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"files"},

@@ -68,3 +68,13 @@ def test_ctrl_c_is_heard(tmp_path):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert finished([sys.executable, "-c", code], cwd=tmp_path).stdout == "True\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_heard_in_tests_that_a_shell_started_in_the_background(root, tmp_path):
+    test = f"{root / 'tests/test_processes.py'}::test_ctrl_c_is_heard"
+    pytest_itself = f"{sys.executable} -m pytest -p no:cacheprovider --basetemp={tmp_path} {test}"
+    ignoring = ["sh", "-c", f"trap '' INT; exec {pytest_itself}"]
+    done = finished(ignoring, cwd=root)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout

@@ -14,10 +14,10 @@ themselves in a few lines, and are saved and loaded with `.save(path)` and `.loa
 """
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from keyhole import views
+from keyhole.version import __version__
 
 if TYPE_CHECKING:
     from keyhole import (
@@ -36,23 +36,21 @@ if TYPE_CHECKING:
     from keyhole.audit.run import audit
     from keyhole.callback import AuditCallback
 
-    __version__: str
-
 __all__ = [
     "AuditCallback", "__version__", "attention", "audit", "data", "disrupt", "extract", "harden",
     "invert", "models", "oracle", "recover", "report", "results",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    # Packages load torch; `keyhole --help` should not wait for it.
-    if name == "__version__":
-        return importlib.metadata.version("keyhole")
-    if name == "AuditCallback":
-        return importlib.import_module("keyhole.callback").AuditCallback
-    if name in __all__:
-        return importlib.import_module(f"keyhole.{name}")
-    raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to whom the names above are all that there are
+
+    def __getattr__(name: str) -> Any:
+        # Packages load torch; `keyhole --help` should not wait for it.
+        if name == "AuditCallback":
+            return importlib.import_module("keyhole.callback").AuditCallback
+        if name in __all__:
+            return importlib.import_module(f"keyhole.{name}")
+        raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

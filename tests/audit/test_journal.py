@@ -216,6 +216,20 @@ def test_ctrl_c_in_an_inversion_stops_the_audit(tmp_path):
     assert path.read_text().count("\n") > 1
 
 
+def test_ctrl_c_is_not_heard_by_an_audit_that_was_told_to_ignore_it(tmp_path):
+    """As `nohup` does, and a shell that starts a command in the background."""
+
+    def track(name, total=None):
+        return lambda done, total=None, note="": signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert audit(LAYER, journal=tmp_path / "journal", track=track).exposed
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_equal_targets_share_a_journal(tmp_path):
     path = tmp_path / "journal"
     with pytest.raises(Stop):

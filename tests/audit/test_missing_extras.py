@@ -94,6 +94,8 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
     page = (tmp_path / "keyhole-report.html").read_text()
     reasons = [part.reason for part in (*audit.findings, *audit.skips)]
     advised = [reason for reason in reasons if "pip install" in reason]
+    said = f"not all of it was tried or proved: pip install 'keyhole[{missing[0]}]' adds the rest"
+    assert (said in done.stderr) == bool(advised)
     assert bool(advised) == (missing[0] in SAID) == ("pip install" in page)
     for reason in advised:
         assert SAID[missing[0]] in reason

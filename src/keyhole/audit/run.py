@@ -32,6 +32,7 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.session import Notice, session, unheard
 from keyhole.progress import Track, untracked
 from keyhole.results import Audit
+from keyhole.threads import threads_for
 from keyhole.workers import MOST_PROCESSES
 
 
@@ -119,6 +120,7 @@ def audit(
         session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
         opened_journal(journal, determined, force=force) as memory,
         crew_of(processes, dask) if processes or dask is not None else nullcontext() as crew,
+        threads_for(opened.largest_matrix),
     ):
         checks = checks_of(surfaces, opened, seed, against_defences, chosen)
         plan = Plan.of(opened, determined, checks, seed, seconds, chosen)
@@ -127,7 +129,7 @@ def audit(
             if opening is not None and opening.stays:
                 notice("its checks are made in this process, which holds its ledger and secrets")
         checked, seconds = make_all(numbered(checks), memory, track, resuming, crew)
-    return plan.audit(checked, seconds)
+        return plan.audit(checked, seconds)  # here: it notes how many threads there were
 
 
 def _layers(layers: Layers | None) -> tuple[int, ...] | Literal["all"] | None:

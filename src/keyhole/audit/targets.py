@@ -32,6 +32,7 @@ from keyhole.oracle.tensors import TakesTexts
 from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
 from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
+from keyhole.threads import largest_matrix
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,16 @@ class Target:
     servers: Mapping[str, ServerTarget] = field(default_factory=dict[str, ServerTarget])
     answers: Mapping[str, AnswersTarget] = field(default_factory=dict[str, AnswersTarget])
     skips: tuple[Skip, ...] = ()  # parts that could not be opened
+
+    @property
+    def largest_matrix(self) -> int:
+        """How many numbers the largest matrix has that attacks on it multiply by."""
+        parts = (*self.models.values(), *self.stores.values(), *self.leaks.values())
+        answering = (*self.servers.values(), *self.answers.values())
+        loaded = [part.loaded for part in parts]
+        loaded += [part.loaded for part in answering if part.loaded is not None]
+        sizes = [largest_matrix(model.model) for model in loaded]
+        return max([*sizes, *(oracle.dim**2 for oracle in self.surfaces.values())], default=0)
 
     @property
     def identity(self) -> str:

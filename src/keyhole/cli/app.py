@@ -9,7 +9,6 @@ how a command ends then).
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -20,9 +19,11 @@ import typer
 import typer.core
 import typer.main
 
+from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
+from keyhole.version import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
     from keyhole.registry import Registry
@@ -77,6 +78,8 @@ class _OnDemand(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, help=about, short_help=about)  # not cut off
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS and ctx.resilient_parsing:  # Tab was pressed
+            return args[0], Completing(args[0]), args[1:]
         if args and args[0] in COMMANDS:
             return args[0], command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
@@ -84,7 +87,6 @@ class _OnDemand(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_OnDemand,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -191,7 +193,7 @@ def _flush() -> None:
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(importlib.metadata.version("keyhole"))
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -234,6 +235,8 @@ def audit(
     if not wanted.printed(assessment):
         answer(json_form.document(assessment), report.table(result, assessment), as_json=as_json)
     say(f"page: {page}   findings: {json_file}")
+    if missing := _missing_extras(result):
+        say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
     if again:
         say(again)
     raise typer.Exit(json_form.exit_code(assessment))
@@ -250,6 +253,13 @@ def _kept(journal: Path, ledger: Path | None) -> str:
     if ledger is not None:
         kept.append(f"{answers_in(ledger):,} answers are in {ledger}")
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""
+
+
+def _missing_extras(result: Audit) -> str:
+    """The extras that reasons ask for, such as `models,proofs`."""
+    reasons = [part.reason for part in (*result.findings, *result.skips)]
+    named = re.findall(r"pip install 'keyhole\[(\w+)\]'", "\n".join(reasons))
+    return ",".join(sorted(set(named)))
 
 
 def _unanswered(result: Audit, journal: Path) -> str:

@@ -35,6 +35,7 @@ from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
 from keyhole.progress import Progress, silent
 from keyhole.resume import Journal
+from keyhole.threads import largest_matrix, threads_for
 from keyhole.workers import Pool
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
@@ -67,7 +68,8 @@ def _attack(
     labels = None
     if source.task not in GENERATES:
         labels = settled(model, batch, given, getattr(attacker, "target", None))
-    return attacker(model, batch, labels, ids=names)
+    with threads_for(largest_matrix(model)):
+        return attacker(model, batch, labels, ids=names)
 
 
 def sweep(

@@ -29,6 +29,7 @@ from keyhole.models.loading import class_names, expect_names, load_config, save,
 from keyhole.models.tasks import Task
 from keyhole.progress import Progress, Track, untracked
 from keyhole.resume import expect_same_run
+from keyhole.threads import largest_matrix, threads_for
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
@@ -217,6 +218,12 @@ class _Course:
     def run(self, seeds: Sequence[int], card: Hardening) -> Hardening:
         """Train, save and measure; the card is written as it grows."""
         loaded, has_head = self._loaded(seeds[0])
+        with threads_for(largest_matrix(loaded.model)):
+            return self._run(loaded, has_head, seeds, card)
+
+    def _run(
+        self, loaded: Loaded, has_head: bool, seeds: Sequence[int], card: Hardening
+    ) -> Hardening:
         parts = _Parts(self, len(seeds), has_head)
         before = self.measure(loaded, "before") if has_head else None
         if has_head:

@@ -108,11 +108,11 @@ if TYPE_CHECKING:
         recovering,
         save_leak,
     )
+else:  # on demand: an inversion of one layer needs no transformers
 
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            from keyhole import recover
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # on demand: an inversion of one layer needs no transformers
-        from keyhole import recover
-
-        return getattr(recover, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(recover, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -63,19 +63,25 @@ def margins(
     given = exposed_rows(target, leak, text[None])[0]
     before = misfits(given)
 
-    def gains(rival: Tensor, groups: Tensor) -> Tensor:
-        """How much worse each row (g, n) fits with the rivals of a group (g, n) in their places."""
-        swapped = torch.where(groups, rival, text)
+    def gains(rivals: Tensor, groups: Tensor) -> Tensor:
+        """How much worse each row (g, n) fits with the rivals of a group (g, n) in their places.
+
+        `rivals` are those of all groups (n,), or each group has its own (g, n).
+        """
+        swapped = torch.where(groups, rivals, text)
         rows = [misfits(exposed_rows(target, leak, part)) for part in swapped.split(size)]
         return torch.cat(rows) - before
 
+    all_rivals = _rivals(target, leak, text, given, misfits, hidden, noisy)
+    if len(text) <= _ALONE:  # each alone, in as few passes as hold them
+        alone = (places == places[:, None]).repeat(len(all_rivals), 1)
+        each = all_rivals.repeat_interleave(len(text), 0)
+        return gains(each, alone).sum(-1).view_as(all_rivals).amin(0), 3 + len(alone)
     least, spent = torch.full(text.shape, torch.inf, device=text.device), 3
-    for rival in _rivals(target, leak, text, given, misfits, hidden, noisy):
-        margin = torch.zeros_like(least)
-        if len(text) > _ALONE:
-            groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
-            margin = gains(rival, groups).where(groups, -torch.inf).amax(0)
-            spent += len(groups)
+    for rival in all_rivals:
+        groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
+        margin = gains(rival, groups).where(groups, -torch.inf).amax(0)
+        spent += len(groups)
         for part in (hidden, ~hidden & ~(margin > enough)):
             tried = part.nonzero().flatten()[:_ALONE]
             if len(tried):

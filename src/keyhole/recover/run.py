@@ -26,6 +26,7 @@ from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
 from keyhole.recover.sources import Source, head_for, open_leaks, read_sources, task_for
 from keyhole.resume import Journal, digest
+from keyhole.threads import largest_matrix, threads_for
 
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
@@ -108,7 +109,7 @@ def recovering_files(
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
     if corpus is not None:
         identity["corpus"] = digest(read_text(corpus, "a corpus"))
-    with Journal(out, identity) as journal:
+    with Journal(out, identity) as journal, threads_for(largest_matrix(loaded.model)):
         overall = track("invert text", len(opened))
         fresh: list[int] = []
         for number, key in enumerate(digests):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,18 +13,15 @@ import torch
 from keyhole.errors import InputError
 from keyhole.files import read_text
 from keyhole.strict_json import parse
+from keyhole.version import __version__
 
 FORMAT = 1
 
 
 def environment() -> dict[str, str]:
     """What a stranger needs to know to make the same figures."""
-    try:
-        version = importlib.metadata.version("keyhole")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that nobody installed
-        version = "not installed"
     return {
-        "keyhole": version,
+        "keyhole": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),

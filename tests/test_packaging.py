@@ -1,0 +1,131 @@
+"""What is installed, built and declared: locks, dependencies and what the wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import keyhole
+
+ROOT = Path(__file__).parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+DEMO = ("models", "proofs")  # the extras that the audit of the demo makes use of
+BUILD = ("editables", "hatchling")  # what `pip install --no-build-isolation -e .` needs
+
+
+def locked(name: str) -> dict[str, str]:
+    """The lines of a lock, by the name of their package."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    return {canonicalize_name(line.partition("==")[0]): line for line in lines}
+
+
+def needed(requirements: Iterable[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """The packages that hold here, with the extras that are asked of them."""
+    for text in requirements:
+        need = Requirement(text)
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            yield canonicalize_name(need.name), frozenset(need.extras)
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """All packages that installing `requirements` brings, as the installed ones state it."""
+    todo, done = list(needed(requirements)), set[tuple[str, frozenset[str]]]()
+    while todo:
+        package = todo.pop()
+        if package in done:
+            continue
+        done.add(package)
+        name, extras = package
+        stated = [Requirement(text) for text in metadata.requires(name) or ()]
+        todo += [
+            (canonicalize_name(need.name), frozenset(need.extras))
+            for need in stated
+            if need.marker is None
+            or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        ]
+    return {name for name, _ in done}
+
+
+def test_the_demo_is_installed_from_the_same_lock():
+    assert locked("requirements-demo.lock").items() <= locked("requirements.lock").items()
+
+
+def test_the_demos_lock_holds_all_that_it_needs_and_no_more():
+    own = [*PROJECT["dependencies"], *(need for extra in DEMO for need in EXTRAS[extra]), *BUILD]
+    # A torch for a graphics card brings libraries that the lock of all machines does not name.
+    assert closure(own) & set(locked("requirements.lock")) == set(locked("requirements-demo.lock"))
+
+
+def imported_packages() -> set[str]:
+    """The packages of others that the source imports, anywhere in it."""
+    modules: set[str] = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                modules.add(str(node.module).partition(".")[0])
+    return modules - sys.stdlib_module_names - {"keyhole"}
+
+
+def test_what_the_source_imports_is_declared():
+    extras = [
+        need for name, needs in EXTRAS.items() if name not in ("all", "dev") for need in needs
+    ]
+    declared = {
+        canonicalize_name(Requirement(need).name) for need in (*PROJECT["dependencies"], *extras)
+    }
+    owners = metadata.packages_distributions()
+    undeclared = {
+        module
+        for module in imported_packages()
+        if not declared & {canonicalize_name(owner) for owner in owners.get(module, [module])}
+    }
+    assert not undeclared
+
+
+def test_every_extra_is_part_of_all():
+    (whole,) = EXTRAS["all"]
+    assert Requirement(whole).extras == set(EXTRAS) - {"all", "dev"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Iterator[zipfile.ZipFile]:
+    from hatchling.builders.wheel import WheelBuilder
+
+    folder = tmp_path_factory.mktemp("dist")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
+    source = ROOT / "src"
+    there = {
+        str(path.relative_to(source))
+        for path in (source / "keyhole").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == there
+    assert {"keyhole/py.typed", "keyhole/recover/embedding/corpus.txt"} <= held
+
+
+def test_the_wheel_says_what_it_is(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    about = metadata.PathDistribution(zipfile.Path(wheel, f"{Path(name).parent}/")).metadata
+    assert about["Version"] == keyhole.__version__
+    assert set(about.get_all("Provides-Extra") or ()) == set(EXTRAS)
+    versions = [f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)]
+    assert set(versions) <= set(about.get_all("Classifier") or ())
