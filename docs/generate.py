@@ -31,7 +31,7 @@ DOCS = Path(__file__).parent
 ORDER = (
     "audit", "extract", "invert", "invert problem", "invert text", "invert layers",
     "invert bounds", "capture", "corpus", "disrupt", "harden",
-    "canonical", "same", "report", "plant", "serve",
+    "canonical", "same", "report", "check-config", "plant", "serve",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ FLOORS = (  # from the ground up
         "strict_json",
     },
     {"bounds", "devices", "memory", "share"},  # what a caller may ask for
+    {"configs"},  # settings, read without running anything
     {"files"},
     {"registry", "resume", "data"},
     {"results"},  # what every attack returns

@@ -40,6 +40,7 @@ COMMANDS = {
     "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
     "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
     "report": "Make the page again from the findings.",
+    "check-config": "Look for settings that open what attacks need; nothing is run.",
     "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
     "serve": "Put a planted target behind a real inference server (MLServer).",
 }
@@ -92,7 +93,7 @@ app = typer.Typer(
 
 def command(name: str) -> Any:
     """The command itself, imported."""
-    importlib.import_module(f"keyhole.cli.{name}")
+    importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
     registered: Any = typer.main.get_command(app)
     return registered.commands[name]
 

@@ -1,0 +1,54 @@
+"""A server that configurations start: how it is recognised in a command, and what it is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from keyhole.configs.command import Command, Options
+from keyhole.configs.finding import Hit, Rule
+from keyhole.configs.words import Word
+
+_WRAPPERS = ("numactl", "taskset", "nice", "gosu", "tini", "dumb-init", "chrt", "stdbuf")
+
+
+@dataclass(frozen=True)
+class Program:
+    """`starts` are the ways to start it, as words in a row, the first without its folder; `image`
+    matches the container image whose own program it is; `words` are in every such file."""
+
+    name: str
+    words: tuple[str, ...]
+    starts: tuple[tuple[str, ...], ...]
+    image: re.Pattern[str]
+    rules: tuple[Rule, ...]
+    look: Callable[[Options], Iterator[Hit]]
+
+    def options(self, command: Command) -> Options | None:
+        """What the command tells the program, if it starts it."""
+        words = command.words
+        for place, word in enumerate(words):
+            here = (
+                word.text.rpartition("/")[2],
+                *(more.text for more in words[place + 1 : place + 3]),
+            )
+            for start in self.starts:
+                if here[: len(start)] == start and (len(start) > 1 or _runs(words[:place])):
+                    return self._told(command, word, place + len(start))
+            if command.container and self.image.search(word.text) and word.text[0] != "-":
+                return self._told(command, word, place + 1)
+        if command.image is not None and self.image.search(command.image.text):
+            return self._told(command, command.image, 0)
+        return None
+
+    def _told(self, command: Command, program: Word, place: int) -> Options:
+        image = command.image or (program if self.image.search(program.text) else None)
+        return Options(
+            program, command.words[place:], command.env, command.local, image, command.mounts
+        )
+
+
+def _runs(before: tuple[Word, ...]) -> bool:
+    """Whether what follows these words is run, and not installed, stopped or copied."""
+    return not before or before[0].text.rpartition("/")[2] in _WRAPPERS
