@@ -35,7 +35,7 @@ FLOORS = (  # from the ground up
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
-    {"harden"},  # training against them
+    {"harden", "cost"},  # training against them; what they cost, without running them
     {"audit", "report"},  # all of them on one target; what came out, for people
     {"cli"},
     {"__main__", "__init__"},
