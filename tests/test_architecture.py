@@ -26,16 +26,17 @@ FLOORS = (  # from the ground up
         "two_loop_recursion",
         "strict_json",
     },
-    {"bounds", "devices", "memory", "share"},  # what a caller may ask for
+    {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"configs"},  # settings, read without running anything
     {"files"},
-    {"registry", "resume", "data"},
+    {"registry", "resume", "data", "crew"},
     {"results"},  # what every attack returns
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden", "cost"},  # training against them; what they cost, without running them
+    {"assess"},  # what an audit means: severities, rules, a verdict
     {"audit", "report"},  # all of them on one target; what came out, for people
     {"cli"},
     {"__main__", "__init__"},

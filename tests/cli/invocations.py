@@ -67,6 +67,7 @@ BASES: dict[str, dict[str, str]] = {
     "canonical": {"file": f"{WORLD}/target.safetensors"},
     "same": {"first": f"{WORLD}/target.safetensors", "second": f"{WORLD}/target.safetensors"},
     "report": {"findings": f"{WORLD}/audit-good.json"},
+    "policy check": {"findings": f"{WORLD}/audit-good.json"},
     "cost head": {"width": "8"},
     "cost layer": {"width": "8"},
     "cost text": {"tokens": "8"},
@@ -171,7 +172,7 @@ def _codes(title: str, name: str, place: str) -> frozenset[int]:
     """What a path leads to, and what that means where a file is read or written."""
     if (title, name) == ("check-config", "paths"):  # reads all files, whatever is in them
         return WRONG | DONE if place in ("empty", "binary", "folder", "") else WRONG
-    if name not in _OUTPUTS:
+    if name not in _OUTPUTS or (title, name) == ("audit", "out"):  # of fleets alone
         return WRONG
     remembers = name in ("ledger", "resume", "checkpoint") or (title, name) == (
         "invert text",

@@ -40,6 +40,7 @@ COMMANDS = {
     "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
     "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
     "report": "Make the page again from the findings.",
+    "policy": "Judge findings by what a team has decided.",
     "cost": "Tell what an attack would cost: queries, tokens, hours and money.",
     "check-config": "Look for settings that open what attacks need; nothing is run.",
     "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
