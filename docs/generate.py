@@ -31,7 +31,7 @@ DOCS = Path(__file__).parent
 ORDER = (
     "audit", "extract", "invert", "invert problem", "invert text", "invert layers",
     "invert bounds", "capture", "corpus", "disrupt", "harden",
-    "canonical", "same", "report", "policy", "policy check", "cost head", "cost layer", "cost text",
+    "canonical", "same", "report", "policy", "policy check", "cost", "cost head", "cost layer", "cost text",
     "check-config", "plant", "serve",
 )  # fmt: skip
 
@@ -127,7 +127,9 @@ def ablation_curve() -> str:
     """The curve of benchmarks/disrupt_ablations.py, as it was last measured (hours on a CPU)."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     module = importlib.import_module("disrupt_ablations")
-    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(full_html=False)
+    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(
+        full_html=False
+    )
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 
