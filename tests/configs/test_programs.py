@@ -53,6 +53,12 @@ def rules(tmp_path, text, name="run.sh"):
         ("docker run -p 127.0.0.1:6333:6333 qdrant/qdrant", set()),
         ("docker run -e QDRANT__SERVICE__API_KEY qdrant/qdrant", set()),
         ("docker run --rm -p 6333:6333 qdrant/qdrant:v1.15", {"QDRANT-OPEN"}),
+        ("qdrant is a store of vectors", set()),
+        ("To start, run vllm serve on the host", set()),
+        ("if ! vllm serve m; then exit; fi", {"VLLM-OPEN"}),
+        ("CUDA_VISIBLE_DEVICES=0 python3 -m vllm.entrypoints.openai.api_server", {"VLLM-OPEN"}),
+        ("docker run --gpus all my/image vllm serve m", {"VLLM-OPEN"}),
+        ("./qdrant", {"QDRANT-OPEN"}),
         ("docker exec qdrant ls; echo qdrant; docker pull qdrant/qdrant", set()),
     ],
 )  # fmt: skip

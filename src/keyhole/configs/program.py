@@ -10,7 +10,11 @@ from keyhole.configs.command import Command, Options
 from keyhole.configs.finding import Hit, Rule
 from keyhole.configs.words import Word
 
-_WRAPPERS = ("numactl", "taskset", "nice", "gosu", "tini", "dumb-init", "chrt", "stdbuf")
+# What may stand before a program that is run; other words are prose, or install or stop it.
+_WRAPPERS = re.compile(
+    r"python[\d.]*|numactl|taskset|nice|gosu|tini|dumb-init|chrt|stdbuf|timeout|env|exec|sudo|uv|uvx|"
+    r"poetry|conda|srun|mpirun|torchrun|nsys|xvfb-run|if|while|until|then|do|else|!|\{"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Program:
                 *(more.text for more in words[place + 1 : place + 3]),
             )
             for start in self.starts:
-                if here[: len(start)] == start and (len(start) > 1 or _runs(words[:place])):
+                if here[: len(start)] == start and _is_run(command, place, len(start)):
                     return self._told(command, word, place + len(start))
             if command.container and self.image.search(word.text) and word.text[0] != "-":
                 return self._told(command, word, place + 1)
@@ -49,6 +53,13 @@ class Program:
         )
 
 
-def _runs(before: tuple[Word, ...]) -> bool:
-    """Whether what follows these words is run, and not installed, stopped or copied."""
-    return not before or before[0].text.rpartition("/")[2] in _WRAPPERS
+def _is_run(command: Command, place: int, length: int) -> bool:
+    """Whether the words at a place are run, and not written about, installed or stopped.
+
+    A program of one word takes options alone: other words after it make a sentence.
+    """
+    words = command.words
+    first = words[0].text.rpartition("/")[2]
+    after = words[place + length].text if place + length < len(words) else "-"
+    runs = place == 0 or command.container or bool(_WRAPPERS.fullmatch(first))
+    return runs and (length > 1 or after.startswith(("-", "$", "{{")))
