@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from keyhole.bounds import expect_count, expect_number
+from keyhole.bounds import expect_count
 from keyhole.cost.estimate import Estimate
 from keyhole.cost.measured import figures
 from keyhole.errors import InputError
@@ -31,6 +31,7 @@ def head(
     """
     expect_count("a width", width, most=WIDEST)
     _expect(exposure, HEAD_EXPOSURES)
+    signs = SignOnly(accuracy=accuracy)  # refuses an accuracy that nothing reaches, used or not
     if rank is not None and exposure != "scores":
         raise InputError(f"expected --rank with scores, got {exposure}: its attack does not use it")
     d, known = width, d_and_d_squared(width)
@@ -52,13 +53,12 @@ def head(
             *_sent(d, 2 * d, queries - 2 * d),
         )  # fmt: skip
     if exposure == "signs":
-        return _signs(what, d, accuracy)
+        return _signs(what, d, signs)
     return _last_token(what, d)
 
 
-def _signs(what: str, d: int, accuracy: float) -> Estimate:
-    expect_number("an accuracy", accuracy, above=0)
-    queries = SignOnly(accuracy=accuracy).expected(d)
+def _signs(what: str, d: int, method: SignOnly) -> Estimate:
+    queries, accuracy = method.expected(d), method.accuracy
     floor = math.ceil(d_and_d_squared(d) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(

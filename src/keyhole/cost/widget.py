@@ -33,7 +33,7 @@ _SLIDERS = (
     ("width", "width", 2, 13, 6, 2), ("rank", "rank", 0, 13, 3, 2),
     ("digits", "digits read from signs", 1, 12, 6, 10), ("rate", "queries a second", 0, 5, 1, 10),
     ("price", "price of 1,000 queries", -3, 3, 0, 10),
-    ("daily", "queries a client may ask a day", 1, 7, 3, 10),
+    ("daily", "daily budget of queries", 1, 7, 3, 10),
 )  # fmt: skip
 
 _STYLE = """
@@ -118,9 +118,8 @@ def render(nonce: str | None = None) -> str:
 
 
 def _slider(name: str, label: str, least: int, most: int, first: int, base: int) -> str:
-    step = "0.5" if name == "rate" else "1"
     return (
         f'<label>{label} <input type="range" name="{name}" min="{least}" max="{most}" '
-        f'step="{step}" value="{first}" data-base="{base}">'
+        f'step="1" value="{first}" data-base="{base}">'
         f'<output data-shown="{name}"></output></label>'
     )
