@@ -134,5 +134,6 @@ def kill_in_the_middle(cluster: Workers, pid: int, after: int) -> set[tuple[str,
     To be called beside the run: what was under way is what must be run again.
     """
     _wait(lambda: cluster.recorded(ENDED).total() >= after and cluster.under_way(pid), 600)
+    just_before = cluster.under_way(pid)  # it may end, and nobody hear of it
     cluster.kill(pid)
-    return cluster.under_way(pid)
+    return just_before | cluster.under_way(pid)

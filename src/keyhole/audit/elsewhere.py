@@ -17,6 +17,7 @@ from keyhole.audit.journal import what_determines
 from keyhole.audit.opening import Opening
 from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.errors import InputError
+from keyhole.oracle.address import without_password
 from keyhole.oracle.session import session
 from keyhole.progress import Track, untracked
 
@@ -51,7 +52,7 @@ def make(
         target = _open(opening, worker)
         if target.plan.identity != identity:
             raise InputError(
-                f"expected the target {identity} at {opening.shown(opening.place)} on every "
+                f"expected the target {identity} at {without_password(opening.target)} on every "
                 f"worker, got {target.plan.identity}"
             )
         with stopping_on_ctrl_c():
@@ -85,10 +86,11 @@ def _made(opening: Opening, worker: int) -> _Open:
     target = opening.open(worker)
     with ExitStack() as resources:
         surfaces = resources.enter_context(session(target.surfaces, ledger=opening.ledger))
-        checks = checks_of(surfaces, target, opening.seed, opening.against_defences)
-        determined = what_determines(target, opening.seed)
+        checks = checks_of(surfaces, target, opening.seed, opening.against_defences, opening.only)
+        determined = what_determines(target, opening.seed, opening.only)
         seconds = time.perf_counter() - started
-        plan, shown = Plan.of(target, determined, checks, opening.seed, seconds), opening.shown
+        plan = Plan.of(target, determined, checks, opening.seed, seconds, opening.only)
+        shown = opening.shown
         plan = replace(
             plan,
             name=shown(plan.name),

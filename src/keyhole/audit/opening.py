@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
 
+from keyhole.assess.rules import expect_exposures
 from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.targets import Target, open_target
 from keyhole.bounds import expect_count, expect_seed
@@ -41,6 +42,7 @@ class Opening:
     endpoint: EndpointOptions = field(default_factory=EndpointOptions)
     against_defences: bool = False
     seed: int = 0
+    only: tuple[str, ...] = ()
     folder: str | None = None
 
     def expect_valid(self) -> None:
@@ -48,6 +50,7 @@ class Opening:
         expect_seed(self.seed)
         expect_count("--texts", self.texts)
         expect_count("--flips", self.flips)
+        expect_exposures(self.only, "--only")
 
     @property
     def stays(self) -> bool:
@@ -102,10 +105,14 @@ class Opening:
         stored = Stored(
             self.model or None, self.texts or TEXTS_OF_A_STORE, self.known, self.seed, self.corpus
         )
-        return open_target(
+        target = open_target(
             name, data=data, layers=self.layers, device=device, stored=stored,
             authorized=self.authorized, endpoint=self.endpoint,
         )  # fmt: skip
+        if self.ledger is not None and not target.surfaces:
+            kind = "vector store" if target.stores else "model"
+            raise no_endpoint(f"the {kind} {self.shown(target.name)}")
+        return target
 
     def fingerprint(self) -> str:
         """What tells that a target's files were not touched, without reading all of them."""

@@ -39,7 +39,7 @@ COMMANDS = {
     "harden": "Train a model against the attack on attention, and measure whether it helped.",
     "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
     "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
-    "report": "Make the page again from the findings.",
+    "report": "Make the page again from the findings, or the report in another format.",
     "policy": "Judge findings by what a team has decided.",
     "cost": "Tell what an attack would cost: queries, tokens, hours and money.",
     "check-config": "Look for settings that open what attacks need; nothing is run.",

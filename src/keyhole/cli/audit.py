@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from keyhole import report
+from keyhole.assess import assess
 from keyhole.audit.check import Checked
 from keyhole.audit.opening import Opening
 from keyhole.audit.run import audit as run
@@ -31,10 +32,13 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
 from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
+from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.errors import InputError
 from keyhole.files import write_text
+from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
+from keyhole.report import json_form
 from keyhole.results import Audit
 from keyhole.resume import records_in
 
@@ -52,7 +56,8 @@ def _count(number: str | int) -> int:
 
 
 @app.command(
-    epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html\n"
+    epilog="\b\nExample:\n  keyhole audit demo --json-file audit.json --page audit.html "
+    "--output sarif=audit.sarif\n"
     "  keyhole audit ./my-model --data texts.tsv --texts 10"
 )
 @asks_endpoint
@@ -143,6 +148,7 @@ def audit(
     json_file: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
     ] = FINDINGS,
+    outputs: OutputFiles = None,
     ledger: LedgerFile = None,
     force: Force = False,
     against_defences: Annotated[
@@ -163,7 +169,7 @@ def audit(
     """
     if targets is not None:
         own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
-               "--json-file": json_file != FINDINGS}  # fmt: skip
+               "--json-file": json_file != FINDINGS, "--output": bool(outputs)}  # fmt: skip
         expect_none_of(own)
         base = Opening(
             "", tuple(model or ()), known and str(known), corpus and str(corpus),
@@ -179,10 +185,11 @@ def audit(
     if target is None:
         raise InputError("expected TARGET or --targets FILE, got none")
     if out is not None:
-        raise InputError(f"expected --out with --targets, got the target {target[:80]}")
+        raise InputError(f"expected --out with --targets, got {without_password(target)}")
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
+    wanted = Outputs.of(outputs, (json_file, page), force=force, as_json=as_json)
     with (
         interruptible(lambda: _kept(journal, ledger)),
         bars("audit", "checks") as track,
@@ -195,10 +202,13 @@ def audit(
             against_defences=against_defences, seed=seed, track=track, resuming=_say_resuming,
             notice=say,
         )  # fmt: skip
-        result.save(json_file)
+        assessment = assess(result)
+        write_text(json_file, json_form.render(assessment))
         write_text(page, report.render(result))
+        wanted.write(assessment)
     again = _unanswered(result, journal)
-    answer(result.to_dict(), report.table(result), as_json=as_json)
+    if not wanted.printed(assessment):
+        answer(json_form.document(assessment), report.table(result), as_json=as_json)
     say(f"page: {page}   findings: {json_file}")
     if again:
         say(again)

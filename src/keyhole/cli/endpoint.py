@@ -60,9 +60,7 @@ OPTIONS: dict[str, Any] = {
     ],
     "output": Annotated[
         str | None,
-        typer.Option(
-            "--output-tensor", "--output", metavar="NAME", help=f"The output to read, {_TENSOR}."
-        ),
+        typer.Option("--output-tensor", metavar="NAME", help=f"The output to read, {_TENSOR}."),
     ],
     "positive": Annotated[
         str | None,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from keyhole import report
+from keyhole.assess import assess
 from keyhole.audit import Member, Opening, fleet, read_fleet
 from keyhole.audit.check import Checked
 from keyhole.cli.answers import answer
@@ -14,6 +15,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.errors import InputError
 from keyhole.files import exists, is_folder, trouble, write_text
+from keyhole.report import json_form
 from keyhole.results import Audit, Fleet
 from keyhole.resume import records_in
 
@@ -62,7 +64,7 @@ def _files(out: Path, member: Member) -> tuple[Path, Path]:
 
 def _write(out: Path, member: Member, audit: Audit) -> None:
     findings, page = _files(out, member)
-    audit.save(findings)
+    write_text(findings, json_form.render(assess(audit)))
     write_text(page, report.render(audit))
 
 

@@ -1,0 +1,23 @@
+"""The formats that a report can have: each a function of an assessment, under the name people type.
+
+All of them are made from the same `Assessment`: no two can disagree about ids, severities or the
+verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keyhole.assess import Assessment
+from keyhole.report import cyclonedx, json_form, junit, markdown, sarif
+from keyhole.report.page import render
+
+FORMATS: dict[str, Callable[[Assessment], str]] = {
+    "html": lambda assessment: render(assessment.audit),
+    "json": json_form.render,
+    "sarif": sarif.render,
+    "sarif-github": sarif.render_alerts,
+    "cyclonedx": cyclonedx.render,
+    "markdown": markdown.render,
+    "junit": junit.render,
+}

@@ -1,0 +1,114 @@
+"""An audit as JSON: everything that was found, and what it means.
+
+The file is what `Audit.load` reads, with `assessment` beside it for pipelines that want a verdict
+and not a computation. Whoever loads the file computes it again: nothing in it is trusted.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from keyhole.assess import Assessment, Card, Decision, Item
+from keyhole.results import dump
+
+SCHEMA = "urn:keyhole:schema:audit:1"
+_FILE = "schemas/audit-1.schema.json"
+
+
+def render(assessment: Assessment) -> str:
+    return f"{dump(document(assessment))}\n"
+
+
+def document(assessment: Assessment) -> dict[str, Any]:
+    """The whole file; its schema is in `schemas/`, and a test holds one to the other."""
+    return {
+        "$schema": SCHEMA,
+        **assessment.audit.to_dict(),
+        "assessment": meaning(assessment),
+    }
+
+
+def schema() -> str:
+    """The JSON Schema of the file (draft 2020-12)."""
+    return resources.files("keyhole.report").joinpath(_FILE).read_text("utf-8")
+
+
+def meaning(assessment: Assessment) -> dict[str, Any]:
+    """Verdict, counts, cards, and of each finding what is not in the finding itself."""
+    audit, decision = assessment.audit, assessment.decision
+    return {
+        "verdict": assessment.verdict,
+        "severity": assessment.severity.value,
+        "exit_code": exit_code(assessment),
+        "counts": {
+            "checked": len(assessment.items),
+            "exposed": len(assessment.exposed),
+            "unchecked": audit.unchecked,
+            "controls": len(assessment.controls),
+            "skipped": len(audit.skips),
+        },
+        "cards": [_card(card) for card in assessment.families],
+        "findings": [_row(item) for item in assessment.items],
+        "controls": [_row(item) for item in assessment.controls],
+        "gone": [_row(item) for item in assessment.gone],
+        "decision": None if decision is None else _decision(decision),
+    }
+
+
+def exit_code(assessment: Assessment) -> int:
+    """The policy's, where there is one."""
+    decision = assessment.decision
+    return assessment.audit.exit_code if decision is None else decision.exit_code
+
+
+def _card(card: Card) -> dict[str, Any]:
+    return {
+        "family": card.family.value,
+        "level": card.level.value,
+        "severity": card.severity.value,
+        "exposed": card.exposed,
+        "checked": card.checked,
+        "unchecked": card.unchecked,
+        "worst": None if card.worst is None else card.worst.id,
+        "fix": card.fix,
+        "fixes": card.fixes,
+    }
+
+
+def _row(item: Item) -> dict[str, Any]:
+    ignored = item.ignored
+    return {
+        "id": item.id,
+        "rule": item.rule.id,
+        "family": item.family.value,
+        "exposure": item.finding.exposure,
+        "surface": item.finding.surface,
+        "outcome": item.finding.outcome.value,
+        "severity": item.severity.value,
+        "score": item.score,
+        "why": item.why,
+        "share": item.share,
+        "exact": item.exact,
+        "proved": item.proved,
+        "state": None if item.state is None else item.state.value,
+        "ignored": None
+        if ignored is None
+        else {
+            "finding": ignored.finding,
+            "reason": ignored.reason,
+            "until": ignored.until.isoformat(),
+        },
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "exit_code": decision.exit_code,
+        "rule": decision.rule,
+        "policy": decision.source,
+        "rulings": [
+            {"finding": ruled.name, "ruling": ruled.ruling.value, "rule": ruled.rule}
+            for ruled in decision.rulings
+        ],
+    }

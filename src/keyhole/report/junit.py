@@ -1,0 +1,145 @@
+"""An audit as JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
+
+One test case for each check: a failure where something was given away, an error where nobody knows,
+skipped where nothing was tried or a policy ignores it. Where a policy decided, a test case fails if
+and only if the policy says so: a pipeline's table of tests and its exit code must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
+
+from keyhole.assess import Assessment, Item, Ruling
+from keyhole.assess.rules import rule_of_skip
+from keyhole.assess.severity import cost
+from keyhole.report import provenance, wording
+from keyhole.report.inert import inert
+from keyhole.results import Outcome, Skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check: where it belongs, how it ended (`end` is a tag, or empty), and in which words."""
+
+    suite: str
+    classname: str
+    name: str
+    seconds: float
+    end: str
+    kind: str
+    message: str
+    details: tuple[str, ...]
+
+
+def render(assessment: Assessment) -> str:
+    """A suite for each endpoint or model of the target."""
+    audit = assessment.audit
+    cases = [_case(item, assessment) for item in assessment.items]
+    cases += [_skipped(skip, assessment) for skip in audit.skips]
+    root = Element(
+        "testsuites", {"name": inert(f"keyhole audit of {audit.target}"), **_sums(cases)}
+    )
+    for suite in dict.fromkeys(case.suite for case in cases):
+        _add(root, suite, [case for case in cases if case.suite == suite], assessment)
+    indent(root)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
+
+
+def _case(item: Item, assessment: Assessment) -> Case:
+    finding = item.finding
+    end, because = _end(item, assessment)
+    details = (
+        f"finding: {item.id}", f"rule: {item.rule.id} ({item.rule.name})",
+        f"severity: {item.severity}, score {item.score} of 10 ({item.why})",
+        f"cost: {cost(finding)}, {finding.seconds:.2f} s", f"status: {finding.status}",
+        *([f"decided by: {because}"] if because else []),
+        *([f"reason: {finding.reason}"] if finding.reason else []),
+        *([f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []),
+    )  # fmt: skip
+    return Case(
+        finding.surface or assessment.audit.target, _classname(item.family, finding.surface),
+        f"{finding.exposure} ({finding.attack})", finding.seconds, end, item.severity.value,
+        f"{item.severity}: {wording.outcome(finding)}", details,
+    )  # fmt: skip
+
+
+def _end(item: Item, assessment: Assessment) -> tuple[str, str]:
+    """The tag of how a check ended, and which rule of a policy decided that."""
+    plain = {Outcome.GIVEN_AWAY: "failure", Outcome.UNCHECKED: "error", Outcome.KEPT: ""}
+    if assessment.decision is None:
+        return plain[item.finding.outcome], ""
+    ruled = next(ruled for ruled in assessment.decision.rulings if ruled.name == item.id)
+    end = {
+        Ruling.FAILS: "failure", Ruling.IGNORED: "skipped", Ruling.UNCHECKED: _unknown(assessment),
+    }.get(ruled.ruling, "")  # fmt: skip
+    return end, ruled.rule
+
+
+def _unknown(assessment: Assessment) -> str:
+    """A policy may allow what could not be checked; then it is no error."""
+    decision = assessment.decision
+    return "skipped" if decision is not None and decision.exit_code == 0 else "error"
+
+
+def _skipped(skip: Skip, assessment: Assessment) -> Case:
+    rule, decision = rule_of_skip(skip), assessment.decision
+    ignored = decision is not None and any(
+        ruled.name == skip.exposure and ruled.ruling is Ruling.IGNORED for ruled in decision.rulings
+    )
+    return Case(
+        assessment.audit.target, _classname(rule.family if rule else "skipped", ""),
+        f"{skip.exposure} ({skip.attack})", 0.0,
+        _unknown(assessment) if skip.unchecked and not ignored else "skipped",
+        "unknown" if skip.unchecked else "not tried", skip.reason, (),
+    )  # fmt: skip
+
+
+def _classname(family: str, surface: str) -> str:
+    return f"keyhole.{family}.{provenance.slug(surface)}" if surface else f"keyhole.{family}"
+
+
+def _sums(cases: Sequence[Case]) -> dict[str, str]:
+    count = {tag: sum(case.end == tag for case in cases) for tag in ("failure", "error")}
+    return {
+        "tests": str(len(cases)), "failures": str(count["failure"]), "errors": str(count["error"]),
+        "time": _time(sum(case.seconds for case in cases)),
+    }  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return f"{max(0.0, seconds):.3f}"
+
+
+def _add(root: Element, suite: str, cases: Sequence[Case], assessment: Assessment) -> None:
+    finished = provenance.finished(assessment.audit)
+    parent = SubElement(
+        root,
+        "testsuite",
+        {
+            "name": inert(suite),
+            **_sums(cases),
+            "skipped": str(sum(case.end == "skipped" for case in cases)),
+            **({} if finished is None else {"timestamp": finished.removesuffix("Z")}),
+        },
+    )
+    about = {
+        "verdict": assessment.verdict, "severity": assessment.severity.value,
+        "identity": assessment.audit.identity, "keyhole": provenance.version(assessment.audit),
+        "policy": "" if assessment.decision is None else assessment.decision.source,
+    }  # fmt: skip
+    properties = SubElement(parent, "properties")
+    for name, value in about.items():
+        SubElement(properties, "property", name=name, value=inert(value))
+    for case in cases:
+        child = SubElement(
+            parent, "testcase", classname=case.classname, name=inert(case.name),
+            time=_time(case.seconds),
+        )  # fmt: skip
+        text = "\n".join(inert(line) for line in case.details)
+        if case.end:
+            end = SubElement(child, case.end, type=case.kind, message=inert(case.message))
+            end.text = text or None
+        elif text:
+            SubElement(child, "system-out").text = text

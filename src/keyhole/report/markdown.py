@@ -1,0 +1,139 @@
+"""An audit as Markdown for a pull request: the verdict, four cards, what is given away.
+
+Whatever came from a target, a server or a file stands in a code span (inert.py): nobody is
+mentioned, nothing is linked, no tag is opened. GitHub takes 65,536 characters of a comment: rows
+that do not fit are counted instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from keyhole.assess import Assessment, Card, Item
+from keyhole.assess.severity import cost
+from keyhole.report import provenance, wording
+from keyhole.report.inert import as_code
+from keyhole.report.json_form import exit_code
+from keyhole.results import Outcome
+
+MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
+SHOWN = 20  # findings before the fold
+_CELL = 160  # characters of a cell
+_SIGNS = {
+    "critical": "🔴",
+    "high": "🟠",
+    "medium": "🟡",
+    "low": "🔵",
+    "unknown": "⚪",
+    "none": "🟢",
+}
+_HEAD = (
+    "| severity | given away | how much | cost | fix |",
+    "| --- | --- | --- | --- | --- |",
+)
+
+
+def render(assessment: Assessment) -> str:
+    """A comment, complete or with a line that says how much is left out."""
+    rows = [_row(item) for item in assessment.exposed]
+    top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
+    bottom = [*_unchecked(assessment), *_gone(assessment), *_again(assessment)]
+    room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
+    sizes = accumulate(len(row) + 1 for row in rows)
+    fitting = rows[: sum(size <= room for size in sizes)]
+    lines = [*top, *_table(fitting), *_left_out(len(rows) - len(fitting)), *bottom]
+    return "\n".join(lines) + "\n"
+
+
+def _title(assessment: Assessment) -> list[str]:
+    sign = _SIGNS[assessment.severity.value]
+    return [
+        f"## {sign} Keyhole: {assessment.verdict}", "",
+        f"Target {as_code(assessment.audit.target, _CELL)}: {len(assessment.exposed)} of "
+        f"{len(assessment.items)} checks gave something away, worst severity "
+        f"**{assessment.severity}**, exit code {exit_code(assessment)}.", "",
+    ]  # fmt: skip
+
+
+def _cards(cards: Sequence[Card]) -> list[str]:
+    rows = [
+        f"| {_SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
+        f"{card.exposed} of {card.checked} | {as_code(card.fix, _CELL)} |"
+        for card in cards
+    ]
+    return [
+        "| severity | what | given away | through | the fix that serves most |",
+        "| --- | --- | --- | --- | --- |", *rows, "",
+    ]  # fmt: skip
+
+
+def _decision(assessment: Assessment) -> list[str]:
+    decision = assessment.decision
+    if decision is None:
+        return []
+    end = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
+    words, source = as_code(decision.rule, 400), as_code(decision.source, _CELL)
+    return [f"By the policy {source} this **{end}**: {words}", ""]
+
+
+def _row(item: Item) -> str:
+    finding = item.finding
+    state = f" ({item.state})" if item.state is not None else ""
+    ignored = ""
+    if item.ignored is not None:
+        reason = as_code(item.ignored.reason, _CELL)
+        ignored = f"<br>ignored until {item.ignored.until}: {reason}"
+    return (
+        f"| {_SIGNS[item.severity.value]} {item.severity}{state} | "
+        f"{as_code(item.of, _CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
+        f"{cost(finding)} | {as_code(finding.remedy, _CELL)} |"
+    )
+
+
+def _table(rows: Sequence[str]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["### Given away", "", *_HEAD, *rows[:SHOWN], ""]
+    more = rows[SHOWN:]
+    if more:
+        lines += [f"<details><summary>{len(more)} more</summary>", "", *_HEAD, *more, ""]
+        lines += ["</details>", ""]
+    return lines
+
+
+def _left_out(count: int) -> list[str]:
+    if not count:
+        return []
+    return [f"{count} more findings do not fit here: the JSON file has all of them.", ""]
+
+
+def _unchecked(assessment: Assessment) -> list[str]:
+    unchecked = [i.of for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
+    unchecked += [skip.exposure for skip in assessment.audit.skips if skip.unchecked]
+    return _folded("could not be checked, which is not clean", unchecked)
+
+
+def _gone(assessment: Assessment) -> list[str]:
+    return _folded("gone since the baseline", [item.of for item in assessment.gone])
+
+
+def _folded(about: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    listed = [f"- {as_code(name, _CELL)}" for name in names[:SHOWN]]
+    listed += [f"- and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return [f"<details><summary>{len(names)} {about}</summary>", "", *listed, "", "</details>", ""]
+
+
+def _again(assessment: Assessment) -> list[str]:
+    audit = assessment.audit
+    return [
+        "<details><summary>How to reproduce</summary>", "",
+        f"Keyhole {as_code(provenance.version(audit))}, seed {audit.seed}, finished "
+        f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
+        f"{as_code(audit.environment.get('platform', ''), _CELL)}; the target's identity is "
+        f"{as_code(audit.identity, _CELL)}.", "",
+        "```sh", f"keyhole audit TARGET --seed {audit.seed}",
+        "keyhole report keyhole-report.json  # this audit as a page", "```", "", "</details>",
+    ]  # fmt: skip

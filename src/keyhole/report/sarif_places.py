@@ -1,0 +1,64 @@
+"""Where a finding is: of a target the endpoint, of that the layer, of that the exposure.
+
+A model is no file with lines, so the place is logical; but code scanning shows nothing without a
+physical one. That is the target where its name is a path inside the repository, and otherwise
+`keyhole/` with the target's name: no file, but the same from run to run.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import quote
+
+from keyhole.report.inert import inert
+from keyhole.report.provenance import slug
+
+_LAYER = re.compile(r"\blayer (\d{1,6})\b")
+_PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
+
+
+class Places:
+    """The logical locations of a run, each once; a result names its own by index."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.slug = slug(target)
+        self.all: list[dict[str, Any]] = []
+        self._known: dict[tuple[str, str], int] = {}
+
+    def of(self, surface: str, exposure: str) -> dict[str, Any]:
+        """A location: the target, the endpoint where it has several, the layer, the exposure."""
+        steps = [("target", self.target)]
+        steps += [("endpoint", inert(surface))] if surface else []
+        layer = _LAYER.search(exposure)
+        steps += [("layer", f"layer {layer[1]}")] if layer else []
+        steps.append(("exposure", inert(exposure)))
+        names: list[str] = []
+        parent: int | None = None
+        logical: list[dict[str, Any]] = []
+        for kind, name in steps:
+            names.append(name)
+            parent = self._index(kind, name, " / ".join(names), parent)
+            logical.append({**self.all[parent], "index": parent})
+        return {
+            "physicalLocation": {
+                "artifactLocation": {"uri": self.uri},
+                "region": {"startLine": 1},
+            },
+            "logicalLocations": logical,
+        }
+
+    @property
+    def uri(self) -> str:
+        path = _PATH.fullmatch(self.target)
+        inside = path is not None and ("/" in self.target or "." in self.target)
+        return quote(path[1]) if inside and path is not None else f"keyhole/{self.slug}"
+
+    def _index(self, kind: str, name: str, full: str, parent: int | None) -> int:
+        key = (kind, full)
+        if key not in self._known:
+            self._known[key] = len(self.all)
+            above = {} if parent is None else {"parentIndex": parent}
+            self.all.append({"name": name, "fullyQualifiedName": full, "kind": kind, **above})
+        return self._known[key]

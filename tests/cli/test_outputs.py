@@ -1,0 +1,108 @@
+"""`--output FORMAT=FILE`: as many as are asked for, checked before any work, `-` is stdout."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from xml.etree import ElementTree
+
+import pytest
+
+from command_line import inside
+from keyhole import oracle
+from keyhole.report import json_form
+from keyhole.report.formats import FORMATS
+from keyhole.results import Audit
+from sample_audits import whole
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    whole().save(tmp_path / "audit.json")
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_every_format_from_a_saved_audit(here, tmp_path):
+    words = [f"--output={name}=out.{name}" for name in FORMATS]
+    done = here("report", "audit.json", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in FORMATS]
+    for name in ("json", "sarif", "sarif-github", "cyclonedx"):
+        json.loads((tmp_path / f"out.{name}").read_text())
+    ElementTree.parse(tmp_path / "out.junit")
+    assert (tmp_path / "out.markdown").read_text("utf-8").startswith("## 🔴 Keyhole: ")
+    assert (tmp_path / "out.html").read_text("utf-8").startswith("<!")
+    assert Audit.load(tmp_path / "out.json") == whole()
+    assert not (tmp_path / "keyhole-report.html").exists()  # only what was asked for
+
+
+def test_a_page_beside_other_formats(here, tmp_path):
+    assert here("report", "audit.json", "--output=junit=x", "--page=p.html").returncode == 0
+    assert (tmp_path / "p.html").exists()
+    assert (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["sarif", "junit", "markdown"])
+def test_stdout_has_the_document_and_nothing_else(here, tmp_path, name):
+    done = here("report", "audit.json", f"--output={name}=-", f"--output={name}=file")
+    assert done.returncode == 0
+    assert done.stdout == (tmp_path / "file").read_text("utf-8")
+
+
+def test_an_audit_writes_them_too(here, tmp_path):
+    oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "t.safetensors")
+    done = here("audit", "t.safetensors", "--output=sarif=a.sarif", "--output=junit=a.xml")
+    assert done.returncode == 1, done.stderr
+    (run,) = json.loads((tmp_path / "a.sarif").read_text())["runs"]
+    assert run["invocations"][0]["exitCode"] == 1
+    saved = json.loads((tmp_path / "keyhole-report.json").read_text())
+    assert saved["$schema"] == json_form.SCHEMA
+    assert saved["assessment"]["exit_code"] == 1
+    cases = list(ElementTree.parse(tmp_path / "a.xml").iter("testcase"))
+    assert len(cases) == len(saved["assessment"]["findings"]) + len(saved["skips"])
+
+
+WRONG = {
+    "no format": (["--output=x"], "expected --output as FORMAT=FILE with one of html, json, sarif"),
+    "no file": (["--output=sarif="], "expected --output as FORMAT=FILE"),
+    "unknown format": (["--output=pdf=x"], "got 'pdf=x'"),
+    "odd words": (["--output=\udcff\x1b=x"], "got '\\udcff\\x1b=x'"),
+    "no folder": (["--output=sarif=no/x"], "there is no such folder"),
+    "a folder": (["--output=sarif=."], "it is a folder"),
+    "one file for two": (["--output=sarif=x", "--output=junit=./x"], "twice"),
+    "the page's file": (["--output=sarif=p", "--page=p"], "twice"),
+    "two on stdout": (["--output=sarif=-", "--output=junit=-"], "expected one thing to print"),
+    "JSON on stdout too": (["--output=sarif=-", "--json"], "expected one thing to print"),
+    "a file that exists": (["--output=sarif=audit.json"], "give --force to replace it"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("command", ["report", "audit"])
+def test_wrong_outputs_are_refused_before_the_work_starts(here, tmp_path, command, words, message):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = here(command, "there-is-no-such-input.json", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_force_replaces_a_file(here, tmp_path):
+    (tmp_path / "x").write_text("mine")
+    assert here("report", "audit.json", "--output=junit=x").returncode == 2
+    assert here("report", "audit.json", "--output=junit=x", "--force").returncode == 0
+    assert (tmp_path / "x").read_text("utf-8").startswith("<?xml")
+
+
+def test_the_schema_is_printed_without_an_audit(here):
+    done = here("report", "--schema")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["$id"] == json_form.SCHEMA
+
+
+def test_output_is_no_longer_a_name_of_a_tensor(here):
+    done = here("extract", "http://127.0.0.1:1/v2/models/m", "--output", "scores")
+    assert done.returncode == 2
+    assert "No such option" in done.stderr

@@ -1,0 +1,143 @@
+"""The JSON file: a strict schema that holds what is written, loads back, and trusts no verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from keyhole.assess import Level, Ruling, Severity, State, assess
+from keyhole.report import json_form
+from keyhole.results import (
+    Audit,
+    Cut,
+    Estimate,
+    Finding,
+    Outcome,
+    Piece,
+    Reading,
+    Readings,
+    Skip,
+    Status,
+)
+from published_schemas import audit_errors, audit_is_valid
+from sample_audits import CUT, FINDINGS, SKIPS, finding, judged, read, whole
+
+SCHEMA = json.loads(json_form.schema())
+PARTS = SCHEMA["$defs"]
+Path = tuple[str | int, ...]
+
+
+def dense() -> dict[str, Any]:
+    """A file with every kind of object in it, few times."""
+    rich = finding(
+        "stored embedding",
+        "text",
+        Status.INEXACT,
+        trace=((1, 0.5),),
+        cuts=(CUT,),
+        texts=(read("pooled", 4, True),),
+        estimate=Estimate(4, 10, 1000, 130, 730),
+    )
+    ignored = finding("keys and values of layer 1", "text", Status.RECOVERED)
+    control = replace(FINDINGS[0], control=True)
+    made = replace(whole(), findings=(rich, ignored, control), skips=SKIPS[:1])
+    return json.loads(json_form.render(judged(made)))
+
+
+def objects(data: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every object of a document, and where it is."""
+    if isinstance(data, dict):
+        yield path, data
+    parts = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, part in parts:
+        if isinstance(part, dict | list):
+            yield from objects(part, (*path, key))
+
+
+def at(data: Any, path: Path) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+def test_the_schema_has_the_fields_of_the_types():
+    parts = {
+        "finding": Finding, "skip": Skip, "readings": Readings, "reading": Reading, "piece": Piece,
+        "cut": Cut, "estimate": Estimate,
+    }  # fmt: skip
+    for name, kind in parts.items():
+        assert list(PARTS[name]["properties"]) == [field.name for field in fields(kind)], name
+    own = {field.name for field in fields(Audit)}
+    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "assessment"}
+
+
+def test_the_schema_has_the_words_of_the_enumerations():
+    assert PARTS["finding"]["properties"]["status"]["enum"] == list(Status)
+    assert PARTS["severity"]["enum"] == list(Severity)
+    assert PARTS["outcome"]["enum"] == list(Outcome)
+    assert PARTS["card"]["properties"]["level"]["enum"] == list(Level)
+    assert PARTS["assessed"]["properties"]["state"]["enum"] == [*State, None]
+    rulings = PARTS["decision"]["properties"]["rulings"]["items"]["properties"]["ruling"]["enum"]
+    assert rulings == list(Ruling)
+
+
+def test_files_from_before_the_assessment_are_valid_and_load():
+    old = whole().to_dict()
+    assert audit_errors(json.loads(json.dumps(old))) == []
+    assert Audit.from_dict(json.loads(json.dumps(old))) == whole()
+
+
+def test_what_is_written_loads_as_the_same_audit(tmp_path):
+    path = tmp_path / "audit.json"
+    path.write_text(json_form.render(judged(whole())), "utf-8")
+    assert Audit.load(path) == whole()
+
+
+def test_an_assessment_in_a_file_is_not_believed(tmp_path):
+    lying = json_form.document(assess(whole()))
+    lying["assessment"] = {"verdict": "Nothing was given away.", "exit_code": 0, "findings": []}
+    path = tmp_path / "audit.json"
+    path.write_text(json.dumps(lying), "utf-8")
+    again = assess(Audit.load(path))
+    assert again.verdict == assess(whole()).verdict
+    assert json_form.exit_code(again) == 1
+
+
+def test_no_object_takes_a_key_that_nobody_described():
+    document = dense()
+    places = [path for path, _ in objects(document)]
+    assert len(places) > 25
+    for path in places:
+        thing = at(document, path)
+        thing["surprise"] = "x"
+        open_ended = path == ("environment",)  # any versions
+        assert audit_is_valid(document) is open_ended, path
+        del thing["surprise"]
+    assert audit_is_valid(document)
+
+
+def test_no_required_key_may_be_missing():
+    document = dense()
+    later = {  # added after the first files, or empty there
+        "$schema", "assessment", "unchecked", "floor", "known", "trace", "surface", "sought",
+        "texts", "cuts", "control", "estimate", "note", "tokens", "overlap", "similarity",
+    }  # fmt: skip
+    for path, thing in list(objects(document)):
+        for key in list(thing) if path != ("environment",) else []:
+            value = thing.pop(key)
+            optional = key in later and "cuts" not in path and path[:1] != ("assessment",)
+            assert audit_is_valid(document) is optional, (path, key)
+            thing[key] = value
+    assert audit_is_valid(document)
+
+
+def test_no_value_may_be_of_another_type():
+    document = dense()
+    for path, thing in list(objects(document)):
+        for key, value in list(thing.items()):
+            thing[key] = {"x": [1]}
+            assert not audit_is_valid(document), (path, key)
+            thing[key] = value
+    assert audit_is_valid(document)

@@ -1,0 +1,65 @@
+"""JUnit: a test case for each check, which fails where the exit code says that something does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from xml.etree import ElementTree
+
+from keyhole.assess import Policy, assess, decided
+from keyhole.report import junit
+from sample_audits import clean, judged, whole
+
+
+def ends(assessment):
+    """How each test case ended, by its name."""
+    root = ElementTree.fromstring(junit.render(assessment))
+    tags = ("failure", "error", "skipped")
+    return {
+        case.attrib["name"]: next((part.tag for part in case if part.tag in tags), "passed")
+        for case in root.iter("testcase")
+    }
+
+
+def test_a_case_for_each_check():
+    assert ends(assess(whole())) == {
+        "full scores (Attack)": "failure",
+        "signs (Attack)": "error",
+        "a layer's output (Attack)": "failure",
+        "hidden states of layer 3 (Attack)": "failure",
+        "keys and values of layer 1 (Attack)": "failure",
+        "stored embedding (Attack)": "failure",
+        "1% of all attention cut (Attack)": "failure",
+        "attention maps of layer 2 (Attack)": "passed",
+        "gradient of a batch (none)": "skipped",
+        "something else (probe)": "error",
+    }
+
+
+def test_a_policy_decides_what_fails():
+    ended = ends(judged(whole()))
+    assert ended["full scores (Attack)"] == "failure"  # worse than in the baseline
+    assert ended["hidden states of layer 3 (Attack)"] == "passed"  # no worse
+    assert ended["keys and values of layer 1 (Attack)"] == "skipped"  # ignored
+    assert ended["signs (Attack)"] == "error"
+
+
+def test_what_a_policy_allows_is_no_error():
+    unknown = replace(clean(), skips=whole().skips)
+    allowed = decided(assess(unknown), Policy(allow_unchecked=True), today=date(2026, 1, 1))
+    assert allowed.decision.exit_code == 0
+    assert set(ends(allowed).values()) == {"passed", "skipped"}
+    refused = decided(assess(unknown), Policy(), today=date(2026, 1, 1))
+    assert refused.decision.exit_code == 3
+    assert ends(refused)["something else (probe)"] == "error"
+
+
+def test_cases_are_named_after_family_and_surface():
+    root = ElementTree.fromstring(junit.render(assess(whole())))
+    names = {case.attrib["classname"] for case in root.iter("testcase")}
+    assert {"keyhole.text.a-model", "keyhole.text.a-store", "keyhole.inputs"} <= names
+    suites = [suite.attrib["name"] for suite in root]
+    assert set(suites) == {"a model", "a store", "a target"}
+    failure = next(root.iter("failure"))
+    assert failure.attrib["type"] == "critical"
+    assert "fix: a remedy" in failure.text

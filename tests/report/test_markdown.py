@@ -1,0 +1,50 @@
+"""Markdown: what a comment shows, folds and leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keyhole.assess import assess
+from keyhole.report import markdown
+from keyhole.results import Status
+from sample_audits import finding, judged, whole
+
+
+def many(count):
+    findings = tuple(
+        finding(f"hidden states of layer {n}", "text", Status.RECOVERED, remedy="x" * 150)
+        for n in range(count)
+    )
+    return assess(replace(whole(), findings=findings))
+
+
+def test_the_verdict_the_cards_and_the_findings():
+    comment = markdown.render(assess(whole()))
+    assert "6 of 8 checks gave something away, worst severity **critical**" in comment
+    assert "| 🔴 critical | text | all | 3 of 4 | `a remedy` |" in comment
+    assert "`hidden states of layer 3, a model`<br>KH-TEXT-HIDDEN-STATES" in comment
+    assert "2 could not be checked, which is not clean" in comment
+    assert "1% cut at random" not in comment
+
+
+def test_what_a_policy_and_a_baseline_say():
+    comment = markdown.render(judged(whole()))
+    assert "By the policy `keyhole.toml` this **fails**" in comment
+    assert "ignored until 2999-01-01: `it never leaves the cluster`" in comment
+    assert "1 gone since the baseline" in comment
+    assert "critical (same)" in comment
+
+
+def test_the_first_twenty_stand_before_the_fold():
+    before, fold, after = markdown.render(many(25)).partition("<details><summary>5 more</summary>")
+    assert fold
+    assert before.count("KH-TEXT-HIDDEN-STATES") == 20
+    assert after.count("KH-TEXT-HIDDEN-STATES") == 5
+
+
+def test_a_comment_is_never_too_long():
+    comment = markdown.render(many(2000))
+    shown = comment.count("KH-TEXT-HIDDEN-STATES")
+    assert len(comment) < 65_536
+    assert shown > 100
+    assert f"{2000 - shown} more findings do not fit here" in comment

@@ -1,0 +1,186 @@
+"""SARIF: rules in full, places, levels and kinds, fingerprints that stay, and what GitHub gets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from keyhole.assess import RULES, Severity, assess
+from keyhole.report import sarif
+from keyhole.report.sarif_places import Places
+from keyhole.results import Status
+from sample_audits import FINDINGS, clean, finding, judged, whole
+
+
+def run_of(assessment, render=sarif.render):
+    return json.loads(render(assessment))["runs"][0]
+
+
+def by_exposure(run):
+    return {result["locations"][0]["logicalLocations"][-1]["name"]: result
+            for result in run["results"]}  # fmt: skip
+
+
+def test_every_rule_is_described_in_full():
+    rules = run_of(assess(whole()))["tool"]["driver"]["rules"]
+    assert {rule.id for rule in RULES} < {rule["id"] for rule in rules}
+    for rule in rules:
+        assert rule["name"].isalnum()
+        assert rule["shortDescription"]["text"]
+        assert rule["fullDescription"]["text"]
+        assert rule["help"]["text"]
+        assert rule["help"]["markdown"]
+        assert "security" in rule["properties"]["tags"]
+        assert "helpUri" not in rule  # there is no public address to name
+
+
+def test_results_point_to_their_rules():
+    run = run_of(assess(whole()))
+    rules = run["tool"]["driver"]["rules"]
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+    assert by_exposure(run)["something else"]["ruleId"] == "KH-NOT-CHECKED"
+
+
+def test_kinds_and_levels():
+    results = by_exposure(run_of(assess(whole())))
+    expected = {
+        "hidden states of layer 3": ("fail", "error"),
+        "1% of all attention cut": ("fail", "warning"),
+        "signs": ("open", "none"),
+        "attention maps of layer 2": ("pass", "none"),
+        "gradient of a batch": ("notApplicable", "none"),
+        "something else": ("open", "none"),
+    }
+    for exposure, (kind, level) in expected.items():
+        assert (results[exposure]["kind"], results[exposure]["level"]) == (kind, level), exposure
+    assert "1% cut at random" not in results  # a control
+
+
+def test_a_place_is_target_endpoint_layer_exposure():
+    run = run_of(assess(whole()))
+    result = by_exposure(run)["hidden states of layer 3"]
+    places = result["locations"][0]["logicalLocations"]
+    assert [place["kind"] for place in places] == ["target", "endpoint", "layer", "exposure"]
+    full = "a target / a model / layer 3 / hidden states of layer 3"
+    assert places[-1]["fullyQualifiedName"] == full
+    for place in places:
+        kept = run["logicalLocations"][place["index"]]
+        assert {**kept, "index": place["index"]} == place
+    assert places[-1]["parentIndex"] == places[-2]["index"]
+    names = [place["fullyQualifiedName"] for place in run["logicalLocations"]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("target", "uri"),
+    [
+        ("models/encoder", "models/encoder"),
+        ("./models/encoder/", "models/encoder"),
+        ("leak.safetensors", "leak.safetensors"),
+        ("a target", "keyhole/a-target"),
+        ("/etc/passwd", "keyhole/etc-passwd"),
+        ("../up", "keyhole/up"),
+        ("a/../b", "keyhole/a-b"),
+        ("http://user:word@host/v2?x=1", "keyhole/http-user-word-host-v2-x-1"),
+        ("demo", "keyhole/demo"),
+    ],
+)
+def test_the_file_of_a_result_is_inside_the_repository(target, uri):
+    location = Places(target).of("", "scores")["physicalLocation"]
+    assert location == {"artifactLocation": {"uri": uri}, "region": {"startLine": 1}}
+
+
+def test_names_in_other_scripts_have_files_of_their_own():
+    first, second = Places("模型"), Places("модель")
+    assert first.uri != second.uri
+    assert first.uri.isascii()
+
+
+def test_fingerprints_stay_where_findings_move():
+    before = by_exposure(run_of(assess(whole())))
+    other = replace(whole(), findings=tuple(reversed(FINDINGS)), created="2027-01-01T00:00:00Z")
+    after = by_exposure(run_of(assess(other)))
+    for exposure, result in before.items():
+        assert result["partialFingerprints"] == after[exposure]["partialFingerprints"]
+    prints = [
+        result["partialFingerprints"]["primaryLocationLineHash"] for result in before.values()
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize(
+    ("severity", "least", "most"),
+    [
+        (Severity.CRITICAL, 9.0, 10.0),
+        (Severity.HIGH, 7.0, 8.9),
+        (Severity.MEDIUM, 4.0, 6.9),
+        (Severity.LOW, 0.1, 3.9),
+    ],
+)
+def test_github_calls_a_severity_by_our_name(severity, least, most):
+    """Whatever the score: a policy may have set the severity outright."""
+    made = assess(whole(), override=lambda *_: severity)
+    shown = [
+        float(rule["properties"]["security-severity"])
+        for rule in run_of(made)["tool"]["driver"]["rules"]
+        if "security-severity" in rule["properties"]
+    ]
+    assert len(shown) == len({item.rule.id for item in made.exposed})
+    assert all(least <= number <= most for number in shown)
+    assert severity is not Severity.CRITICAL or min(shown) > 9.0  # GitHub: over 9.0 is critical
+
+
+def test_a_rule_has_the_severity_of_its_worst_finding():
+    layers = [
+        finding(f"hidden states of layer {n}", "text", Status.INEXACT, known=known)
+        for n, known in ((1, 0.01), (2, 0.6))
+    ]
+    made = assess(replace(whole(), findings=tuple(layers), skips=()))
+    rules = {rule["id"]: rule for rule in run_of(made)["tool"]["driver"]["rules"]}
+    worst = max(item.score for item in made.items)
+    assert min(item.score for item in made.items) < worst
+    shown = rules["KH-TEXT-HIDDEN-STATES"]["properties"]["security-severity"]
+    assert float(shown) == worst
+
+
+def test_states_and_suppressions():
+    results = by_exposure(run_of(judged(whole())))
+    assert results["full scores"]["baselineState"] == "updated"  # it was kept
+    assert results["signs"]["baselineState"] == "new"
+    assert results["hidden states of layer 3"]["baselineState"] == "unchanged"
+    assert results["the last token's vector"]["baselineState"] == "absent"
+    (ignored,) = results["keys and values of layer 1"]["suppressions"]
+    assert ignored["justification"] == "it never leaves the cluster (until 2999-01-01)"
+    assert all("baselineState" in result for result in results.values())
+    assert "baselineState" not in json.dumps(run_of(assess(whole())))
+
+
+def test_github_gets_what_needs_somebody_and_nothing_else():
+    """It takes every result for an open alert, whatever its kind, state or suppressions."""
+    alerts = by_exposure(run_of(judged(whole()), sarif.render_alerts))
+    assert {result["kind"] for result in alerts.values()} == {"fail", "open"}
+    assert "hidden states of layer 3" in alerts
+    assert "keys and values of layer 1" not in alerts  # ignored
+    assert "the last token's vector" not in alerts  # gone
+    assert "something else" in alerts  # nobody knows
+    assert run_of(assess(clean()), sarif.render_alerts)["results"] == []
+
+
+def test_how_it_ended():
+    (ended,) = run_of(assess(whole()))["invocations"]
+    assert (ended["exitCode"], ended["executionSuccessful"]) == (1, True)
+    assert ended["endTimeUtc"] == "2026-11-16T08:44:47Z"
+    said = [notice["message"]["text"] for notice in ended["toolExecutionNotifications"]]
+    assert said == ["could not check signs, a model", "could not check something else"]
+    (undated,) = run_of(assess(replace(whole(), created="yesterday")))["invocations"]
+    assert "endTimeUtc" not in undated
+
+
+def test_messages_make_no_links_and_hold_no_places():
+    told = replace(FINDINGS[0], reason="see [this](https://evil.example) and {0} \\[x]")
+    made = assess(replace(whole(), findings=(told,)))
+    text = by_exposure(run_of(made))["full scores"]["message"]["text"]
+    assert "see \\[this\\](https://evil.example) and {{0}} \\\\\\[x\\]" in text
