@@ -7,7 +7,6 @@ not. Where only words count that reach `keyhole`, a script in its place writes t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from command_line import PYTHON
+from command_line import PYTHON, parts
 from keyhole import oracle
 from keyhole.configs.registry import KINDS
 
@@ -29,10 +28,6 @@ HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
 STEPS = ACTION["runs"]["steps"]
 (AUDIT,) = [step for step in STEPS if step.get("id") == "audit"]
 EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
-needs_formats = pytest.mark.skipif(
-    importlib.util.find_spec("keyhole.report.formats") is None,
-    reason="this Keyhole has no --output FORMAT=FILE",
-)
 
 
 @pytest.fixture
@@ -83,6 +78,13 @@ def test_no_text_of_a_caller_is_pasted_into_a_script():
     assert inputs | {"upload-sarif"} == set(ACTION["inputs"])
 
 
+def test_every_option_of_the_scripts_is_one_of_the_command():
+    known = {flag for parameter in parts("audit")["audit"].params for flag in parameter.opts}
+    for script in (AUDIT["run"], *JOB["script"]):
+        used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", script))
+        assert {"--policy", "--environment", "--baseline", "--output"} <= used <= known
+
+
 def test_findings_are_handed_over_also_when_the_audit_fails():
     (upload,) = [step for step in STEPS if "upload-sarif" in step.get("uses", "")]
     assert upload["if"].startswith("${{ always() &&")
@@ -92,7 +94,6 @@ def test_findings_are_handed_over_also_when_the_audit_fails():
     assert set(JOB["artifacts"]["reports"]) == {"junit"}
 
 
-@needs_formats
 def test_the_action_reports_and_keeps_the_exit_code(place):
     done, told, summary = audit(
         place,
@@ -155,7 +156,6 @@ def test_lines_become_options(place):
     ]  # fmt: skip
 
 
-@needs_formats
 def test_the_job_of_gitlab(place):
     variables = {**JOB["variables"], "KEYHOLE_TARGET": "target.safetensors"}
     done = run("\n".join(JOB["script"]), place, ("sh", "-e"), **variables)
