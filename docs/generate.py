@@ -24,7 +24,7 @@ from unittest.mock import patch
 from playwright.sync_api import sync_playwright
 
 from keyhole.cli import app
-from keyhole.report.page import plot
+from keyhole.report import figure
 from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
@@ -111,7 +111,8 @@ def error_plot() -> str:
         )
         for name, result in extractions(quick=False).items()
     )  # fmt: skip
-    return f"<body style='margin: 0'>{plot(findings)}</body>"
+    html = figure(findings).to_html(include_plotlyjs=True, full_html=False, div_id="figure")
+    return f"<body style='margin: 0'>{html}</body>"
 
 
 def benchmark_figure(name: str) -> str:
@@ -135,18 +136,20 @@ def ablation_curve() -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A page, from a heading (or the top) on, down to a height."""
+    """A page, from its top or from a place in it, down to a height; a finding there is unfolded."""
 
     page: Callable[[], str]
     height: int
-    heading: str = ""
+    place: str = ""
+    width: int = 1100
 
 
+CUTS = "predictions-the-classifier-that-ships-with-keyhole-1-of-all-attention-cut"
 TEXTS = {"cli.md": cli_reference, "methods.md": methods_reference}
 PICTURES = {
-    "audit.png": Picture(audit_page, 1200),
-    "audit-text.png": Picture(audit_page, 1080, "Text, by exposure, layer and precision"),
-    "audit-cuts.png": Picture(audit_page, 840, "Where attention was cut"),
+    "audit.png": Picture(audit_page, 940, width=1400),
+    "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
+    "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(error_plot, 560),
     "inversion-sensitivity.png": Picture(partial(benchmark_figure, "inversion_sensitivity"), 1010),
     "inversion-cost.png": Picture(partial(benchmark_figure, "inversion_cost"), 430),
@@ -164,18 +167,19 @@ def draw(names: Sequence[str]) -> None:
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
-        page = browser.new_page(viewport={"width": 1100, "height": 800})
+        page = browser.new_page()
         for name in names:
             picture = PICTURES[name]
             source = Path(folder) / "page.html"
             source.write_text(picture.page(), "utf-8")
-            page.goto(source.as_uri())
-            page.wait_for_selector(".main-svg")
+            page.set_viewport_size({"width": picture.width, "height": 800})
+            page.goto(f"{source.as_uri()}#{picture.place}")
+            page.wait_for_selector(".main-svg, .verdict")
             top = 0.0
-            if picture.heading:
-                box = page.get_by_role("heading", name=picture.heading).bounding_box()
-                top = box["y"] - 20 if box else 0.0
-            clip = {"x": 0, "y": top, "width": 1100, "height": picture.height}
+            if picture.place:
+                where = "id => document.getElementById(id).getBoundingClientRect().top + scrollY"
+                top = page.evaluate(where, picture.place) - 20
+            clip = {"x": 0, "y": top, "width": picture.width, "height": picture.height}
             page.screenshot(path=DOCS / name, clip=clip, full_page=True)
         browser.close()
 

@@ -25,6 +25,7 @@ FLOORS = (  # from the ground up
         "least_squares",
         "two_loop_recursion",
         "strict_json",
+        "visible",
     },
     {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"configs"},  # settings, read without running anything

@@ -94,3 +94,11 @@ def test_the_verdict_is_one_line():
     assert assess(audit(skips=(missing,))).verdict.startswith("Could not check")
     assert assess(audit()).verdict.startswith("Nothing was checked")
     assert "1 of 2 checks had no result" in assess(audit(finding(), skips=(missing,))).verdict
+
+
+def test_the_severity_is_never_none_where_something_could_not_be_checked():
+    kept, missing = finding(status=Status.UNSOLVED), Skip("text", "x", "no weights", unchecked=True)
+    assert assess(audit(kept)).severity is Severity.NONE
+    assert assess(audit(kept, skips=(missing,))).severity is Severity.UNKNOWN
+    assert assess(audit(kept, skips=(Skip("text", "x", "none here"),))).severity is Severity.NONE
+    assert assess(audit()).severity is Severity.UNKNOWN

@@ -186,11 +186,13 @@ def test_json_page_and_verdict(easily):
     assert Audit.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     page = report.render(made)
     exposed = sum(one.exposed for one in found.findings)
-    assert f"The prediction can be flipped through {exposed} of 3 exposures checked." in page
+    assert f"{exposed} of 3 exposed" in page
     cuts = [cut for one in found.findings for cut in one.cuts]
-    assert page.count('class="unit"') == sum(len(cut.units) for cut in cuts)
-    assert page.count('class="head"') == sum(cut.layers * cut.heads for cut in cuts)
-    assert "<script" not in page
+    touched = [{(layer, head) for layer, head, _, _ in cut.units} for cut in cuts]
+    assert page.count('class="unit"') == sum(len(heads) for heads in touched)
+    layers = [len({layer for layer, _ in heads}) for heads in touched]
+    frames = sum(count * cut.heads for count, cut in zip(layers, cuts, strict=True))
+    assert page.count('class="frame"') == frames
 
 
 def test_hostile_tokens_are_escaped():
@@ -203,15 +205,23 @@ def test_hostile_tokens_are_escaped():
 
 
 def test_a_picture_places_each_unit_in_its_head():
-    units = ((0, 0, 0, 0), (1, 2, 3, 1))
-    drawn = pictures.picture(Cut(tuple("abcd"), "n", "p", 0.9, 0.1, 0.01, 2, 3, units))
+    units = ((0, 0, 0, 0), (2, 2, 3, 1), (2, 2, 3, 2), (2, 2, 0, 3))
+    drawn = pictures.picture(Cut(tuple("abcd"), "n", "p", 0.9, 0.1, 0.01, 3, 3, units))
+    assert [layer for _, layer in drawn.down] == [1, 3]  # nothing was cut of the second
     assert len(drawn.heads) == 6
-    for square, (layer, head, query, key) in zip(drawn.units, units, strict=True):
-        frame = drawn.heads[layer * 3 + head]
-        assert square.x == pytest.approx(frame.x + key * frame.size / 4)
-        assert square.y == pytest.approx(frame.y + query * frame.size / 4)
-        assert frame.x + frame.size <= drawn.width
-    assert drawn.units[1].title == "layer 2, head 3: d → b"
+    assert {head.size for head in drawn.heads} == {4 * drawn.cell}
+    first, last = drawn.heads[0], drawn.heads[-1]
+    assert (first.path, last.path) == ("M0 0.5h1", "M3 0.5h1M1 3.5h2")  # key, query, how many keys
+    assert last.x + last.size <= drawn.width
+    assert last.y + last.size <= drawn.height
+    assert last.title == "layer 3, head 3: d → b, d → c, a → d"
+    assert sum(bool(head.path) for head in drawn.heads) == 2
+
+
+def test_a_cut_outside_the_model_is_refused():
+    for unit in ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 2, 0), (0, 0, 0, -1)):
+        with pytest.raises(InputError, match="1 layers, 1 heads and 2 tokens"):
+            Cut(("a", "b"), "n", "p", 0.9, 0.1, 0.01, 1, 1, (unit,))
 
 
 def test_a_model_that_hides_its_attention_is_skipped(monkeypatch):

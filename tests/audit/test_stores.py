@@ -15,6 +15,7 @@ import made_stores
 import tiny_models as tiny
 from command_line import inside
 from keyhole import report
+from keyhole.assess import assess
 from keyhole.audit import Audit, Stored, audit, open_target
 from keyhole.audit.stores import EXPOSURE, StoreTarget, sample
 from keyhole.errors import InputError
@@ -24,7 +25,6 @@ from keyhole.models.demo import EXAMPLES, load_demo
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.report import wording
 from keyhole.results import Status
 from keyhole.stores import open_store
 
@@ -121,7 +121,7 @@ def test_a_search_that_does_not_arrive_is_no_clean_store(maker, tmp_path):
     assert finding.estimate is None  # nothing is said of the other texts
     assert finding.reason.startswith("none of the 2 texts tried was read: the search ended before")
     assert "--corpus" in finding.reason
-    assert wording.verdict(audited).startswith("Could not check")
+    assert assess(audited).verdict.startswith("Could not check")
     assert "could not check" in report.render(audited)
 
 
@@ -189,8 +189,8 @@ def test_json_and_page_hold_what_was_read(tmp_path):
     assert f"{estimate.share} of texts" in page
     assert str(estimate) in page
     assert "the store has no text of it" in page
-    assert 'title="verified"' in page
-    assert ", wrong" not in page  # nobody knows the original
+    assert " verified" in page
+    assert ' wrong"' not in page  # nobody knows the original
 
 
 def test_a_journal_keeps_the_finding_of_this_store_alone(tmp_path):

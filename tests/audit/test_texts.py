@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import tiny_models as tiny
 from command_line import inside
 from keyhole import report
-from keyhole.audit import Audit, audit
+from keyhole.audit import Audit, audit, texts
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
 from keyhole.errors import InputError
 from keyhole.invert import recover_texts
@@ -89,10 +90,11 @@ def test_json_and_page_hold_the_texts(audited):
     again = Audit.from_dict(json.loads(json.dumps(audited.to_dict())))
     assert again == audited
     page = report.render(audited)
-    assert "Text, by exposure, layer and precision" in page
-    assert page.count('class="cell') == sum(len(finding.texts) for finding in audited.findings)
+    assert "by layer and precision" in page
+    cells = page.count('<a class="heat-')
+    assert cells == sum(len(finding.texts) for finding in audited.findings)
     assert WORDS[0] in page
-    assert 'title="verified"' in page  # in words, not by colour alone
+    assert " verified</p>" in page  # how many, in words: not by colour alone
 
 
 def test_a_causal_model_skips_what_cannot_be_read():
@@ -109,7 +111,8 @@ def test_a_causal_model_skips_what_cannot_be_read():
     ]
     missed = {
         "attention maps", "pooled embedding", "next-token logits", "attention cut",
-        "gradient of a batch of texts",
+        "gradient of a batch of texts", "attention output before the residual of layer 2",
+        "keys and values of layer 1",
     }  # fmt: skip
     assert {skip.exposure for skip in audited.skips} == missed
 
@@ -118,6 +121,58 @@ def test_layers_by_wish():
     audited = audit(target("bert", layers=[2], precisions=("bfloat16",)))
     hidden = [finding.exposure for finding in audited.findings if "hidden" in finding.exposure]
     assert hidden == ["hidden states of layer 2"]
+
+
+def deep(family, **options):
+    model = tiny.model(family, num_hidden_layers=12)
+    words = tiny.tokenizer(family in tiny.DECODERS)
+    return TextTarget(Loaded(model, words, identity(model), family), WORDS, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("bert", {
+            "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
+            "keys and values of layers 2–5, 7–12, it": "2 of 12 layers were tried; --layers all",
+            "attention maps of layers 3–12, it": "2 of 12 layers were tried; these take longer: "
+            "keyhole capture --expose maps:3, then",
+            "attention output before the residual of layers 2–12, it": "1 of 12 layers were tried",
+        }),
+        ("llama", {
+            "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
+            "keys and values of layers 1–4, 6–11, it": "2 of 12 layers were tried; --layers all",
+            "attention output before the residual of layers 2–12, it": "1 of 12 layers were tried",
+        }),
+    ],
+)  # fmt: skip
+def test_layers_that_were_not_tried_are_named(family, said):
+    skips = {skip.exposure: skip.reason for skip in texts.left_out("it", deep(family))}
+    assert skips.keys() == said.keys()
+    for exposure, reason in said.items():
+        assert skips[exposure].startswith(reason)
+    everything = texts.left_out("it", deep(family, layers="all"))
+    assert not any("hidden" in skip.exposure or "keys" in skip.exposure for skip in everything)
+    chosen = [skip.exposure for skip in texts.left_out("", deep(family, layers=[3]))]
+    assert "hidden states of layers 1–2, 4–12" in chosen
+
+
+@pytest.mark.parametrize(("family", "caches"), [("bert", range(1, 3)), ("llama", range(2))])
+def test_all_layers_by_one_word(family, caches):
+    asked = texts.checks("", target(family, layers="all"), seed=0)
+    names = [check.name for check in asked]
+    for exposure, layers in (("hidden states", range(1, 3)), ("keys and values", caches)):
+        tried = [name for name in names if name.startswith(f"text from {exposure} of layer")]
+        assert [int(re.search(r"layer (\d+)", name).group(1)) for name in tried] == list(layers)
+
+
+def test_an_audit_says_which_layers_it_left_out(audited):
+    said = {skip.exposure: skip.reason for skip in audited.skips}
+    assert "keys and values of layer 2" in said
+    assert "--layers all" in said["keys and values of layer 2"]
+    assert audited.exit_code == 1
+    page = report.render(audited)
+    assert "keys and values of layer 2" in page.split('id="skips"')[1]
 
 
 def test_wrong_wishes():

@@ -64,18 +64,18 @@ def test_the_examples_run(name, tmp_path, here):
 
 
 def assert_said_in_the_readme(printed):
-    """Its headline, and of each row that it shows the outcome and the queries."""
+    """Its verdict, and of each row that it shows all but the error."""
     readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     (block,) = re.findall(r"```text\n(The weights can .*?)```", readme, flags=re.DOTALL)
-    headline, table = block.split("\n\n", 1)
-    assert " ".join(headline.split()) in " ".join(printed.split())
+    verdict, table = block.split("\n\n", 1)
+    assert " ".join(verdict.split()) in " ".join(printed.split())
     shown, rows = columns(table), columns(printed)
     assert len(shown) > 5
-    for exposure, (outcome, _, *queries, _) in shown.items():  # but for the error and the seconds
-        measured, _, *asked, _ = rows[exposure]
-        assert (outcome, queries) == (measured, asked), exposure
+    for exposure, (severity, outcome, _, cost) in shown.items():
+        measured, found, _, spent = rows[exposure]
+        assert (severity, outcome, cost) == (measured, found, spent), exposure
 
 
 def columns(table):
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
-    return {exposure: rest for exposure, *rest in rows if len(rest) == 5 and exposure != "exposure"}
+    return {row[1]: (row[0], *row[2:]) for row in rows if len(row) == 5 and row[0] != "severity"}

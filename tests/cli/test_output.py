@@ -19,6 +19,7 @@ import tiny_classifiers
 import tiny_models as tiny
 from command_line import KEYHOLE, finished, inside, started
 from keyhole import invert, oracle
+from keyhole.assess.severity import cost
 from keyhole.audit import audit
 from keyhole.cli import console
 from keyhole.models import load_model
@@ -61,8 +62,8 @@ def here(place, monkeypatch, capsys):
 
 # The command, how its answer begins, and a word of it that no line about progress has.
 ANSWERS = {
-    "audit t.safetensors": ("The weights can be read back through", "exposure  "),
-    "report audit.json": ("The weights can be read back through", "exposure  "),
+    "audit t.safetensors": ("The weights can be copied", "severity  exposure"),
+    "report audit.json": ("The weights can be copied", "severity  exposure"),
     "extract t.safetensors": ("recovered: ", "Do not return"),
     "invert p.safetensors --starts 8": ("recovered: ", "condition"),
     "invert text model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
@@ -102,8 +103,8 @@ def test_rows_are_whole_in_a_file(here, place):
     done = here("report", "audit.json")
     lines = done.stdout.splitlines()
     for finding in Audit.load(place / "audit.json").findings:
-        (row,) = (line for line in lines if line.strip().startswith(f"{finding.exposure}  "))
-        assert row.rstrip().endswith(f"{finding.seconds:.2f}")
+        (row,) = (line for line in lines if f"  {finding.exposure}  " in line)
+        assert row.rstrip().endswith(cost(finding))
     assert done.stderr == "page: keyhole-report.html\n"
 
 

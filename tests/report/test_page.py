@@ -1,24 +1,30 @@
-"""The page: whole, escaped, and looked at by a real browser."""
+"""The page and the table say what the assessment says, and nothing in them is taken for markup."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
-import os
-import shutil
-from dataclasses import replace
+import json
+import re
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 from markupsafe import escape
 from rich.console import Console
 
+import hostile_audit
 from keyhole import oracle, report
+from keyhole.assess import Family, Item, assess
+from keyhole.assess.severity import cost
 from keyhole.audit import Audit, Target, audit
+from keyhole.errors import MissingExtra
 from keyhole.oracle.target import demo
 from keyhole.report import wording as sentences
 from keyhole.results import Finding, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
-
-HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +32,8 @@ def found() -> Audit:
     return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
 
 
-def hostile(found: Audit) -> Audit:
-    read = Reading(HOSTILE, (Piece(HOSTILE, "verified", True),), True, True)
-    texts = (Readings("hidden", 1, HOSTILE, (read,)),)
-    bad = [
-        replace(finding, exposure=HOSTILE, reason=HOSTILE, surface=HOSTILE, texts=texts)
-        for finding in found.findings
-    ]
-    skips = (Skip(HOSTILE, HOSTILE, HOSTILE),)
-    return replace(found, target=HOSTILE, findings=tuple(bad), skips=skips)
-
-
-def words(found: Audit) -> str:
-    console = Console(width=200, file=io.StringIO())
+def words(found: Audit, width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
     console.print(report.table(found))
     return console.file.getvalue()
 
@@ -49,28 +44,37 @@ def test_the_table_takes_nothing_for_markup(found):
 
 
 def test_the_page_says_what_was_found(found):
-    page = report.render(found)
-    assert "The weights can be read back through 5 of 6 exposures checked." in page
-    for finding in found.findings:
-        assert finding.exposure in page
-        assert f"{finding.queries:,}" in page
-        assert finding.reason in page
-    assert "https://" not in page.split("plotly.js")[0]
+    page, assessment = report.render(found), assess(found)
+    assert f'<h1 class="verdict">{assessment.verdict}</h1>' in page
+    assert "5 of 6 exposed" in page
+    for item in assessment.items:
+        assert f'<details class="finding" id="{item.id}">' in page
+        assert item.rule.id in page
+        assert str(escape(item.finding.exposure)) in page
+        assert cost(item.finding) in page
+        assert str(sentences.unbroken(item.finding.reason)) in page
+    assert "https://" not in page
+    assert "http://" not in page
+    assert len(page) < 1_500_000
 
 
-def test_what_came_from_a_target_is_escaped(found):
-    page = report.render(hostile(found))
-    assert "<script>window.stolen" not in page
-    assert "<img src=x" not in page
+def test_findings_stand_by_family_then_part_the_worst_first(found):
+    text = read(found, 1, 2).findings
+    mixed = replace(found, findings=(*text, *found.findings))
+    order = re.findall(r'<details class="finding" id="([^"]+)"', report.render(mixed))
+    items = assess(mixed).items
+    by_family = sorted(items, key=lambda item: list(Family).index(item.family))
+    assert order == [item.id for item in by_family]
+    assert order[-1].startswith("text-the-classifier")
 
 
 @pytest.mark.parametrize(
     ("findings", "sentence"),
     [
         ((), "Nothing was checked"),
-        ((Status.NOT_IDENTIFIABLE,), "None of the 1 exposures checked gave anything away"),
+        ((Status.NOT_IDENTIFIABLE,), "Nothing was given away: 1 of 1 attacks"),
         ((Status.ORACLE_FAILED,), "Could not check"),
-        ((Status.INEXACT, Status.MISMATCH), "through 1 of 2 exposures"),
+        ((Status.INEXACT, Status.MISMATCH), "The weights can be copied in part; 1 of 2 checks"),
     ],
 )
 def test_verdicts(found, findings, sentence):
@@ -82,10 +86,24 @@ def test_verdicts(found, findings, sentence):
     assert sentence in words(empty)
 
 
-def test_a_skip_is_shown(found):
-    page = report.render(replace(found, skips=(Skip("vectors", "FullOutput", "no vectors"),)))
-    assert "Not checked" in page
-    assert "no vectors" in page
+def test_controls_and_skips_stand_apart_and_are_not_counted(found):
+    control = Finding(
+        "cut at random", "HackAttend", Status.RECOVERED, "all flipped", "Nothing", None, 7, 0.0,
+        known=1.0, sought="prediction", control=True,
+    )  # fmt: skip
+    skips = (Skip("vectors", "FullOutput", "no vectors", unchecked=True),)
+    made = replace(found, findings=(*found.findings, control), skips=skips)
+    page = report.render(made)
+    before, after = page.split('<section id="not-counted"')
+    for sign in ("cut at random", "no vectors"):
+        assert sign not in before
+        assert sign in after
+    assert "5 of 6 exposed" in page
+    assert "not counted: 1 control, 1 check not made" in page
+    assert "could not check" in after
+    table = words(made)
+    assert table.index("Controls, not counted") < table.index("cut at random")
+    assert table.index("Not tried") < table.index("no vectors")
 
 
 def read(found: Audit, right: int, of: int) -> Audit:
@@ -109,13 +127,27 @@ def test_a_share_is_the_same_in_the_terminal_and_on_the_page(found, right, of, s
     page = report.render(made)
     assert f" {share} of tokens" in words(made)
     assert f">{escape(share)} of tokens<" in page
-    assert f"<b>{escape(share)}</b>" in page
+    assert f'#text-the-classifier-in-the-box-hidden-states-of-layer-1">{escape(share)}</a>' in page
 
 
-def test_a_surface_brings_its_own_article(found):
-    assert "EncoderStates on the classifier in the box<" in report.render(read(found, 1, 2))
+def test_a_row_says_of_what(found):
+    made = read(found, 1, 2)
+    assert "text of the classifier in the box" in report.render(made)
+    assert "text of the classifier in the box\n" in words(made)
     for name in demo():
         assert name.startswith("the ")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_loses_nothing_in_a_terminal(found, width):
+    made = replace(found, findings=(*found.findings, *read(found, 1, 2).findings))
+    lines = words(made, width).splitlines()
+    assert max(map(len, lines)) <= width
+    for finding in made.findings:
+        first = next(word for word in finding.exposure.split("  "))[:12]
+        rows = [line for line in lines if first in line]
+        assert any(sentences.outcome(finding) in row for row in rows), finding.exposure
+    assert "…" not in "".join(lines)
 
 
 def test_an_option_in_a_sentence_is_escaped_and_kept_in_one_piece():
@@ -126,65 +158,60 @@ def test_an_option_in_a_sentence_is_escaped_and_kept_in_one_piece():
     )
 
 
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium on the PATH: the page was not opened in a browser")
-    from playwright.sync_api import sync_playwright
-
-    # As root, Chromium has no sandbox to offer; and it must not telephone home.
-    flags = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=flags)
-        yield launched
-        launched.close()
+def test_the_policy_names_the_one_style_and_the_one_script(found):
+    page = report.render(found)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page).group(1)
+    assert policy.startswith("default-src &#39;none&#39;; ")
+    for tag in ("style", "script"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src &#39;sha256-{digest}&#39;" in policy
+    assert "unsafe" not in policy
+    assert " style=" not in page  # the policy would forbid it
+    assert not re.search(r"\son[a-z]+=", page)
 
 
-@pytest.mark.parametrize("kind", ["honest", "hostile"])
-def test_a_browser_shows_it_without_errors_or_network(browser, found, tmp_path, kind):
-    path = tmp_path / "page.html"
-    path.write_text(report.render(found if kind == "honest" else hostile(found)))
-    page = browser.new_page()
-    trouble: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(path.as_uri())
-    page.wait_for_selector("#error-against-queries .main-svg")
-    assert trouble == []
-    assert asked == [path.as_uri()]
-    assert page.locator("#findings tbody tr").count() == len(found.findings)
-    assert page.evaluate("window.stolen") is None
-    lines = page.locator("#error-against-queries .scatterlayer .trace")
-    assert lines.count() == len(found.findings)
-    page.close()
+def test_what_came_from_a_target_is_escaped_also_out_of_a_file(tmp_path):
+    made = hostile_audit.audit()
+    made.save(tmp_path / "audit.json")
+    for bad in (made, Audit.load(tmp_path / "audit.json")):
+        page = report.render(bad)
+        assert "<script>window" not in page
+        assert "<img" not in page
+        assert "</title></style>" not in page
+        assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
+        assert page.encode()  # no half of a surrogate pair
+        printed = words(bad)
+        assert not re.search("[\0-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", printed)
+        assert r"\x1b[31m" in printed
 
 
-_LINES = r"""() => {
-  const found = [];
-  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    for (const match of walker.currentNode.data.matchAll(/--[a-z-]+/g)) {
-      const range = document.createRange();
-      range.setStart(walker.currentNode, match.index);
-      range.setEnd(walker.currentNode, match.index + match[0].length);
-      const lines = new Set([...range.getClientRects()].map(one => Math.round(one.top)));
-      found.push([match[0], lines.size]);
-    }
-  }
-  return found;
-}"""
+def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
+    @dataclass(frozen=True)
+    class Judged(Item):
+        state: str = "new"
+        ignored: object = None
+
+    plain = assess(found)
+    first = plain.items[0]
+    risk = SimpleNamespace(reason="a <b>known</b> risk", until="2027-01-01")
+    fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
+    judged = Judged(**fields, ignored=risk)
+    page = report.render(found, replace(plain, items=(judged, *plain.items[1:])))
+    assert '<span class="badge plain">new</span>' in page
+    assert "a &lt;b&gt;known&lt;/b&gt; risk (until 2027-01-01)" in page
+    assert page.count(">ignored<") == 1
 
 
-def test_a_browser_breaks_no_option(browser, found, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(report.render(read(found, 1, 2)))
-    page = browser.new_page()
-    page.goto(path.as_uri())
-    for width in range(400, 1300, 20):
-        page.set_viewport_size({"width": width, "height": 600})
-        assert page.evaluate(_LINES) == [["--data", 1], ["--method", 1]]
-    page.close()
+def test_a_figure_for_notebooks_needs_plotly_and_the_page_does_not(found, monkeypatch):
+    assert len(report.figure(found.findings).data) == sum(bool(f.trace) for f in found.findings)
+    assert report.figure(()) is None
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(MissingExtra, match=r"keyhole\[plots\]"):
+        report.figure(found.findings)
+    assert report.render(found)
+
+
+def test_a_saved_audit_gives_the_same_page(found):
+    again = Audit.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert report.render(again) == report.render(found)

@@ -6,13 +6,13 @@ import pytest
 
 from command_line import inside
 from keyhole import report
+from keyhole.assess import assess
 from keyhole.cli.app import command as imported
 from keyhole.disrupt.disruption import Control, Disruption
 from keyhole.disrupt.disruption import Outcome as Flip
 from keyhole.extract import Extraction
 from keyhole.invert import Inversion
 from keyhole.recover.recovery import TextRecovery
-from keyhole.report import wording
 from keyhole.results import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
 
 CODES = {  # written down by hand: the code derives it
@@ -29,7 +29,7 @@ CODES = {  # written down by hand: the code derives it
     Status.ORACLE_FAILED: 3,
     Status.INTERRUPTED: 3,
 }
-HEADLINES = {0: "good", 1: "bad", 3: "part"}
+HEADLINES = {0: {"none"}, 1: {"medium", "high", "critical"}, 3: {"unknown"}}
 
 
 def test_every_status_has_an_outcome_and_advice():
@@ -110,18 +110,20 @@ def test_every_command_ends_with_the_code_of_its_status(
 def test_the_page_says_what_the_exit_code_says(status):
     audit = audit_of(status)
     assert audit.exit_code == CODES[status]
-    assert wording.headline(audit) == HEADLINES[CODES[status]]
-    sentence = wording.verdict(audit)
-    assert ("None of the 1 exposures" in sentence) == (CODES[status] == 0)
+    severity, sentence = assess(audit).severity, assess(audit).verdict
+    assert severity in HEADLINES[CODES[status]]
+    assert ("Nothing was given away" in sentence) == (CODES[status] == 0)
     assert ("Could not check" in sentence) == (CODES[status] == 3)
-    assert f'class="verdict {HEADLINES[CODES[status]]}"' in report.render(audit)
+    page = report.render(audit)
+    assert f'<h1 class="verdict">{sentence}</h1>' in page
+    assert f'<p class="counts"><span class="badge {severity}">{severity}</span>' in page
 
 
 def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
     mixed = Audit("t", "i", (finding(Status.UNSOLVED), finding(Status.MISMATCH)))
     assert mixed.exit_code == 3
-    assert "1 could not be checked" in wording.verdict(mixed)
-    assert "does not make the target clean" in wording.verdict(mixed)
+    assert "1 of 2 checks had no result" in assess(mixed).verdict
+    assert "not a clean bill" in assess(mixed).verdict
     skipped = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r", unchecked=True),))
     assert skipped.exit_code == 3
     other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r"),))
@@ -132,7 +134,7 @@ def test_a_control_is_no_exposure():
     control = finding(Status.RECOVERED, sought="prediction", known=1.0, control=True)
     audit = Audit("t", "i", (finding(Status.UNSOLVED), control))
     assert (audit.exposed, audit.exit_code, len(audit.attacks)) == (0, 0, 1)
-    assert "None of the 1 exposures" in wording.verdict(audit)
+    assert "1 of 1 attacks tried came back empty" in assess(audit).verdict
     assert Audit("t", "i", (control,)).exit_code == 3  # a control alone checks nothing
 
 

@@ -60,8 +60,9 @@ class Assessment:
 
     @property
     def severity(self) -> Severity:
-        """That of the worst finding."""
-        return max((item.severity for item in self.items), key=_rank, default=Severity.UNKNOWN)
+        """That of the worst finding; what could not be checked is never none."""
+        unchecked = [Severity.UNKNOWN] if self.audit.unchecked or not self.items else []
+        return max([*unchecked, *(item.severity for item in self.items)], key=_rank)
 
     @property
     def exposed(self) -> tuple[Item, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -82,6 +82,12 @@ def read_fleet(path: str | Path, base: Opening | None = None) -> list[Member]:
     for number, entry in enumerate(cast("list[Any]", entries), 1):
         made += _entry(base, entry, folder, f"{path}, [[target]] {number}")
     return _named(made, path)
+
+
+def members_of(targets: Sequence[str], base: Opening) -> list[Member]:
+    """Targets by their names alone, as a policy lists them."""
+    made = [(without_password(name), replace(base, target=name)) for name in targets]
+    return _named(made, "the policy")
 
 
 def _entry(base: Opening, entry: Any, folder: Path, where: str) -> list[tuple[str, Opening]]:
@@ -154,7 +160,7 @@ def _with(
         elif key == "header":
             endpoint["headers"] = headers_of(list(_several(str, value, key, where)))
         elif key == "layers":
-            changes[key] = _several(int, value, key, where)
+            changes[key] = "all" if value == "all" else _several(int, value, key, where)
         elif key == "only":
             changes[key] = _several(str, value, key, where)
         elif key == "model":

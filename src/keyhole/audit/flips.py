@@ -28,7 +28,7 @@ from keyhole.models.tasks import GENERATES, head_of
 from keyhole.percent import percent
 from keyhole.progress import Progress, Track, silent
 from keyhole.recover.pieces import decoded, labels
-from keyhole.results import Audit, Cut, Finding, Skip, Status
+from keyhole.results import Audit, Cut, Finding, Remedied, Skip, Status
 
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch
@@ -157,9 +157,13 @@ def finding(
 ) -> Finding:
     """What an attack achieved, in the words and numbers of an audit."""
     status, reason = verdict(disruption)
+    remedied: tuple[Remedied, ...] = ()
     if twin is not None:
         name, other = twin
-        reason += f"; of {name}: {other.flips} of {len(other.attacked)} ({percent(other.success)})"
+        flipped = f"{other.flips} of {len(other.attacked)}"
+        reason += f"; of {name}: {flipped} ({percent(other.success)})"
+        words = f"{flipped} right answers flipped"
+        remedied = (Remedied(f"keyhole harden: {name}", other.success, words),)
     return Finding(
         exposure=disruption.method["words"],
         attack=disruption.method["attack"],
@@ -174,6 +178,7 @@ def finding(
         sought="prediction",
         cuts=tuple(cuts),
         control=bool(disruption.method["control"]),
+        remedied=remedied,
     )
 
 
@@ -185,7 +190,7 @@ def verdict(disruption: Disruption) -> tuple[Status, str]:
     reason = f"{disruption.flips} of {len(disruption.attacked)} {answers} flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
-    return disruption.status, f"{reason}; {disruption.queries:.0f} queries an example"
+    return disruption.status, f"{reason}; {disruption.queries:.0f} passes an example"
 
 
 def cuts_of(

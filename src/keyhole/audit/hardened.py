@@ -7,6 +7,8 @@ withstand the ones and not the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
 from keyhole.harden.hardening import Hardening
 from keyhole.models.loading import load_config, load_tokenizer
-from keyhole.results import Audit, Finding, Status
+from keyhole.results import Audit, Finding, Outcome, Remedied, Status
 
 _WRONG = {
     "lowered": "masks that lower a wrong label",
@@ -28,14 +30,18 @@ def audit_of(hardening: Hardening, folder: str | Path) -> Audit:
     place = Path(folder) / hardening.runs[-1].folder
     tokenizer, config = load_tokenizer(place), load_config(place)
     evaluations = hardening.evaluations()
+    rows = {
+        name: findings(evaluation, name, tokenizer, config)
+        for name, evaluation in evaluations.items()
+    }
+    if hardening.before is not None:
+        first, *after = rows
+        trained = [row for name in after for row in rows[name]]
+        rows[first] = tuple(_with_remedy(row, trained, hardening.method) for row in rows[first])
     return Audit(
         target=hardening.model,
         identity=hardening.identity,
-        findings=tuple(
-            row
-            for name, evaluation in evaluations.items()
-            for row in findings(evaluation, name, tokenizer, config)
-        ),
+        findings=tuple(row for group in rows.values() for row in group),
         seed=hardening.seed,
         seconds=sum(evaluation.seconds for evaluation in evaluations.values()),
     )
@@ -59,6 +65,19 @@ def findings(
     }
     others |= {_WRONG[name]: measured for name, measured in evaluation.wrong_label.items()}
     return (*attacks, *(_counted(words, measured, surface) for words, measured in others.items()))
+
+
+def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
+    """A row of the model before, told what the same masks flip after the training."""
+    remedy = f"keyhole harden --method {method}"
+    return replace(
+        row,
+        remedied=tuple(
+            Remedied(f"{remedy}: {other.surface}", other.known, other.reason)
+            for other in trained
+            if other.exposure == row.exposure and other.outcome is not Outcome.UNCHECKED
+        ),
+    )
 
 
 def _counted(words: str, measured: Measured, surface: str) -> Finding:

@@ -88,7 +88,7 @@ def _model(target: TextTarget) -> dict[str, Any]:
     return {
         "weights": identity(loaded.model, head=True),
         "hardened twin": None if twin is None else identity(twin.model, head=True),
-        "layers": None if target.layers is None else list(target.layers),
+        "layers": target.layers if target.layers in (None, "all") else list(target.layers),
         "precisions": list(target.precisions),
         "texts": len(target.texts),
         "examples": len(examples),

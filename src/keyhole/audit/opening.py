@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import overload
+from typing import Literal, overload
 
 from keyhole.assess.rules import expect_exposures
 from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
@@ -35,7 +35,7 @@ class Opening:
     flips: int = 12
     column: str | None = None
     label: str | None = None
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | Literal["all"] | None = None
     device: str = "cpu"
     ledger: str | None = None
     authorized: bool = False

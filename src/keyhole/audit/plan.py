@@ -65,7 +65,14 @@ class Plan:
             identity=opened.identity,
             determined=dict(determined),
             checks=tuple(numbered(checks)),
-            skips=opened.skips,
+            skips=(
+                *opened.skips,
+                *(
+                    skip
+                    for name, model in opened.models.items()
+                    for skip in text_checks.left_out(name, model)
+                ),
+            ),
             several=len(opened.surfaces) + len(opened.models) > 1,
             stores={name: store.facts for name, store in opened.stores.items()},
             seed=seed,

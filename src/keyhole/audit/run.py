@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
@@ -22,7 +23,7 @@ from keyhole.audit.opening import Opening, no_endpoint
 from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, target_of
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import Layers, TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.crew import crew_of
 from keyhole.errors import InputError
@@ -45,7 +46,7 @@ def audit(
     flips: int = 12,
     column: str | None = None,
     label: str | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Layers | None = None,
     device: str = "cpu",
     processes: int = 0,
     dask: str | None = None,
@@ -67,10 +68,10 @@ def audit(
     vector store), or an oracle, several by name, or a model with its texts. A store is read with
     `model`, the encoder that made its vectors, or several that may have made them: `texts` of them,
     20 by default, chosen by `seed`; `known` is a file of texts that are in it, `corpus` one of
-    texts like them, which is counted. `data` is a file of texts for a model:
-    the first `texts` of its `column`, 3 by default, are read back, and the first `flips` flipped,
-    whose right classes are in the column `label`: by default the one of that name, if there is one,
-    or else the model's own answers count as right. `layers` overrides which layers are looked at.
+    texts like them, which is counted. `data` is a file of texts for a model: the first `texts` of
+    its `column`, 3 by default, are read back, and the first `flips` flipped, whose right classes
+    are in the column `label`: by default the one of that name, if there is one, or else the model's
+    own answers count as right. `layers`, or "all", overrides which layers are looked at.
     `processes` makes the checks in so many of them, 0 in this one, `dask` on the cluster at that
     address; an endpoint over the network, or with a ledger, is asked by this process alone.
     `ledger` remembers what endpoints answered. `journal` is the file that remembers
@@ -97,7 +98,7 @@ def audit(
             flips=flips,
             column=column,
             label=label,
-            layers=None if layers is None else tuple(layers),
+            layers=_layers(layers),
             device=device,
             ledger=_path(ledger),
             authorized=authorized,
@@ -127,6 +128,10 @@ def audit(
                 notice("its checks are made in this process, which holds its ledger and secrets")
         checked, seconds = make_all(numbered(checks), memory, track, resuming, crew)
     return plan.audit(checked, seconds)
+
+
+def _layers(layers: Layers | None) -> tuple[int, ...] | Literal["all"] | None:
+    return layers if layers is None or isinstance(layers, str) else tuple(layers)
 
 
 def _names(model: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from keyhole.audit.given import Data, Stored, corpus_file
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import Layers, TextTarget
 from keyhole.data import read_texts
 from keyhole.errors import InputError, MissingExtra
 from keyhole.files import exists
@@ -75,7 +75,7 @@ def open_target(
     name: str,
     *,
     data: Data | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Layers | None = None,
     device: str = "cpu",
     stored: Stored | None = None,
     authorized: bool = False,
@@ -127,7 +127,7 @@ def open_target(
 
 
 def _model(
-    name: str, data: Data | None, layers: Sequence[int] | None, device: str, corpus: Path | None
+    name: str, data: Data | None, layers: Layers | None, device: str, corpus: Path | None
 ) -> Target:
     task = task_of(name)
     loaded = load_model(name, task="base" if task == "choice" else task, device=device)
@@ -243,9 +243,7 @@ def _candidates(
     return made
 
 
-def _demo(
-    data: Data | None, layers: Sequence[int] | None, device: str, corpus: Path | None
-) -> Target:
+def _demo(data: Data | None, layers: Layers | None, device: str, corpus: Path | None) -> Target:
     """The planted endpoints, and the classifier that ships beside its hardened twin."""
     surfaces = open_surfaces(DEMO)
     name = describe(DEMO, surfaces)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from keyhole import report
-from keyhole.assess import assess
 from keyhole.audit.check import Checked
 from keyhole.audit.opening import Opening
 from keyhole.audit.run import audit as run
@@ -32,6 +31,7 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
 from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
+from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.errors import InputError
 from keyhole.files import write_text
@@ -134,7 +134,10 @@ def audit(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Layers to look at, such as 1,6,12; by default the first, middle, last."),
+        typer.Option(
+            help="Layers to look at, such as 1,6,12, or all; by default all of a small model, of "
+            "others the first, middle, last."
+        ),
     ] = None,
     device: Device = "cpu",
     processes: Processes = 0,
@@ -149,6 +152,17 @@ def audit(
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
     ] = FINDINGS,
     outputs: OutputFiles = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[FAMILY|RULE]",
+            help="Check only this: weights, inputs, text, predictions, or rules such as "
+            "KH-TEXT-HIDDEN-STATES or KH-WEIGHTS-*. May be given several times.",
+        ),
+    ] = None,
+    policy: PolicyFile = None,
+    environment: Environment = None,
+    baseline: BaselineFile = None,
     ledger: LedgerFile = None,
     force: Force = False,
     against_defences: Annotated[
@@ -165,25 +179,35 @@ def audit(
     """Try every attack that applies, and report what the target gives away.
 
     Every finished check is kept in a journal beside the findings until those are written; the same
-    command goes on from there.
+    command goes on from there. Without TARGET the policy's targets are audited.
     """
-    if targets is not None:
+    judge = Judge.of(policy, environment, baseline)
+    chosen = tuple(only or judge.policy.exposures)
+    if target is None and targets is None:
+        target, named = (*judge.policy.targets, None)[0], judge.policy.targets[1:]
+        data = data or (judge.policy.data and Path(judge.policy.data)) or None
+        if named:
+            target = None
+    fleet = targets or (judge.policy.targets if target is None else ())
+    if fleet:
         own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
-               "--json-file": json_file != FINDINGS, "--output": bool(outputs)}  # fmt: skip
+               "--json-file": json_file != FINDINGS, "--output": bool(outputs),
+               "--baseline": baseline is not None}  # fmt: skip
         expect_none_of(own)
         base = Opening(
             "", tuple(model or ()), known and str(known), corpus and str(corpus),
             data and str(data), texts, flips, column, label, _numbers(layers), device,
             authorized=authorized, endpoint=endpoint, against_defences=against_defences, seed=seed,
+            only=chosen,
         )  # fmt: skip
         raise typer.Exit(
             audit_fleet(
-                targets, base.anywhere(), out or FOLDER, processes=processes, dask=dask,
+                fleet, judge, base.anywhere(), out or FOLDER, processes=processes, dask=dask,
                 force=force, as_json=as_json,
             )
         )  # fmt: skip
     if target is None:
-        raise InputError("expected TARGET or --targets FILE, got none")
+        raise InputError("expected TARGET, --targets FILE, or a policy with targets, got none")
     if out is not None:
         raise InputError(f"expected --out with --targets, got {without_password(target)}")
     journal = json_file.with_name(f"{json_file.name}.journal")
@@ -199,20 +223,20 @@ def audit(
             data=data, texts=texts, flips=flips, column=column, label=label,
             layers=_numbers(layers), device=device, processes=processes, dask=dask, ledger=ledger,
             journal=journal, force=force, authorized=authorized, endpoint=endpoint,
-            against_defences=against_defences, seed=seed, track=track, resuming=_say_resuming,
-            notice=say,
+            against_defences=against_defences, only=chosen, seed=seed, track=track,
+            resuming=_say_resuming, notice=say,
         )  # fmt: skip
-        assessment = assess(result)
+        assessment = judge(result)
         write_text(json_file, json_form.render(assessment))
-        write_text(page, report.render(result))
+        write_text(page, report.render(result, assessment))
         wanted.write(assessment)
     again = _unanswered(result, journal)
     if not wanted.printed(assessment):
-        answer(json_form.document(assessment), report.table(result), as_json=as_json)
+        answer(json_form.document(assessment), report.table(result, assessment), as_json=as_json)
     say(f"page: {page}   findings: {json_file}")
     if again:
         say(again)
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(json_form.exit_code(assessment))
 
 
 def _say_resuming(done: int, total: int) -> None:
@@ -239,10 +263,10 @@ def _unanswered(result: Audit, journal: Path) -> str:
     )
 
 
-def _numbers(layers: str | None) -> tuple[int, ...] | None:
-    if layers is None:
-        return None
+def _numbers(layers: str | None) -> tuple[int, ...] | Literal["all"] | None:
+    if layers is None or layers == "all":
+        return layers
     try:
         return tuple(int(part) for part in layers.split(","))
     except ValueError:
-        raise InputError(f"expected layers such as 1,6,12, got {layers}") from None
+        raise InputError(f"expected layers such as 1,6,12, or all, got {layers}") from None

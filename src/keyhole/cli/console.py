@@ -11,6 +11,8 @@ import sys
 
 from rich.console import Console, RenderableType
 
+from keyhole.visible import visible
+
 people = Console(stderr=True)
 _WHOLE = 2**20  # columns: no line is as long
 _ASCII = {
@@ -30,16 +32,6 @@ def show(answer: RenderableType) -> None:
     # A screen's lines are wrapped; in a file that would cut rows in two.
     console = Console(width=None if sys.stdout.isatty() else _WHOLE, highlight=False)
     console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
-
-
-def visible(text: str) -> str:
-    """Control characters spelled out: recovered text must not steer the reader's terminal."""
-    if text.isprintable():
-        return text
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
-        for letter in text
-    )
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keyhole import report
-from keyhole.assess import assess
+from keyhole.assess import Assessment
 from keyhole.audit import Member, Opening, fleet, read_fleet
 from keyhole.audit.check import Checked
+from keyhole.audit.fleet_file import members_of
 from keyhole.cli.answers import answer
 from keyhole.cli.app import expect_new, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
+from keyhole.cli.judging import Judge
 from keyhole.errors import InputError
 from keyhole.files import exists, is_folder, trouble, write_text
 from keyhole.report import json_form
-from keyhole.results import Audit, Fleet
+from keyhole.results import Fleet
 from keyhole.resume import records_in
 
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
@@ -33,11 +35,11 @@ def expect_none_of(given: Mapping[str, bool]) -> None:
 
 
 def audit_fleet(
-    targets: Path, base: Opening, out: Path, *, processes: int, dask: str | None, force: bool,
-    as_json: bool,
+    targets: Path | Sequence[str], judge: Judge, base: Opening, out: Path, *, processes: int,
+    dask: str | None, force: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Audit every target of a file into a folder; the exit code of all of them together."""
-    members = read_fleet(targets, base)
+    members = read_fleet(targets, base) if isinstance(targets, Path) else members_of(targets, base)
     pages = {member.name: f"{member.stem}.html" for member in members}
     journal, index = out / JOURNAL, out / INDEX
     _expect_folder(out)
@@ -47,7 +49,8 @@ def audit_fleet(
     with interruptible(lambda: _kept(journal)), bars("audit", "checks") as track:
         result = fleet(
             members, processes=processes, dask=dask, journal=journal, force=force, track=track,
-            resuming=_say_resuming, finished=lambda member, audit: _write(out, member, audit),
+            resuming=_say_resuming,
+            finished=lambda member, audit: _write(out, member, judge(audit)),
         )  # fmt: skip
         write_text(index, report.render_fleet(result, pages))
     again = _unanswered(result, journal)
@@ -55,17 +58,18 @@ def audit_fleet(
     say(f"page: {index}   findings: {out}/*.json")
     if again:
         say(again)
-    return result.exit_code
+    codes = {json_form.exit_code(judge(audit)) for audit in result.audits.values()}
+    return next(code for code in (1, 3, 0) if code in codes)
 
 
 def _files(out: Path, member: Member) -> tuple[Path, Path]:
     return out / f"{member.stem}.json", out / f"{member.stem}.html"
 
 
-def _write(out: Path, member: Member, audit: Audit) -> None:
+def _write(out: Path, member: Member, assessment: Assessment) -> None:
     findings, page = _files(out, member)
-    write_text(findings, json_form.render(assess(audit)))
-    write_text(page, report.render(audit))
+    write_text(findings, json_form.render(assessment))
+    write_text(page, report.render(assessment.audit, assessment))
 
 
 def _expect_folder(out: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from keyhole import report as reports
-from keyhole.assess import assess
 from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
 from keyhole.cli.console import say
+from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.files import write_text
 from keyhole.report import json_form
@@ -45,6 +45,9 @@ def report(
         ),
     ] = None,
     outputs: OutputFiles = None,
+    policy: PolicyFile = None,
+    environment: Environment = None,
+    baseline: BaselineFile = None,
     schema: Annotated[
         bool,
         typer.Option(
@@ -64,12 +67,13 @@ def report(
     expect_new(chosen, force=force)
     pages = () if chosen is None else (chosen,)
     wanted = Outputs.of(outputs, pages, force=force, as_json=as_json)
+    judge = Judge.of(policy, environment, baseline)
     audit = Audit.load(findings)
-    assessment = assess(audit)
+    assessment = judge(audit)
     if chosen is not None:
-        write_text(chosen, reports.render(audit))
+        write_text(chosen, reports.render(audit, assessment))
     wanted.write(assessment)
     if not wanted.printed(assessment):
-        answer(json_form.document(assessment), reports.table(audit), as_json=as_json)
+        answer(json_form.document(assessment), reports.table(audit, assessment), as_json=as_json)
     if chosen is not None:
         say(f"page: {chosen}")

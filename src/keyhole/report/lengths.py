@@ -10,7 +10,6 @@ from keyhole.percent import percent
 from keyhole.results import Finding, Reading
 
 EDGES = (1, 10, 17, 25)  # tokens, special ones left out: where each row of the table begins
-SHOWN = 100  # texts on the page; the JSON file has all
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,130 @@
-"""An audit as a table for the terminal."""
+"""An audit as a table for the terminal: the verdict, four cards, findings by what they are of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 from rich import box
-from rich.console import Group
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from keyhole.assess import Assessment, Item, Severity, assess
+from keyhole.assess.severity import cost
 from keyhole.report import lengths, wording
-from keyhole.results import Audit
+from keyhole.report.groups import groups
+from keyhole.results import Audit, Skip
+from keyhole.visible import visible
+
+_HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
+_STYLES = {
+    Severity.CRITICAL: "bold red", Severity.HIGH: "red", Severity.MEDIUM: "yellow",
+    Severity.LOW: "cyan", Severity.UNKNOWN: "magenta", Severity.NONE: "green",
+}  # fmt: skip
 
 
-def table(audit: Audit) -> Group:
-    """The verdict, and exposures in rows under the part of the target that they are of."""
-    view = Table(box=box.SIMPLE)
-    for heading in ("exposure", "outcome"):
-        view.add_column(heading)
-    for heading in ("error", "queries", "floor", "seconds"):
-        view.add_column(heading, justify="right", no_wrap=True)
-    surface = ""
-    for finding in audit.findings:
-        if finding.surface != surface:
-            surface = finding.surface
-            view.add_row(Text(surface, style="bold"))
-        style = {"bad": "red", "part": "yellow", "good": "green"}[wording.colour(finding)]
-        indent = "  " if surface else ""
+def table(audit: Audit, assessment: Assessment | None = None) -> Group:
+    """Fits 80 columns: what is long is wrapped, nothing is cut off.
+
+    `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
+    """
+    assessment = assess(audit) if assessment is None else assessment
+    parts: list[RenderableType] = [_line(assessment.verdict, "bold")]
+    if words := wording.ruling(assessment):
+        parts.append(_line(words))
+    if assessment.items:
+        parts += [_line(f"{wording.counts(assessment)}."), _cards(assessment)]
+        parts.append(_Findings(assessment.items))
+    if assessment.controls:
+        parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
+    if assessment.gone:
+        parts.append(_line("Gone since the baseline", "bold"))
+        parts += [_line(f"  {item.of}") for item in assessment.gone]
+    if audit.skips:
+        parts += [_line("Not tried", "bold"), _skips(audit.skips)]
+    return Group(*parts, *_by_length(audit))
+
+
+def _cards(assessment: Assessment) -> Table:
+    view = Table(box=box.SIMPLE, show_header=False)
+    for _ in range(3):
+        view.add_column(no_wrap=True)
+    view.add_column(overflow="fold")
+    for card in assessment.families:
+        exposed = f"{card.exposed} of {card.checked}" if card.checked else "–"
+        style = _STYLES[card.severity] if card.checked else "dim"
         view.add_row(
-            # Text: what came from a target is never taken for markup.
-            Text(f"{indent}{finding.exposure}"),
-            Text(wording.outcome(finding), style=style),
-            wording.error(finding),
-            f"{finding.queries:,}",
-            wording.floor(finding),
-            f"{finding.seconds:.2f}",
+            str(card.family),
+            Text(str(card.level), style=style),
+            exposed,
+            _line(wording.brief(card.fix)),
         )
-    for skip in audit.skips:
-        view.add_row(Text(skip.exposure), "skipped", *"––––", style="dim")
-    return Group(Text(wording.verdict(audit), style="bold"), view, *_by_length(audit))
+    return view
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """Each finding under what it is of, in columns that stay the same from group to group."""
+
+    items: Sequence[Item]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = {item.id: _row(item) for item in self.items}
+        widths, gap = _widths([_HEADINGS, *rows.values()], options.max_width - 2)
+        yield Text()
+        yield _columns(widths, gap, [[Text(word, style="dim") for word in _HEADINGS]])
+        for group in groups(self.items):
+            yield _line(group.title, "bold")
+            yield _columns(widths, gap, [_styled(item, rows[item.id]) for item in group.items])
+        yield Text()
+
+
+def _row(item: Item) -> tuple[str, ...]:
+    finding = item.finding
+    return (
+        str(item.severity), _line(finding.exposure).plain, wording.outcome(finding),
+        wording.error(finding), cost(finding),
+    )  # fmt: skip
+
+
+def _styled(item: Item, row: Sequence[str]) -> list[Text]:
+    style = _STYLES[item.severity]
+    return [Text(word, style=style if place in (0, 2) else "") for place, word in enumerate(row)]
+
+
+def _widths(rows: Sequence[Sequence[str]], room: int) -> tuple[list[int], int]:
+    """Every word in a line of its own and two spaces between; or as narrow as the room asks for."""
+    widths = [max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
+    gaps = len(widths) - 1
+    if sum(widths) + 2 * gaps <= room:
+        return widths, 2
+    widths[2], widths[4] = min(widths[2], 16), min(widths[4], 14)
+    widths[1] = max(12, room - gaps - sum(widths) + widths[1])
+    return widths, 1
+
+
+def _columns(widths: Sequence[int], gap: int, rows: Iterable[Sequence[Text]]) -> Padding:
+    view = Table.grid(padding=(0, gap, 0, 0))
+    for heading, width in zip(_HEADINGS, widths, strict=True):
+        justify = "right" if heading in ("error", "cost") else "left"
+        view.add_column(width=width, justify=justify, overflow="fold")
+    for row in rows:
+        view.add_row(*row)
+    return Padding(view, (0, 0, 0, 2), expand=False)
+
+
+def _skips(skips: Iterable[Skip]) -> Table:
+    view = Table(box=box.SIMPLE, show_header=False)
+    view.add_column(no_wrap=True)
+    for _ in ("exposure", "why not"):
+        view.add_column(overflow="fold")
+    for skip in skips:
+        word = "could not check" if skip.unchecked else "skipped"
+        view.add_row(word, _line(skip.exposure), _line(skip.reason))
+    return view
 
 
 def _by_length(audit: Audit) -> list[Text]:
@@ -46,5 +134,10 @@ def _by_length(audit: Audit) -> list[Text]:
         spans = lengths.spans(finding)
         if spans:
             heading = f"{finding.exposure}, read exactly, by length ({lengths.whose(finding)})"
-            lines += [Text(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
+            lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
     return lines
+
+
+def _line(words: str, style: str = "") -> Text:
+    """One line, as Text: what came from a target neither steers the terminal nor is markup."""
+    return Text(visible(words.replace("\n", " ").replace("\t", " ")), style=style)

@@ -35,3 +35,10 @@ class Cut:
             raise InputError(
                 f"expected at most {_MOST:,} heads in all in a cut, got {self.layers * self.heads}"
             )
+        sizes = (self.layers, self.heads, len(self.tokens), len(self.tokens))
+        for unit in self.units:
+            if not all(0 <= place < size for place, size in zip(unit, sizes, strict=True)):
+                raise InputError(
+                    f"expected units of {self.layers} layers, {self.heads} heads and "
+                    f"{len(self.tokens)} tokens in a cut, got {unit}"
+                )

@@ -14,6 +14,18 @@ from keyhole.results.typed import restored
 
 
 @dataclass(frozen=True)
+class Remedied:
+    """What was left to the same attack once a remedy was in place, measured.
+
+    `left` is the share still given away, `words` say what was counted.
+    """
+
+    remedy: str
+    left: float
+    words: str
+
+
+@dataclass(frozen=True)
 class Finding:
     """One exposure of a target, and what one attack made of it.
 
@@ -21,7 +33,7 @@ class Finding:
     `control` marks an attack without any choice, run for comparison: it is no exposure, whatever it
     achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
     precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
-    a sample says of all the texts of a store.
+    a sample says of all the texts of a store, `remedied` what was left where a remedy was tried.
     """
 
     exposure: str
@@ -41,6 +53,7 @@ class Finding:
     cuts: tuple[Cut, ...] = ()
     control: bool = False
     estimate: Estimate | None = None
+    remedied: tuple[Remedied, ...] = ()
 
     @property
     def outcome(self) -> Outcome:

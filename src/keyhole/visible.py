@@ -1,0 +1,33 @@
+"""Text that came from a target, made harmless to look at: what cannot be seen is spelled out.
+
+Control characters steer terminals, and marks of direction make a line read as another than it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+_UNSEEN = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, all but the ends of lines and tabs
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks of direction
+    "\u2028\u2029\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\ufffe\uffff]"  # no characters at all
+)
+
+
+def visible(text: str) -> str:
+    """For a terminal: everything that is not printed is spelled out, but ends of lines and tabs."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else _spelled(letter) for letter in text
+    )
+
+
+def legible(text: str) -> str:
+    """For a page, where letters may be joined by signs of no width, as Persian and emoji are."""
+    return _UNSEEN.sub(lambda match: _spelled(match.group()), text)
+
+
+def _spelled(letter: str) -> str:
+    return ascii(letter)[1:-1]

@@ -1,0 +1,105 @@
+"""Policies and baselines through the command line: exit codes, pages, explanations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from keyhole.cli import app
+
+RUN = CliRunner()
+POLICY = """
+targets = ["head.safetensors"]
+exposures = ["KH-WEIGHTS-SCORES"]
+fail-on = ["weights"]
+[environment.laboratory]
+fail-on = []
+"""
+
+
+def keyhole(*words: str) -> tuple[int, str]:
+    ended = RUN.invoke(app, list(words))
+    return ended.exit_code, ended.output
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KEYHOLE_ENVIRONMENT", raising=False)
+    assert keyhole("plant", "head.safetensors", "--dim", "4")[0] == 0
+    (tmp_path / "keyhole.toml").write_text(POLICY)
+    return tmp_path
+
+
+def test_a_policy_names_the_target_and_what_fails(planted):
+    code, words = keyhole("audit")
+    assert code == 1
+    assert "fail-on weights" in " ".join(words.split())
+    saved = json.loads((planted / "keyhole-report.json").read_text())
+    assert saved["assessment"]["decision"]["exit_code"] == 1
+    assert {f["exposure"] for f in saved["findings"]} >= {"full scores", "scores under a budget"}
+    assert not any("signs" in f["exposure"] for f in saved["findings"])
+    assert "fail-on weights" in (planted / "keyhole-report.html").read_text()
+    code, words = keyhole("audit", "--environment", "laboratory", "--force")
+    assert code == 0
+    code, words = keyhole("policy", "check", "keyhole-report.json", "--json")
+    assert code == 1
+    rulings = json.loads(words)["rulings"]
+    assert {ruling["ruling"] for ruling in rulings} == {"fails", "passes"}
+    code, _ = keyhole("policy", "check", "keyhole-report.json", "--environment", "laboratory")
+    assert code == 0
+
+
+def test_what_a_baseline_has_does_not_fail(planted):
+    (planted / "keyhole.toml").unlink()
+    only = ("--only", "KH-WEIGHTS-SCORES")
+    assert keyhole("audit", "head.safetensors", *only, "--json-file", "old.json")[0] == 1
+    judged = ("head.safetensors", "--baseline", "old.json", "--force")
+    code, words = keyhole("audit", *judged, *only, "--output", "sarif=new.sarif")
+    assert code == 0, words
+    assert "in the baseline already" in " ".join(words.split())
+    (run,) = json.loads((planted / "new.sarif").read_text())["runs"]
+    states = {result["baselineState"] for result in run["results"] if "baselineState" in result}
+    assert states == {"unchanged"}
+    code, words = keyhole("audit", *judged)  # more than the baseline knows
+    assert code == 1
+    assert "new" in words
+    code, words = keyhole("policy", "check", "old.json", "--baseline", "keyhole-report.json")
+    assert code == 0
+    assert "gone since the baseline" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--policy", "missing.toml"), "a policy"),
+        (("--environment", "nowhere"), "an environment"),
+        (("--baseline", "missing.json"), "a JSON file"),
+        (("--only", "everything"), "families"),
+    ],
+)
+def test_wrong_input_is_one_line_before_any_work(planted, words, said):
+    code, output = keyhole("audit", "head.safetensors", *words)
+    assert code == 2
+    assert said in " ".join(output.split())
+    assert not (planted / "keyhole-report.json").exists()
+
+
+def test_an_audit_of_nothing_says_what_it_wants(planted):
+    (planted / "keyhole.toml").write_text("fail-on = []\n")
+    code, output = keyhole("audit")
+    assert code == 2
+    assert "TARGET" in output
+
+
+def test_several_targets_of_a_policy_are_a_fleet(planted):
+    assert keyhole("plant", "other.safetensors", "--dim", "4", "--seed", "2")[0] == 0
+    several = POLICY.replace('"head.safetensors"', '"head.safetensors", "other.safetensors"')
+    (planted / "keyhole.toml").write_text(several)
+    assert keyhole("audit")[0] == 1
+    pages = {path.name for path in (planted / "keyhole-fleet").iterdir()}
+    assert "index.html" in pages
+    assert len([name for name in pages if name.endswith(".json")]) == 2
+    assert keyhole("audit", "--environment", "laboratory", "--force")[0] == 0

@@ -1,0 +1,36 @@
+"""An audit in which every string, and many a number, is what an enemy would write there."""
+
+from __future__ import annotations
+
+from keyhole.results import Audit, Cut, Finding, Remedied, Skip, Status
+from keyhole.results.readings import Piece, Reading, Readings
+
+HOSTILE = (
+    "</title></style></script><script>window.stolen = 1</script>"
+    "<img src=x onerror='window.stolen = 1'>\"'><a href=javascript:stolen=1>x</a>"
+    "{{ 7 * 7 }}{% raw %} ]]> \x00\x1b[31m\x07 \u202eevil\u2066 \ud800 [red]x[/red]\r\nlast"
+)
+
+
+def audit() -> Audit:
+    read = Reading(HOSTILE, (Piece(HOSTILE, HOSTILE, True), Piece(HOSTILE, "verified", False)),
+                   True, True, HOSTILE, 3, 0.5, 0.5)  # fmt: skip
+    texts = tuple(Readings(HOSTILE, 1, f"{HOSTILE}{n}", (read,) * (2 - n)) for n in range(2))
+    cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
+    findings = [
+        Finding(
+            exposure=f"{HOSTILE}{number}", attack=HOSTILE, status=status,
+            reason=f"--data {HOSTILE}", remedy=HOSTILE, error=1e300, queries=10**30,
+            seconds=1e300, floor=-(10**30), known=0.5,
+            trace=((-(10**40), 1e300), (10**40, -1.0)), surface=HOSTILE, sought=sought,
+            texts=texts if sought == "text" else (), cuts=(cut,), control=number == 3,
+            remedied=(Remedied(HOSTILE, 1e300, HOSTILE),),
+        )
+        for number, (status, sought) in enumerate((
+            (Status.RECOVERED, "weights"), (Status.INEXACT, "text"), (Status.BUDGET, "prediction"),
+            (Status.UNSOLVED, HOSTILE), (Status.INEXACT, "input"),
+        ))
+    ]  # fmt: skip
+    skips = (Skip(HOSTILE, HOSTILE, HOSTILE, unchecked=True),)
+    about = {HOSTILE: HOSTILE}
+    return Audit(HOSTILE, HOSTILE, tuple(findings), skips, created=HOSTILE, environment=about)

@@ -1,0 +1,227 @@
+"""The page as a browser shows it: first screens, folds, links, keys, print, and who cannot see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import hostile_audit
+from browser import axe, chromium, opened
+from keyhole import oracle, report
+from keyhole.assess import assess
+from keyhole.audit import Audit, Target, audit
+from keyhole.results import Cut, Finding, Remedied, Skip, Status
+from keyhole.results.readings import Piece, Reading, Readings
+
+DESK, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as launched:
+        yield launched
+
+
+def text_finding(layer: int) -> Finding:
+    marks = [("verified", True), ("likely", True), ("likely", False), ("unknown", False)] * 3
+    pieces = tuple(Piece(f" w{n}", mark, right) for n, (mark, right) in enumerate(marks))
+    read = Reading("a text as long as people write them", pieces, True, True)
+    names = ("float32", "bfloat16", "int8", "noise of 10%")
+    cells = tuple(Readings("hidden", layer, name, (read,) * 3) for name in names)
+    return Finding(
+        f"hidden states of layer {layer}", "EncoderStates", Status.INEXACT,
+        "3 of 3 texts: --data measures it", "Do not return hidden states: --layers all", None, 3,
+        1.5, known=0.5, surface="the classifier in the box", sought="text", texts=cells,
+    )  # fmt: skip
+
+
+def every_kind() -> Audit:
+    """Findings of all four families, a control and a skip, as an audit of a large target has."""
+    planted = audit(Target("it", {"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}))
+    inverted = Finding(
+        "a layer's output", "Auto", Status.RECOVERED, "residual 1e-16", "Keep outputs inside.",
+        1e-11, 1, 0.1, known=1.0, surface="the attention layer", sought="input",
+    )  # fmt: skip
+    tokens = tuple(f"w{n}" for n in range(20))
+    cut = Cut(tokens, "bad", "good", 0.9, 0.4, 0.01, 12, 12, ((0, 0, 1, 2), (3, 4, 5, 6)))
+    flipped = Finding(
+        "1% of all attention cut", "HackAttend", Status.INEXACT, "7 of 12", "Take no masks.", None,
+        652, 2.0, known=0.58, surface="the classifier in the box", sought="prediction", cuts=(cut,),
+        remedied=(Remedied("keyhole harden: its twin", 0.0, "0 of 8 right answers flipped"),),
+    )  # fmt: skip
+    control = replace(flipped, exposure="1% cut at random", control=True, remedied=())
+    texts = [text_finding(layer) for layer in (1, 6, 12)]
+    skip = Skip("hidden states of layers 2–5", "none", "3 of 12 layers were tried; --layers all")
+    found = (*planted.findings, inverted, *texts, flipped, control)
+    return replace(planted, target="a model and its server", findings=found, skips=(skip,))
+
+
+@pytest.fixture(scope="module")
+def made():
+    return every_kind()
+
+
+@pytest.fixture(scope="module")
+def path(made, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    file.write_text(report.render(made), "utf-8")
+    return file
+
+
+_BOTTOM = "name => document.querySelector(name).getBoundingClientRect().bottom"
+_WIDTH = "document.documentElement.scrollWidth"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_the_first_screen_has_the_verdict_and_four_cards(browser, path, size, scheme, tmp_path):
+    with opened(browser, path, viewport=size, color_scheme=scheme) as page:
+        picture = page.screenshot(path=tmp_path / "first.png")
+        assert len(picture) > 10_000
+        assert page.locator(".card").count() == 4
+        assert 0 < page.evaluate(_BOTTOM, ".verdict") < page.evaluate(_BOTTOM, ".cards")
+        assert page.evaluate(_BOTTOM, ".cards") <= size["height"]
+        assert page.evaluate(_WIDTH) == size["width"]  # nothing to scroll sideways
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        assert page.evaluate(_WIDTH) == size["width"]
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (dark == "rgb(22, 21, 20)") == (scheme == "dark")
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
+def test_a_permalink_shows_its_finding(browser, path, made, script):
+    item = assess(made).items[-1]
+    options = {"viewport": DESK, "java_script_enabled": script}
+    with opened(browser, path, f"#{item.id}", **options) as page:
+        fold = page.locator(f'details[id="{item.id}"]')
+        assert fold.locator(".reason").is_visible()
+        assert fold.bounding_box()["y"] < DESK["height"]
+        others = page.locator("details .reason:visible").count()
+        assert others == 1
+        assert fold.locator("button").is_visible() == script
+
+
+def test_a_link_is_copied(browser, path, made):
+    item = assess(made).items[0]
+    permissions = ["clipboard-read", "clipboard-write"]
+    with opened(browser, path, f"#{item.id}", permissions=permissions) as page:
+        page.locator(f'details[id="{item.id}"] button').click()
+        page.get_by_role("button", name="Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()").endswith(f"page.html#{item.id}")
+
+
+def test_the_keyboard_is_enough(browser, path, made):
+    with opened(browser, path, viewport=DESK) as page:
+        reached = []
+        for _ in range(300):
+            page.keyboard.press("Tab")
+            tag, place = page.evaluate(
+                "(() => { const on = document.activeElement; return [on.tagName,"
+                " on.tagName === 'SUMMARY' ? on.parentElement.id : on.getAttribute('href')]; })()"
+            )
+            reached.append(place)
+            if tag == "SUMMARY":
+                break
+        assert reached[0] == "#findings"  # the way past everything
+        assert {"#matrix", "#family-weights", "#family-text", "#about"} <= set(reached)
+        fold = page.locator(f'details[id="{reached[-1]}"]')
+        assert not fold.locator(".inside").is_visible()
+        page.keyboard.press("Enter")
+        assert fold.locator(".inside").is_visible()
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(outline) == "solid"  # where one is can be seen
+
+
+def test_print_unfolds_everything(browser, path, made, tmp_path):
+    with opened(browser, path, viewport=DESK) as page:
+        page.emulate_media(media="print")
+        visible = page.locator("details .reason:visible").count()
+        assert visible == len(made.findings)
+        assert not page.locator(".contents").is_visible()
+        assert len(page.pdf(path=tmp_path / "print.pdf")) > 10_000
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(DESK, "light"), (PHONE, "dark")])
+def test_axe_finds_no_fault(browser, made, size, scheme, tmp_path):
+    script, file = axe(), tmp_path / "page.html"
+    some = {finding.sought: finding for finding in made.findings}  # one of each family is enough
+    file.write_text(report.render(replace(made, findings=(*some.values(), text_finding(6)))))
+    options = {"viewport": size, "color_scheme": scheme}
+    with opened(browser, file, bypass_csp=True, **options) as page:
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        page.evaluate(script)
+        result = page.evaluate("axe.run()")
+        assert len(result["passes"]) > 20
+        faults = result["violations"]
+        said = [(f["impact"], f["id"], [n["html"][:200] for n in f["nodes"][:3]]) for f in faults]
+        assert not said, said
+
+
+def test_hostile_strings_stay_strings(browser, tmp_path):
+    file = tmp_path / "page.html"
+    hostile_audit.audit().save(tmp_path / "audit.json")
+    file.write_text(report.render(Audit.load(tmp_path / "audit.json")), "utf-8")
+    with opened(browser, file, viewport=PHONE) as page:
+        assert page.evaluate("[window.stolen, document.images.length]") == [None, 0]
+        links = page.eval_on_selector_all("a", "all => all.map(a => a.getAttribute('href'))")
+        assert all(link.startswith("#") for link in links)
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        assert page.evaluate(_WIDTH) == PHONE["width"]
+
+
+def test_the_policy_stops_what_would_get_in(browser, path, tmp_path):
+    """Not what this page does: what a browser does with a script that somehow got into it."""
+    bad = tmp_path / "bad.html"
+    text = path.read_text("utf-8")
+    strange = "<script>window.stolen = 1</script><img src='https://example.org/x.png'>"
+    bad.write_text(text.replace("<main>", f"<main>{strange}"), "utf-8")
+    said: list[str] = []
+    page = browser.new_page()
+    page.on("console", lambda message: said.append(message.text))
+    page.goto(bad.as_uri())
+    assert page.evaluate("window.stolen") is None
+    assert sum("Content Security Policy" in line for line in said) >= 2
+    page.close()
+
+
+def test_five_hundred_findings(browser, made, tmp_path):
+    many = [
+        replace(finding, surface=f"{finding.surface} {copy}")
+        for copy in range(-(-500 // len(made.findings)))
+        for finding in made.findings
+    ][:500]
+    file = tmp_path / "page.html"
+    file.write_text(report.render(replace(made, findings=tuple(many))), "utf-8")
+    assert file.stat().st_size < 15_000_000
+    with opened(browser, file, viewport=DESK) as page:
+        assert page.locator("details").count() == 500
+        ids = page.eval_on_selector_all("[id]", "all => all.map(e => e.id)")
+        assert len(set(ids)) == len(ids)
+        assert page.evaluate(_BOTTOM, ".cards") <= DESK["height"]
+
+
+_LINES = r"""() => {
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    for (const match of walker.currentNode.data.matchAll(/--[a-z-]+/g)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, match.index);
+      range.setEnd(walker.currentNode, match.index + match[0].length);
+      const lines = new Set([...range.getClientRects()].map(one => Math.round(one.top)));
+      found.push([match[0], lines.size]);
+    }
+  }
+  return found;
+}"""
+
+
+def test_no_option_is_broken(browser, made, tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(report.render(replace(made, findings=(text_finding(1),), skips=())), "utf-8")
+    with opened(browser, file) as page:
+        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        for width in range(400, 1300, 60):
+            page.set_viewport_size({"width": width, "height": 600})
+            assert page.evaluate(_LINES) == [["--data", 1], ["--layers", 1]]
