@@ -35,7 +35,8 @@ DOCS = Path(__file__).parent
 ORDER = (
     "audit", "extract", "invert", "invert problem", "invert text", "invert layers",
     "invert bounds", "capture", "corpus", "disrupt", "harden",
-    "canonical", "same", "report", "policy", "policy check", "plant", "serve",
+    "canonical", "same", "report", "policy", "policy check", "cost", "cost head", "cost layer",
+    "cost text", "check-config", "plant", "serve",
 )  # fmt: skip
 
 

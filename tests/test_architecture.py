@@ -31,6 +31,7 @@ FLOORS = (  # from the ground up
         "version",
     },
     {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
+    {"configs"},  # settings, read without running anything
     {"files"},
     {"registry", "resume", "data", "crew"},
     {"results"},  # what every attack returns
@@ -38,7 +39,7 @@ FLOORS = (  # from the ground up
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
-    {"harden"},  # training against them
+    {"harden", "cost"},  # training against them; what they cost, without running them
     {"assess"},  # what an audit means: severities, rules, a verdict
     {"audit", "report"},  # all of them on one target; what came out, for people
     {"cli", "testing", "callback"},  # what people call

@@ -7,6 +7,8 @@
     keyhole.recover.run("./model", ["leak.safetensors"])   text from what a model leaks
     keyhole.disrupt.run("./model", "dev.tsv")   predictions flipped by cutting attention
     keyhole.harden.run("./model", "train.tsv", "hardened")   training against that
+    keyhole.configs.check(["deploy/"])          settings that open what attacks need
+    keyhole.cost.head(64, rank=8)               what an attack would cost
     keyhole.report.render(audit)                the page of an audit
 
 Each package holds the methods too: `keyhole.extract.SingleHead()(oracle)`, and so on. Results show
@@ -22,6 +24,8 @@ from keyhole.version import __version__
 if TYPE_CHECKING:
     from keyhole import (
         attention,
+        configs,
+        cost,
         data,
         disrupt,
         extract,
@@ -37,7 +41,8 @@ if TYPE_CHECKING:
     from keyhole.callback import AuditCallback
 
 __all__ = [
-    "AuditCallback", "__version__", "attention", "audit", "data", "disrupt", "extract", "harden",
+    "AuditCallback", "__version__", "attention", "audit", "configs", "cost", "data", "disrupt",
+    "extract", "harden",
     "invert", "models", "oracle", "recover", "report", "results",
 ]  # fmt: skip
 

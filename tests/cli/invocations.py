@@ -68,6 +68,10 @@ BASES: dict[str, dict[str, str]] = {
     "same": {"first": f"{WORLD}/target.safetensors", "second": f"{WORLD}/target.safetensors"},
     "report": {"findings": f"{WORLD}/audit-good.json"},
     "policy check": {"findings": f"{WORLD}/audit-good.json"},
+    "cost head": {"width": "8"},
+    "cost layer": {"width": "8"},
+    "cost text": {"tokens": "8"},
+    "check-config": {"paths": "."},
     "plant": {"path": "p.safetensors", "dim": "4"},
     "serve": {"target": f"{WORLD}/target.safetensors"},
 }  # fmt: skip
@@ -166,6 +170,8 @@ def _wrong_values(title: str, parameter: Any) -> Iterator[tuple[str, frozenset[i
 
 def _codes(title: str, name: str, place: str) -> frozenset[int]:
     """What a path leads to, and what that means where a file is read or written."""
+    if (title, name) == ("check-config", "paths"):  # reads all files, whatever is in them
+        return WRONG | DONE if place in ("empty", "binary", "folder", "") else WRONG
     if name not in _OUTPUTS or (title, name) == ("audit", "out"):  # of fleets alone
         return WRONG
     remembers = name in ("ledger", "resume", "checkpoint") or (title, name) == (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import io
 import json
 import os
@@ -66,10 +65,10 @@ def trials() -> Iterator[Trials]:
 
 
 def _serve() -> None:
-    from keyhole.cli.app import COMMANDS
+    from keyhole.cli.app import COMMANDS, command
 
     for name in COMMANDS:
-        importlib.import_module(f"keyhole.cli.{name}")
+        command(name)
     _warm_up()
     gc.collect()
     gc.freeze()  # else the first collection of every child copies all of it

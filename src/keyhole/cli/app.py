@@ -42,6 +42,8 @@ COMMANDS = {
     "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
     "report": "Make the page again from the findings, or the report in another format.",
     "policy": "Judge findings by what a team has decided.",
+    "cost": "Tell what an attack would cost: queries, tokens, hours and money.",
+    "check-config": "Look for settings that open what attacks need; nothing is run.",
     "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
     "serve": "Put a planted target behind a real inference server (MLServer).",
 }
@@ -95,7 +97,7 @@ app = typer.Typer(
 
 def command(name: str) -> Any:
     """The command itself, imported."""
-    importlib.import_module(f"keyhole.cli.{name}")
+    importlib.import_module(f"keyhole.cli.{name.replace('-', '_')}")
     registered: Any = typer.main.get_command(app)
     return registered.commands[name]
 

@@ -159,8 +159,8 @@ class _Look:
         """Rows to go on to: a few more, or what lifts the smallest singular value above zero."""
         count, rank = len(self.rows), self.cliff.rank
         if self.cliff.seen:
-            return max(count, rank + max(_SPARE, rank // _SHARE))
-        return max(count + _SPARE, count * 17 // 16)
+            return max(count, _enough(rank))
+        return _more(count)
 
     def step(self, stated: int | None) -> LayerStep:
         model, cliff, whole = self._model(), self.cliff, self.cliff.seen
@@ -193,6 +193,22 @@ class _Look:
         return OutputMatrix(
             (Q @ basis).contiguous(), tokens, self.cliff.constant, self.cliff.blocks
         )
+
+
+def answers_for(rank: int) -> int:
+    """How many whole answers a layer of this rank takes, where its cliff is as steep as usual."""
+    count = _FIRST
+    while count < rank + _SPARE // 2:
+        count = _more(count)
+    return max(count, _enough(rank))
+
+
+def _more(count: int) -> int:
+    return max(count + _SPARE, count * 17 // 16)
+
+
+def _enough(rank: int) -> int:
+    return rank + max(_SPARE, rank // _SHARE)
 
 
 def taken_off(rows: Tensor, centred: bool) -> Tensor:

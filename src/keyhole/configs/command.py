@@ -1,0 +1,146 @@
+"""A command line as a configuration writes it: its words, its environment, who reaches it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from keyhole.configs.words import Word, simple_commands
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+# Words that stand for any number of options: what is missing may be in them.
+_OPAQUE = re.compile(r"\{\{|\$[@*]|\[[@*]\]|\$\{?\w*(ARG|OPT|FLAG|EXTRA|PARAM)", re.IGNORECASE)
+_LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
+_SHELLS = re.compile(r"(.*/)?(ba|da|z|k|a)?sh$")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Words of a process; `image` is the container's, `local` says that only this machine reaches
+    it, `mounts` are folders and files that are put into the container."""
+
+    words: tuple[Word, ...]
+    env: Mapping[str, Word] = field(default_factory=dict[str, Word])
+    image: Word | None = None
+    local: bool = False
+    mounts: tuple[str, ...] = ()
+    container: bool = False  # the words are those of `docker run`, the image among them
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a program was told by options and by its environment."""
+
+    program: Word
+    words: tuple[Word, ...]
+    env: Mapping[str, Word]
+    local: bool
+    image: Word | None = None
+    mounts: tuple[str, ...] = ()
+
+    def option(self, *names: str, env: str = "") -> Word | None:
+        """The value of the last such option, or of the variable that stands for it.
+
+        An option that has no value gives an empty one, on its line.
+        """
+        given: Word | None = self.env.get(env)
+        for place, word in enumerate(self.words):
+            name, equals, value = word.text.partition("=")
+            if name.replace("_", "-") not in names or not name.startswith("-"):
+                continue
+            if not equals and place + 1 < len(self.words):
+                following = self.words[place + 1].text
+                value = following if not following.startswith("--") else ""
+            given = Word(value, word.line)
+        return given
+
+    def has(self, *names: str, env: str = "") -> Word | None:
+        """Whether an option without a value is given; a variable must not say no."""
+        given = self.env.get(env)
+        if given is not None and given.text.lower() in ("", "0", "false", "off", "disabled"):
+            given = None
+        for word in self.words:
+            if word.text.partition("=")[0].replace("_", "-") in names:
+                given = word
+        return given
+
+    @property
+    def opaque(self) -> bool:
+        """Whether other options may be in words that only a shell or a template fills in."""
+        return any(_OPAQUE.search(word.text) for word in self.words)
+
+
+def reached_from_outside(host: Word | None, default: str) -> bool:
+    """Whether an address to listen at is more than this machine; one that a variable holds may be
+    anything, and is not claimed to be."""
+    address = default if host is None else host.text
+    return "$" not in address and "{{" not in address and not _LOOPBACK.match(address)
+
+
+def from_shell(text: str, line: int = 1) -> list[Command]:
+    """The commands of a script; what it assigns anywhere is in the environment of all of them."""
+    made, env = list[list[Word]](), dict[str, Word]()
+    for words in simple_commands(text, line):
+        rest = _without_assignments(words, env)
+        if rest:
+            made.append(rest)
+    return [_contained(words, env) for words in made]
+
+
+def inner_scripts(command: Command) -> list[Command]:
+    """What `sh -c "…"` runs, if the command is that."""
+    words = command.words
+    if not words or not _SHELLS.match(words[0].text):
+        return []
+    scripts = [word for word in words[1:] if " " in word.text]
+    return [
+        Command(inner.words, {**command.env, **inner.env}, command.image, command.local)
+        for word in scripts
+        for inner in from_shell(word.text, word.line)
+    ]
+
+
+def assignments(words: Iterable[Word]) -> dict[str, Word]:
+    """NAME=value words as an environment."""
+    env = dict[str, Word]()
+    for word in words:
+        if match := _ASSIGNMENT.fullmatch(word.text):
+            env[match[1]] = Word(match[2], word.line)
+    return env
+
+
+def on_loopback(published: Iterable[str]) -> bool:
+    """Whether ports are published, and all of them to this machine alone."""
+    ports = list(published)
+    return bool(ports) and all(port.startswith(("127.", "localhost:", "[::1]:")) for port in ports)
+
+
+def _without_assignments(words: list[Word], env: dict[str, Word]) -> list[Word]:
+    start = 0
+    while start < len(words) and (
+        words[start].text in ("export", "env", "exec", "sudo", "nohup", "time")
+        or _ASSIGNMENT.fullmatch(words[start].text)
+    ):
+        start += 1
+    env |= assignments(words[:start])
+    return words[start:]
+
+
+def _contained(words: list[Word], env: Mapping[str, Word]) -> Command:
+    """A command; of `docker run` the container's environment, ports and what follows the image."""
+    texts = [word.text for word in words]
+    if texts[0].rpartition("/")[2] not in ("docker", "podman", "nerdctl") or "run" not in texts:
+        return Command(tuple(words), env)
+    given, ports, mounts = dict[str, Word](), list[str](), list[str]()
+    for option, value in itertools.pairwise(words):
+        if option.text in ("-e", "--env"):
+            given |= assignments([value]) or {value.text: Word("$" + value.text, value.line)}
+        elif option.text in ("-p", "--publish"):
+            ports.append(value.text)
+        elif option.text in ("-v", "--volume", "--mount"):
+            mounts.append(value.text)
+    return Command(
+        tuple(words), given, local=on_loopback(ports), mounts=tuple(mounts), container=True
+    )

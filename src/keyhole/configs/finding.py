@@ -1,0 +1,117 @@
+"""What a configuration opens: rules, findings with their lines, and files that were not read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class Level(IntEnum):
+    """How much is opened: counts and settings, some of what attacks need, or the secret itself."""
+
+    LOW = 1
+    MEDIUM = 2
+    HIGH = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that a configuration may open: what that is, what closes it, what tries it."""
+
+    id: str
+    name: str
+    level: Level
+    opens: str
+    fix: str
+    attack: str  # the command that would try it for real
+
+    def __post_init__(self) -> None:
+        if not self.id.startswith("KH-CONFIG-"):
+            raise ValueError(f"expected a rule named KH-CONFIG-…, got {self.id}")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A rule that applies at a line; `what` is the setting as it stands there."""
+
+    rule: Rule
+    line: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applies in a file."""
+
+    rule: Rule
+    path: str
+    line: int
+    what: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.what}: {self.rule.opens}"
+
+    def to_dict(self) -> dict[str, Any]:
+        rule = self.rule
+        return {
+            "rule": rule.id, "name": rule.name, "level": str(rule.level), "path": self.path,
+            "line": self.line, "setting": self.what, "opens": rule.opens, "fix": rule.fix,
+            "attack": rule.attack,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file of a known kind that could not be looked at, and why: it is not called clean."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """All findings, by file and line; `files` is how many files were looked at."""
+
+    findings: tuple[Finding, ...]
+    unread: tuple[Unread, ...]
+    files: int
+
+    def failing(self, least: Level = Level.MEDIUM) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.rule.level >= least)
+
+    def exit_code(self, least: Level = Level.MEDIUM) -> int:
+        """0 nothing is opened, 1 something is, 3 something could not be read."""
+        if self.failing(least):
+            return 1
+        return 3 if self.unread else 0
+
+    def to_dict(self, least: Level = Level.MEDIUM) -> dict[str, Any]:
+        return {
+            "format": 1,
+            "kind": "check-config",
+            "files": self.files,
+            "fail_on": str(least),
+            "exit_code": self.exit_code(least),
+            "findings": [finding.to_dict() for finding in self.findings],
+            "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people: each finding as compilers say it, with what closes it and what tries it."""
+        for finding in self.findings:
+            rule = finding.rule
+            yield f"{finding.path}:{finding.line}: {rule.id} ({rule.level}) {finding.message}"
+            yield f"    fix: {rule.fix}"
+            yield f"    try: {rule.attack}"
+        for file in self.unread:
+            yield f"{file.path}: could not be read: {file.reason}"
+        yield (
+            f"{len(self.findings)} findings in {self.files} files"
+            + (f", {len(self.unread)} could not be read" if self.unread else "")
+        )

@@ -1,0 +1,53 @@
+"""`keyhole check-config` as people and pipelines call it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from command_line import inside
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    return partial(inside, "check-config", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_words_for_people(tmp_path, here):
+    (tmp_path / "run.sh").write_text("\nllama-server --slot-save-path /slots --metrics\n")
+    done = here(".")
+    assert done.returncode == 1
+    assert done.stdout.startswith("run.sh:2: KH-CONFIG-LLAMA-METRICS (low) --metrics: ")
+    assert "fix: leave --slot-save-path out" in done.stdout
+    assert "try: keyhole audit SLOT.bin" in done.stdout
+    assert done.stdout.endswith("2 findings in 1 files\n")
+
+
+def test_json_and_levels(tmp_path, here):
+    (tmp_path / "run.sh").write_text("llama-server --metrics")
+    done = here("run.sh", "--json")
+    data = json.loads(done.stdout)
+    assert (done.returncode, data["exit_code"], data["fail_on"]) == (0, 0, "medium")
+    (finding,) = data["findings"]
+    assert (finding["rule"], finding["path"], finding["line"]) == (
+        "KH-CONFIG-LLAMA-METRICS", "run.sh", 1,
+    )  # fmt: skip
+    assert here("run.sh", "--fail-on", "low").returncode == 1
+    ignored = here("run.sh", "--fail-on", "low", "--ignore", "KH-CONFIG-LLAMA-METRICS")
+    assert ignored.returncode == 0
+
+
+def test_what_could_not_be_read_and_what_is_wrong(tmp_path, here):
+    (tmp_path / "config.json").write_text('{"output_scores": ')
+    done = here(".")
+    assert done.returncode == 3
+    assert "config.json: could not be read" in done.stdout
+    for words in (["missing.yaml"], [".", "--fail-on", "worst"], [".", "--ignore", "KH-X"], []):
+        assert here(*words).returncode == 2
+
+
+def test_what_a_file_says_does_not_steer_the_terminal(tmp_path, here):
+    (tmp_path / "run.sh").write_text("llama-server --slot-save-path '\x1b[2J'")
+    assert "\x1b" not in here(".").stdout

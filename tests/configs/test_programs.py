@@ -1,0 +1,96 @@
+"""Command lines of servers, one setting at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyhole import configs
+from keyhole.configs.words import Word, simple_commands
+
+
+def rules(tmp_path, text, name="run.sh"):
+    (tmp_path / name).write_text(text)
+    found = configs.check([tmp_path / name]).findings
+    return {finding.rule.id.removeprefix("KH-CONFIG-") for finding in found}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("llama-server -m x", set()),
+        ("llama-server -m x --host 127.0.0.1 --port 80", set()),
+        ("llama-server -m x --host=0.0.0.0", {"LLAMA-OPEN"}),
+        ("llama-server -m x --host 10.0.0.7 --api-key $KEY", set()),
+        ("llama-server -m x --host $HOST", set()),
+        ("llama-server -m x --host /run/llama.sock", set()),
+        ("LLAMA_API_KEY=k llama-server -m x --host 0.0.0.0", set()),
+        ('llama-server --host 0.0.0.0 "$@"', set()),
+        ("numactl -N 0 /opt/llama-server --embedding", {"LLAMA-EMBEDDINGS"}),
+        ("llama-server --embeddings --pooling mean", {"LLAMA-EMBEDDINGS"}),
+        ("sudo apt install llama-server --slots", set()),
+        ("bash -c 'llama-server --slots'", {"LLAMA-SLOTS"}),
+        ("vllm serve m --host localhost --max-logprobs 20", set()),
+        ("vllm serve m --host localhost --max-logprobs 21", {"VLLM-LOGPROBS"}),
+        ("vllm serve m --host localhost --max-logprobs $N", set()),
+        ("vllm serve m --host localhost --runner pooling", {"VLLM-TOKEN-STATES"}),
+        ("vllm bench serve --max-logprobs 50", set()),
+        (
+            "vllm serve m --host localhost "
+            """--kv-transfer-config '{"kv_connector": "LMCacheConnectorV1", "token": "s3cret"}'""",
+            {"VLLM-KV-CACHE"},
+        ),
+        (
+            "vllm serve m --host localhost "
+            "--kv-transfer-config.kv_connector ExampleHiddenStatesConnector",
+            {"VLLM-HIDDEN-STATES"},
+        ),
+        ("vllm serve m ${EXTRA_ARGS}", set()),
+        ("vllm serve $MODEL", {"VLLM-OPEN"}),
+        ("sglang serve --model-path m --host 0.0.0.0", {"SGLANG-OPEN"}),
+        ("sglang serve --model-path m", set()),
+        ("chroma run --path d", set()),
+        ("chroma run --path d --host 0.0.0.0", {"CHROMA-OPEN"}),
+        ("docker run -p 127.0.0.1:6333:6333 qdrant/qdrant", set()),
+        ("docker run -e QDRANT__SERVICE__API_KEY qdrant/qdrant", set()),
+        ("docker run --rm -p 6333:6333 qdrant/qdrant:v1.15", {"QDRANT-OPEN"}),
+        ("qdrant is a store of vectors", set()),
+        ("To start, run vllm serve on the host", set()),
+        ("if ! vllm serve m; then exit; fi", {"VLLM-OPEN"}),
+        ("CUDA_VISIBLE_DEVICES=0 python3 -m vllm.entrypoints.openai.api_server", {"VLLM-OPEN"}),
+        ("docker run --gpus all my/image vllm serve m", {"VLLM-OPEN"}),
+        ("./qdrant", {"QDRANT-OPEN"}),
+        ("docker exec qdrant ls; echo qdrant; docker pull qdrant/qdrant", set()),
+    ],
+)  # fmt: skip
+def test_a_line(tmp_path, line, expected):
+    assert rules(tmp_path, line) == expected
+
+
+def test_secrets_are_not_repeated(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "vllm serve m --api-key s3cret "
+        """--kv-transfer-config '{"kv_connector": "XConnector", "token": "s3cret"}'"""
+    )
+    checked = configs.check([tmp_path])
+    assert len(checked.findings) == 2
+    assert "s3cret" not in str(checked.to_dict()) + "\n".join(checked.lines())
+
+
+def test_outputs_by_their_names(tmp_path):
+    names = {
+        "attentions": "SERVED-MAPS", "attention_probs": "SERVED-MAPS",
+        "attentions.3": "SERVED-MAPS", "attention_mask": None, "hidden_states_4": "SERVED-STATES",
+        "token_embeddings": "SERVED-STATES", "embedding": "SERVED-EMBEDDING",
+        "past_key_values": "SERVED-CACHE", "label": None, "probability": None, "key": None,
+    }  # fmt: skip
+    for name, rule in names.items():
+        text = f'output [ {{ name: "{name}" }} ]'
+        assert rules(tmp_path, text, "config.pbtxt") == ({rule} if rule else set()), name
+
+
+def test_words_keep_their_lines():
+    text = "a 'b\nc' \\\n d # e\nf=\"g $h\" | i;j"
+    assert simple_commands(text) == [
+        [Word("a", 1), Word("b\nc", 1), Word("d", 3)], [Word("f=g $h", 4)], [Word("i", 4)],
+        [Word("j", 4)],
+    ]  # fmt: skip
