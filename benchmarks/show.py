@@ -84,7 +84,7 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
     rows = run(arguments.quick)
     seconds = time.perf_counter() - started
     print(_table(title.splitlines()[0], rows))
-    print(f"{seconds:.0f} s, commit {_commit()}, {torch.get_num_threads()} threads")
+    print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):
         print(f"promises not met: {'; '.join(missed)}")
     if arguments.json:
@@ -93,8 +93,8 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
         data = {
             "title": title.splitlines()[0],
             "command": command(sys.argv),
-            "commit": _commit(),
-            "machine": _machine(),
+            "commit": commit(),
+            "machine": machine(),
             "kept": "as the command wrote it",
             "quick": arguments.quick,
             "seconds": seconds,
@@ -134,7 +134,7 @@ def _table(title: str, rows: list[Row]) -> str:
     return "\n".join([f"\n{title}\n", lines[0], rule, *lines[1:], ""])
 
 
-def _machine() -> str:
+def machine() -> str:
     """The processor, its cores, and the GPU if there is one."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
@@ -145,7 +145,7 @@ def _machine() -> str:
     return f"{cores}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else cores
 
 
-def _commit() -> str:
+def commit() -> str:
     try:
         command = ["git", "describe", "--always", "--dirty"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

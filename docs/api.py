@@ -1,0 +1,156 @@
+"""The Python reference, from docstrings: a page for each public package, by its `__all__`.
+
+Sources are parsed and never imported, so that the site can be built without torch and without any
+extra. A name is followed through the `from … import …` lines to where it is defined.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src"
+PACKAGES = (
+    "audit", "extract", "invert", "recover", "disrupt", "harden", "oracle", "models", "stores",
+    "report", "results", "data", "attention",
+)  # fmt: skip
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Name:
+    """A public name: the module that defines it, and the node there (None: a constant)."""
+
+    name: str
+    module: str
+    node: Definition | None
+
+    @property
+    def source(self) -> str:
+        return str(path_of(self.module).relative_to(SOURCE.parent))
+
+
+def path_of(module: str) -> Path:
+    place = SOURCE / Path(*module.split("."))
+    package = place / "__init__.py"
+    return package if package.exists() else place.with_suffix(".py")
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(path_of(module).read_text("utf-8"))
+
+
+def exported(module: str) -> list[str]:
+    """`__all__`, or what a module without it defines under a public name."""
+    for node in tree(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value))
+    names = [node.name for node in tree(module).body if isinstance(node, Definition)]
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def public_names(package: str) -> list[Name]:
+    return [_follow(f"keyhole.{package}", name) for name in exported(f"keyhole.{package}")]
+
+
+def _follow(module: str, name: str) -> Name:
+    for node in ast.walk(tree(module)):
+        if isinstance(node, Definition) and node.name == name:
+            return Name(name, module, node)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and node.module.startswith("keyhole"):
+                    return _follow(node.module, alias.name)
+    return Name(name, module, None)
+
+
+def page(package: str) -> str:
+    """A package's page: what it is, and every public name with its signature and docstring."""
+    module = f"keyhole.{package}"
+    parts = [f"# {module}", prose(ast.get_docstring(tree(module)) or "")]
+    for name in public_names(package):
+        parts += [f"## {name.name}", *_described(name)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _described(name: Name) -> Iterator[str]:
+    if name.node is None:
+        yield f"A constant of `{name.source}`."
+        return
+    yield f"```text\n{signature(name.node)}\n```"
+    yield prose(ast.get_docstring(name.node) or _first_paragraph(name.module))
+    if isinstance(name.node, ast.ClassDef):
+        for method in name.node.body:
+            if isinstance(method, ast.FunctionDef) and _shown(method):
+                # A definition list would need another extension; an item says as much.
+                yield f"- `{signature(method)}`  {_one_line(ast.get_docstring(method) or '')}"
+    yield f"`{name.source}`"
+
+
+def _shown(method: ast.FunctionDef) -> bool:
+    return method.name == "__call__" or not method.name.startswith("_")
+
+
+def signature(node: Definition) -> str:
+    """A function's parameters, or a class with its fields: as one writes the call."""
+    if isinstance(node, ast.ClassDef):
+        fields = [
+            ast.unparse(item)
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")
+        ]
+        bases = ", ".join(map(ast.unparse, node.bases))
+        head = f"class {node.name}({bases})" if bases else f"class {node.name}"
+        return "\n".join([head, *(f"    {field}" for field in fields)])
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    call = f"{node.name}({ast.unparse(node.args)}){returns}"
+    if len(call) <= 90:
+        return call
+    return f"{node.name}(\n{_parameters(node.args)}){returns}"
+
+
+def _parameters(arguments: ast.arguments) -> str:
+    """One parameter a line; ast has no printer for them but that of the whole list."""
+    inner = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0]
+    text = ast.unparse(inner).removeprefix("def f(").rsplit("):", 1)[0]
+    lines, depth, start = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            lines.append(text[start : at + 1].strip())
+            start = at + 1
+    return "".join(f"    {line}\n" for line in [*lines, text[start:].strip() + ","])
+
+
+def prose(docstring: str) -> str:
+    """A docstring as Markdown: it nearly is; only angle brackets would be taken for HTML."""
+    return html.escape(inspect.cleandoc(docstring), quote=False).replace("&gt;", ">")
+
+
+def _first_paragraph(module: str) -> str:
+    return (ast.get_docstring(tree(module)) or "").split("\n\n")[0]
+
+
+def _one_line(docstring: str) -> str:
+    return prose(" ".join(docstring.split("\n\n")[0].split()))
+
+
+def index() -> str:
+    """The first page of the reference: the package itself, and its parts."""
+    lines = [
+        f"- [`keyhole.{name}`]({name}.md): {_one_line(_first_paragraph(f'keyhole.{name}'))}"
+        for name in PACKAGES
+    ]
+    about = prose(ast.get_docstring(tree("keyhole")) or "")
+    return "\n\n".join(["# keyhole", about, "\n".join(lines)]) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Every page of the reference, by its place in the site."""
+    return {"api/index.md": index()} | {f"api/{name}.md": page(name) for name in PACKAGES}
