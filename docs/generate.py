@@ -151,7 +151,7 @@ def demo_record() -> str:
         done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     if done.returncode != 1:
         raise SystemExit(f"expected the demo to give something away, got {done.stderr}")
-    headline, table = done.stdout.split("\n\n", 1)
+    headline, table = re.split(r"\n\s*\n", done.stdout, maxsplit=1)
     columns = ("exposure", "outcome", "error", "queries", "floor", "seconds")
     lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
     rows = [dict(zip(columns, line, strict=True)) for line in lines if len(line) == len(columns)]
