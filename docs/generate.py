@@ -11,9 +11,7 @@ import argparse
 import importlib
 import inspect
 import io
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
+import demo
 import drawings
 import quoted
 
@@ -141,31 +140,6 @@ def benchmarks_page() -> str:
     return "\n".join(parts)
 
 
-def demo_record() -> str:
-    """What `keyhole audit demo` prints, as a record."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    import show
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "keyhole", "audit", "demo"]
-        done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
-    if done.returncode != 1:
-        raise SystemExit(f"expected the demo to give something away, got {done.stderr}")
-    headline, table = re.split(r"\n\s*\n", done.stdout, maxsplit=1)
-    columns = ("exposure", "outcome", "error", "queries", "floor", "seconds")
-    lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
-    rows = [dict(zip(columns, line, strict=True)) for line in lines if len(line) == len(columns)]
-    record = {
-        "title": "The demo target, audited",
-        "command": "keyhole audit demo",
-        "commit": show.commit(),
-        "machine": show.machine(),
-        "kept": quoted.WRITTEN,
-        "rows": [{"exposure": "all", "outcome": " ".join(headline.split())}, *rows[1:]],
-    }
-    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-
-
 @cache
 def audit_page() -> str:
     """The page that `keyhole audit demo` writes."""
@@ -227,7 +201,7 @@ TEXTS = {
         for name, draw in drawings.DRAWINGS.items()
     },
 }
-RECORDS = {"figures/demo.json": demo_record}
+RECORDS = {"figures/demo.json": demo.record}
 PICTURES = {
     "audit.png": Picture(audit_page, 1200),
     "audit-text.png": Picture(audit_page, 1080, "Text, by exposure, layer and precision"),

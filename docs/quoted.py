@@ -33,9 +33,10 @@ TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
 NUMBER = re.compile(r"(?<![\w.\-/#])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-−]?\d+)?(?!\w|\.\d)")
-# What looks like a figure and is none: code, addresses, papers, commits, comments.
+# What looks like a figure and is none: code, addresses, pictures, papers, commits, numbered lists.
 ASIDE = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|arXiv \d+\.\d+|commit\s+[0-9a-f]{7,}|<!--.*?-->|&#?\w+;", re.DOTALL
+    r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|arXiv \d+\.\d+|commit\s+[0-9a-f]{7,}|^\s*\d+\. |<!--.*?-->",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -153,7 +154,8 @@ class Record:
         """The numbers that are nowhere in the record, to the digits written; `together`: that
         the row which has most of them does not have.
         """
-        rows = self.values if together else [[value for row in self.values for value in row]]
+        about = [*_decimals([self.title, self.note, self.machine, self.command])]
+        rows = self.values if together else [sum(self.values, about)]
         lacking = ([n for n in wanted if not any(agree(n, v) for v in row)] for row in rows)
         return min(lacking, key=len)
 
