@@ -32,7 +32,7 @@ FIGURES = Path(__file__).parent / "figures"
 TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
-NUMBER = re.compile(r"(?<![\w.\-/#])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-−]?\d+)?(?!\w|\.\d)")
+NUMBER = re.compile(r"(?<![\w\-/#])(?<!\w\.)\d+(?:,\d{3})*(?:\.\d+)?(?:e[-−]?\d+)?(?!\w|\.\d)")
 # What looks like a figure and is none: code, addresses, pictures, papers, commits, numbered lists.
 ASIDE = re.compile(
     r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|arXiv \d+\.\d+|commit\s+[0-9a-f]{7,}|^\s*\d+\. |<!--.*?-->",

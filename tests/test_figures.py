@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from decimal import Decimal
 from pathlib import Path
 
@@ -65,12 +64,6 @@ def test_records_name_no_place_of_a_machine():
         assert "/home/" not in text, path.name
         assert "/tmp/" not in text, path.name
         assert "/work/" not in text, path.name
-
-
-def test_the_page_of_benchmarks_is_up_to_date():
-    generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    page = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    assert page == generate["benchmarks_page"](), "docs/benchmarks.md: run `make docs`"
 
 
 def test_benchmarks_write_records(tmp_path, monkeypatch):
