@@ -35,6 +35,7 @@ FLOORS = (  # from the ground up
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden"},  # training against them
+    {"assess"},  # what an audit means: severities, rules, a verdict
     {"audit", "report"},  # all of them on one target; what came out, for people
     {"cli"},
     {"__main__", "__init__"},

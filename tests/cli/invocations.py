@@ -67,6 +67,7 @@ BASES: dict[str, dict[str, str]] = {
     "canonical": {"file": f"{WORLD}/target.safetensors"},
     "same": {"first": f"{WORLD}/target.safetensors", "second": f"{WORLD}/target.safetensors"},
     "report": {"findings": f"{WORLD}/audit-good.json"},
+    "policy check": {"findings": f"{WORLD}/audit-good.json"},
     "plant": {"path": "p.safetensors", "dim": "4"},
     "serve": {"target": f"{WORLD}/target.safetensors"},
 }  # fmt: skip

@@ -40,6 +40,7 @@ COMMANDS = {
     "canonical": "Reduce heads to what answers can show: equal W merged, invisible heads dropped.",
     "same": "Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not.",
     "report": "Make the page again from the findings.",
+    "policy": "Judge findings by what a team has decided.",
     "plant": "Plant a target of known weights, or a layer's output, to try an attack on.",
     "serve": "Put a planted target behind a real inference server (MLServer).",
 }

@@ -1,0 +1,146 @@
+"""How bad a finding is: a score from 0 to 10, in points that anybody can count, and its name.
+
+    what is lost       text or inputs 4, weights 3, a prediction 2
+    how much of it     all 3, at least half 2, some 1
+    at what cost       up to 10,000 queries 2, up to a million 1, more 0
+    proved             1 where the secret was checked against the target and agreed
+
+    9 and 10 critical, 7 and 8 high, 5 and 6 medium, 1 to 4 low
+
+A finding that gave nothing away, and a control, score 0: none. What could not be checked has no
+score: unknown, which is never none. All of these figures are fields of `Scale`, and may be set
+otherwise; a policy may give a rule or a finding its severity outright (assess/policy.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from keyhole.assess.rules import Family, family_of, rule_of
+from keyhole.percent import percent
+from keyhole.results import Finding, Outcome, Status
+
+
+class Severity(StrEnum):
+    """From nothing to the worst; `unknown` stands between none and low: nobody knows."""
+
+    NONE = "none"
+    UNKNOWN = "unknown"
+    LOW = "low"
+    MEDIUM = "medium"
+    HIGH = "high"
+    CRITICAL = "critical"
+
+    @property
+    def rank(self) -> int:
+        return list(Severity).index(self)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many points each answer is worth, and from how many on a severity has its name."""
+
+    lost: Mapping[Family, int] = field(
+        default_factory=lambda: {
+            Family.TEXT: 4, Family.INPUTS: 4, Family.WEIGHTS: 3, Family.PREDICTIONS: 2,
+        }
+    )  # fmt: skip
+    all_of_it: float = 0.99  # of the secret
+    most_of_it: float = 0.5
+    cheap: int = 10_000  # queries
+    affordable: int = 1_000_000
+    names: Mapping[Severity, int] = field(
+        default_factory=lambda: {
+            Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1,
+        }
+    )  # fmt: skip
+
+    def severity(self, points: int) -> Severity:
+        return next((name for name, least in self.names.items() if points >= least), Severity.NONE)
+
+
+USUAL = Scale()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The points of a finding, and the words for each of them."""
+
+    points: int
+    severity: Severity
+    why: str
+
+
+def score(finding: Finding, scale: Scale = USUAL) -> Score:
+    """What is lost, how exactly, at what cost, whether proved."""
+    if finding.control:
+        return Score(0, Severity.NONE, "a control: an attack without choice, for comparison")
+    if finding.outcome is Outcome.UNCHECKED:
+        return Score(0, Severity.UNKNOWN, "could not be checked")
+    if not finding.exposed:
+        return Score(0, Severity.NONE, "nothing was given away")
+    family, proved = family_of(finding), is_proved(finding)
+    much, how_much = _much(share(finding), scale)
+    cheap, cost_words = _cheap(finding, scale)
+    points = scale.lost[family] + much + cheap + proved
+    words = (_LOST[family], how_much, cost_words, "proved" if proved else "not proved")
+    return Score(points, scale.severity(points), ", ".join(words))
+
+
+def share(finding: Finding) -> float:
+    """How much of the secret is known: of texts read whole, of tokens, of unknowns, of flips."""
+    if finding.status in (Status.RECOVERED, Status.WITHIN):
+        return 1.0
+    if finding.estimate is not None:
+        return max(finding.known, finding.estimate.least / finding.estimate.population)
+    return finding.known
+
+
+def exact(finding: Finding) -> float:
+    """The share that came back exactly and verified: of texts, or all or nothing of the rest."""
+    if finding.texts:
+        cell = finding.texts[0]
+        return cell.exact / max(1, len(cell.readings))
+    if family_of(finding) is Family.PREDICTIONS:
+        return finding.known if finding.exposed else 0.0
+    return float(finding.status in (Status.RECOVERED, Status.WITHIN))
+
+
+def is_proved(finding: Finding) -> bool:
+    """Was the secret compared with the target, and did it agree?
+
+    Flips are: the model itself gave the other answer. Text is where any whole text was verified.
+    """
+    if family_of(finding) is Family.PREDICTIONS:
+        return finding.exposed
+    if finding.texts:
+        return any(cell.exact for cell in finding.texts)
+    return finding.status in (Status.RECOVERED, Status.WITHIN)
+
+
+_LOST = {
+    Family.WEIGHTS: "weights", Family.INPUTS: "the input", Family.TEXT: "text",
+    Family.PREDICTIONS: "the prediction",
+}  # fmt: skip
+
+
+def cost(finding: Finding) -> str:
+    """What was spent, in the unit that is counted: questions asked, texts seen, passes made."""
+    single, several = rule_of(finding).units
+    return f"{finding.queries:,} {single if finding.queries == 1 else several}"
+
+
+def _much(known: float, scale: Scale) -> tuple[int, str]:
+    if known >= scale.all_of_it:
+        return 3, "all of it"
+    points = 2 if known >= scale.most_of_it else 1
+    return points, f"{percent(known)} of it" if known > 0 else "some of it"
+
+
+def _cheap(finding: Finding, scale: Scale) -> tuple[int, str]:
+    points = (
+        2 if finding.queries <= scale.cheap else 1 if finding.queries <= scale.affordable else 0
+    )
+    return points, cost(finding)

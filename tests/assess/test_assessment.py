@@ -1,0 +1,96 @@
+"""Ids that stay, cards that say what the findings say, and one line for all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_severity import finding
+
+from keyhole import extract, invert, recover
+from keyhole.assess import RULES, Family, Level, Severity, assess, rule_of
+from keyhole.assess.assessment import ids
+from keyhole.results import Audit, Finding, Skip, Status
+
+
+def audit(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:
+    return Audit("a target", "its identity", findings, skips)
+
+
+def test_every_exposure_of_the_registries_has_a_rule_of_its_own():
+    weights = [line.exposure for _, line in extract.registry.METHODS.lines()]
+    inputs = [line.exposure for _, line in invert.registry.METHODS.lines()]
+    texts = [line.exposure for _, line in recover.registry.ATTACKS.lines()]
+    for sought, exposures in (("weights", weights), ("input", inputs), ("text", texts)):
+        assert exposures
+        for exposure in exposures:
+            rule = rule_of(finding(sought, exposure=exposure))
+            assert rule in RULES, exposure
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+def test_ids_are_of_what_a_finding_is_about_and_do_not_move():
+    first, second = finding(surface="the head"), finding(surface="another")
+    assert ids([first, second]) == ["weights-the-head-full-scores", "weights-another-full-scores"]
+    assert ids([second, first]) == ["weights-another-full-scores", "weights-the-head-full-scores"]
+
+
+def test_ids_are_never_the_same():
+    same = [finding(), finding(attack="Other"), finding(), finding(exposure="模型"), finding()]
+    named = ids([*same, finding(exposure="full scores singlehead 2", attack="x")])
+    assert len(set(named)) == len(named)
+    assert named[3] == "weights-模型"
+
+
+def test_an_override_sets_a_severity_and_cannot_hide_what_nobody_knows():
+    given, unknown = finding(), finding(exposure="signs", status=Status.BUDGET)
+    lowered = assess(audit(given, unknown), override=lambda *_: Severity.LOW)
+    assert [item.severity for item in lowered.items] == [Severity.LOW, Severity.UNKNOWN]
+    assert "set to low" in lowered.items[0].why
+
+
+def test_items_stand_worst_first_and_controls_apart():
+    flips = finding("prediction", exposure="1% cut", known=0.3, status=Status.INEXACT)
+    control = replace(flips, exposure="1% cut at random", control=True)
+    text = finding("text", exposure="hidden states of layer 1")
+    seen = assess(audit(flips, control, text))
+    assert [item.finding for item in seen.items] == [text, flips]
+    assert [item.finding for item in seen.controls] == [control]
+    assert seen.severity is Severity.CRITICAL
+    assert seen.card(Family.PREDICTIONS).checked == 1
+
+
+def test_cards_say_how_bad_and_which_fix_serves_most():
+    one = finding(remedy="return labels", surface="a")
+    two = finding(remedy="return labels", surface="b", queries=10)
+    three = finding(remedy="something else", surface="c", status=Status.INEXACT, known=0.2)
+    card = assess(audit(one, two, three)).card(Family.WEIGHTS)
+    assert (card.level, card.exposed, card.checked) == (Level.ALL, 3, 3)
+    assert card.worst is not None
+    assert card.worst.finding == two  # the cheaper of two that are equally bad
+    assert (card.fix, card.fixes) == ("return labels", 2)
+    partly = assess(audit(three)).card(Family.WEIGHTS)
+    assert partly.level is Level.PARTLY
+    assert assess(audit(three)).card(Family.TEXT).level is Level.NOT_TRIED
+    kept = assess(audit(finding(status=Status.UNSOLVED)))
+    assert kept.card(Family.WEIGHTS).level is Level.NONE
+    unknown = assess(audit(finding(status=Status.BUDGET)))
+    assert unknown.card(Family.WEIGHTS).level is Level.UNKNOWN
+
+
+def test_the_verdict_is_one_line():
+    text = finding("text", exposure="hidden states of layer 1")
+    flips = finding("prediction", exposure="1% cut", known=0.3, status=Status.INEXACT)
+    both = assess(audit(finding(), text, flips)).verdict
+    assert both == (
+        "The weights can be copied, text can be read back and some predictions can be flipped."
+    )
+    part = assess(audit(finding(status=Status.INEXACT, known=0.4))).verdict
+    assert part == "The weights can be copied in part."
+    kept = finding(status=Status.UNSOLVED)
+    clean = assess(audit(kept)).verdict
+    assert clean == "Nothing was given away: 1 of 1 attacks tried came back empty."
+    missing = Skip("text", "x", "no weights", unchecked=True)
+    assert "not a clean bill" in assess(audit(kept, skips=(missing,))).verdict
+    assert assess(audit(skips=(missing,))).verdict.startswith("Could not check")
+    assert assess(audit()).verdict.startswith("Nothing was checked")
+    assert "1 of 2 checks had no result" in assess(audit(finding(), skips=(missing,))).verdict

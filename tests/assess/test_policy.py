@@ -1,0 +1,321 @@
+"""Twenty policies, ten audits: exit codes and rules, also by a second count of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+from test_severity import finding
+
+from keyhole.assess import Policy, State, assess, compared, decided, find_policy, read_policy
+from keyhole.assess.baseline import SLACK, state
+from keyhole.errors import InputError
+from keyhole.results import Audit, Finding, Skip, Status
+
+TODAY = date(2026, 11, 16)
+
+
+def of(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:
+    return Audit("a target", "its identity", findings, skips)
+
+
+# Points by hand: weights 3 + all 3 + cheap 2 + proved 1 = 9; text in part 4 + 1 + 2 + 0 = 7;
+# flips of 30% 2 + 1 + 2 + 1 = 6.
+WEIGHTS = finding()
+DEAR = finding(queries=2_000_000, status=Status.INEXACT, known=0.2)  # 3 + 1 + 0 + 0 = 4
+PART = finding("text", exposure="hidden states of layer 3", status=Status.INEXACT, known=0.3)
+FLIPS = finding("prediction", exposure="1% cut", status=Status.INEXACT, known=0.3)
+KEPT = finding("text", exposure="keys and values of layer 1", status=Status.UNSOLVED, known=0.08)
+UNKNOWN = finding("input", exposure="a layer's output", status=Status.BUDGET, known=0.0)
+CONTROL = replace(FLIPS, exposure="1% cut at random", control=True, known=1.0)
+MISSING = Skip("the text", "none", "no weights", unchecked=True)
+AUDITS = {
+    "weights": of(WEIGHTS),
+    "dear": of(DEAR),
+    "part": of(PART, KEPT),
+    "flips": of(FLIPS, CONTROL),
+    "kept": of(KEPT),
+    "unknown": of(UNKNOWN),
+    "both": of(WEIGHTS, UNKNOWN),
+    "skipped": of(KEPT, skips=(MISSING,)),
+    "nothing": of(),
+    "control": of(CONTROL, KEPT),
+}
+IGNORE = '[[ignore]]\nfinding = "{}"\nreason = "accepted"\nuntil = {}\n'
+
+
+def given(f: Finding) -> bool:
+    return f.status in (Status.RECOVERED, Status.INEXACT)
+
+
+def points(f: Finding) -> int:
+    """The same points, from the document and not from the code."""
+    lost = {"text": 4, "input": 4, "weights": 3, "prediction": 2}[f.sought]
+    much = 3 if f.status is Status.RECOVERED or f.known >= 0.99 else 2 if f.known >= 0.5 else 1
+    cheap = 2 if f.queries <= 10_000 else 1 if f.queries <= 1_000_000 else 0
+    proved = f.status is Status.RECOVERED or f.sought == "prediction"
+    return lost + much + cheap + proved
+
+
+def anything(f: Finding) -> bool:
+    return given(f)
+
+
+def nothing(f: Finding) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An exit code for each audit above, in their order, and the same once more as a function."""
+
+    codes: str
+    fails: object
+    allowed: bool = False  # what could not be checked
+    ignored: bool = False  # every finding, not what was skipped
+    rule: str = ""  # words of the explanation where it fails
+
+    def code(self, audit: Audit) -> int:
+        counted = [f for f in audit.findings if not f.control]
+        left = [] if self.ignored else counted
+        if any(self.fails(f) for f in left):
+            return 1
+        unknown = sum(f.status is Status.BUDGET for f in left)
+        unknown += sum(skip.unchecked for skip in audit.skips)
+        total = len(counted) + sum(skip.unchecked for skip in audit.skips)
+        if not total or (unknown and not self.allowed) or unknown == total:
+            return 3
+        return 0
+
+
+POLICIES = {
+    "": Expected("1111031330", anything, rule="fail-on low"),
+    'fail-on = ["critical"]': Expected("1000031330", lambda f: given(f) and points(f) >= 9),
+    'fail-on = ["high"]': Expected("1010031330", lambda f: given(f) and points(f) >= 7),
+    'fail-on = "medium"': Expected("1011031330", lambda f: given(f) and points(f) >= 5),
+    'fail-on = ["low"]': Expected("1111031330", lambda f: given(f) and points(f) >= 1),
+    "fail-on = []": Expected("0000033330", nothing),
+    'fail-on = ["weights"]': Expected("1100031330", lambda f: given(f) and f.sought == "weights"),
+    'fail-on = ["text"]': Expected("0010033330", lambda f: given(f) and f.sought == "text"),
+    'fail-on = ["predictions", "inputs"]': Expected(
+        "0001033330", lambda f: given(f) and f.sought in ("prediction", "input"),
+        rule="fail-on predictions",
+    ),
+    'fail-on = ["KH-WEIGHTS-SCORES"]': Expected(
+        "1100031330", lambda f: given(f) and "scores" in f.exposure
+    ),
+    'fail-on = ["KH-TEXT-*"]': Expected("0010033330", lambda f: given(f) and f.sought == "text"),
+    'fail-on = ["text-hidden-states-of-layer-3"]': Expected(
+        "0010033330", lambda f: given(f) and f.exposure == "hidden states of layer 3"
+    ),
+    'fail-on = ["text.share > 0.05"]': Expected(
+        "0010133131", lambda f: f.sought == "text" and f.known > 0.05
+    ),
+    'fail-on = ["text.share > 0.1"]': Expected(
+        "0010033330", lambda f: f.sought == "text" and f.known > 0.1
+    ),
+    'fail-on = ["predictions.exact >= 0.3"]': Expected(
+        "0001033330", lambda f: f.sought == "prediction" and f.known >= 0.3
+    ),
+    'fail-on = ["weights.queries <= 10000"]': Expected(
+        "1000031330", lambda f: f.sought == "weights" and f.queries <= 10_000
+    ),
+    'fail-on = ["weights.error < 1e-12", "flips-*"]': Expected(
+        "1100031330", lambda f: f.sought == "weights" and f.error < 1e-12,
+        rule="fail-on weights.error < 1e-12",
+    ),
+    "allow-unchecked = true": Expected("1111031030", anything, allowed=True, rule="fail-on low"),
+    '[severity]\nKH-WEIGHTS-SCORES = "none"\n': Expected(
+        "0011033330", lambda f: given(f) and f.sought != "weights", rule="fail-on low"
+    ),
+    IGNORE.format("KH-*", "2026-11-16"): Expected("0000000330", anything, ignored=True),
+    IGNORE.format("KH-*", "2026-11-15"): Expected(
+        "1111031330", anything, rule="fail-on low (ignored until 2026-11-15, which has passed)"
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, words: str) -> Policy:
+    path = folder / "keyhole.toml"
+    path.write_text(words, "utf-8")
+    return read_policy(path)
+
+
+@pytest.mark.parametrize("words", POLICIES)
+@pytest.mark.parametrize(("place", "name"), list(enumerate(AUDITS)))
+def test_exit_codes_are_those_of_the_table_and_of_a_second_count(tmp_path, words, place, name):
+    expected, audit = POLICIES[words], AUDITS[name]
+    decision = decided(assess(audit, override=(policy := written(tmp_path, words)).severity),
+                       policy, TODAY).decision  # fmt: skip
+    assert decision is not None
+    assert str(decision.exit_code) == expected.codes[place]
+    assert decision.exit_code == expected.code(audit)
+    if decision.exit_code == 1:
+        rule = expected.rule or f"fail-on {words.partition('=')[2].strip(' []').strip(chr(34))}"
+        assert rule in decision.rule
+        assert all(rule in ruled.rule for ruled in decision.failing)
+    assert {ruled.name for ruled in decision.rulings} == {
+        *(item.id for item in assess(audit).items), *(skip.exposure for skip in audit.skips)
+    }  # fmt: skip
+
+
+def test_an_ignore_says_why_and_until_when(tmp_path):
+    policy = written(tmp_path, IGNORE.format("weights-full-scores", "2027-01-31"))
+    judged = decided(assess(AUDITS["weights"]), policy, TODAY)
+    assert judged.items[0].ignored is not None
+    assert judged.items[0].ignored.reason == "accepted"
+    assert judged.decision is not None
+    assert judged.decision.rulings[0].rule == "until 2027-01-31: accepted"
+    assert judged.decision.rule == "no finding fails (1 ignored)"
+
+
+def test_what_was_skipped_is_ignored_by_the_name_of_its_exposure(tmp_path):
+    policy = written(tmp_path, IGNORE.format("the text", "2027-01-31"))
+    judged = decided(assess(AUDITS["skipped"]), policy, TODAY)
+    assert judged.decision is not None
+    assert judged.decision.exit_code == 0
+
+
+ENVIRONMENTS = """
+fail-on = ["critical"]
+[severity]
+KH-TEXT-HIDDEN-STATES = "low"
+[[ignore]]
+finding = "weights-*"
+reason = "planted"
+until = 2027-01-01
+[environment.production]
+fail-on = ["low"]
+[environment.production.severity]
+"text-*" = "critical"
+[[environment.production.ignore]]
+finding = "predictions-*"
+reason = "no masks are taken"
+until = 2027-01-01
+[environment.laboratory]
+allow-unchecked = true
+"""
+
+
+def test_an_environment_replaces_what_fails_and_adds_to_the_rest(tmp_path):
+    plain = written(tmp_path, ENVIRONMENTS)
+    assert [str(condition) for condition in plain.fail_on] == ["critical"]
+    assert len(plain.ignores) == 1
+    production = read_policy(tmp_path / "keyhole.toml", "production")
+    assert [str(condition) for condition in production.fail_on] == ["low"]
+    assert len(production.ignores) == 2
+    assert dict(production.severities) == {"text-*": "critical", "KH-TEXT-HIDDEN-STATES": "low"}
+    assert "production" in production.source
+    laboratory = read_policy(tmp_path / "keyhole.toml", "laboratory")
+    assert laboratory.allow_unchecked
+    with pytest.raises(InputError, match=r"production, laboratory\), got staging"):
+        read_policy(tmp_path / "keyhole.toml", "staging")
+
+
+def test_a_policy_is_found_in_its_folder(tmp_path):
+    assert find_policy(tmp_path) is None
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert find_policy(tmp_path) is None
+    with pytest.raises(InputError, match=r"\[tool.keyhole\]"):
+        read_policy(tmp_path / "pyproject.toml")
+    (tmp_path / "model").mkdir()
+    words = '[tool.keyhole]\ntargets = ["model", "demo"]\ndata = "texts.tsv"\n'
+    (tmp_path / "pyproject.toml").write_text(words)
+    found = find_policy(tmp_path)
+    assert found == tmp_path / "pyproject.toml"
+    policy = read_policy(found)
+    assert policy.targets == (str(tmp_path / "model"), "demo")
+    (tmp_path / "keyhole.toml").write_text("fail-on = []\n")
+    assert find_policy(tmp_path) == tmp_path / "keyhole.toml"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("fail-on = [", "TOML"),
+        ('fail_on = ["high"]', "did you mean fail-on"),
+        ('fail-on = ["severe"]', "a severity"),
+        ('fail-on = ["none"]', "a severity"),
+        ('fail-on = ["text.exactness > 1"]', "a figure"),
+        ('fail-on = ["words.exact > 1"]', "a family"),
+        ('fail-on = ["text.exact > many"]', "a number"),
+        ('fail-on = ["text.exact > nan"]', "a number"),
+        ("fail-on = [1]", "a list of words"),
+        ("fail-on = 1", "a list of words"),
+        ("data = 1", "a file's name"),
+        ('exposures = ["everything"]', "families"),
+        ("allow-unchecked = 1", "true or false"),
+        ("severity = 1", "a table"),
+        ('[severity]\nKH-X = "unknown"', "one of none, low"),
+        ('[severity]\nKH-X = ["low"]', "one of none, low"),
+        ("[severity]\nKH-X = {a = 1}", "one of none, low"),
+        ("ignore = 1", r"\[\[ignore\]\]"),
+        ("ignore = [1]", "a table"),
+        ('[[ignore]]\nfinding = "x"', "finding, reason and until"),
+        ('[[ignore]]\nfinding = "x"\nreason = " "\nuntil = 2027-01-01', "a reason"),
+        ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = "soon"', "a date"),
+        ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = 2027-01-01T00:00:00', "a date"),
+        ("environment = 1", "a table"),
+        ("[environment.a]\nfail = 1", "got fail"),
+        ("[environment.a.environment.b]\n", "got environment"),
+    ],
+)
+def test_a_mistake_in_a_policy_is_one_line(tmp_path, words, said):
+    with pytest.raises(InputError, match=said) as error:
+        written(tmp_path, words)
+    assert "\n" not in str(error.value)
+
+
+CHANGES = {
+    (None, WEIGHTS): State.NEW,
+    (None, KEPT): State.NEW,
+    (None, UNKNOWN): State.NEW,
+    (WEIGHTS, WEIGHTS): State.SAME,
+    (WEIGHTS, DEAR): State.BETTER,
+    (DEAR, WEIGHTS): State.WORSE,
+    (WEIGHTS, replace(WEIGHTS, status=Status.UNSOLVED)): State.GONE,
+    (replace(WEIGHTS, status=Status.UNSOLVED), WEIGHTS): State.WORSE,
+    (
+        replace(WEIGHTS, status=Status.UNSOLVED),
+        replace(WEIGHTS, status=Status.UNSOLVED),
+    ): State.SAME,
+    (WEIGHTS, replace(WEIGHTS, status=Status.BUDGET)): State.SAME,
+    (FLIPS, replace(FLIPS, known=0.3 + 0.9 * SLACK)): State.SAME,
+    (FLIPS, replace(FLIPS, known=0.3 + 1.1 * SLACK)): State.WORSE,
+    (FLIPS, replace(FLIPS, known=0.2)): State.BETTER,
+}
+
+
+@pytest.mark.parametrize("pair", CHANGES)
+def test_what_became_of_a_finding(pair):
+    old, new = pair
+    (item,) = assess(of(new)).items
+    before = None if old is None else assess(of(old)).items[0]
+    assert state(item, before) is CHANGES[pair]
+
+
+def test_only_what_is_new_or_worse_than_a_baseline_fails():
+    old = assess(of(WEIGHTS, FLIPS, PART))
+    new = assess(of(WEIGHTS, replace(FLIPS, known=0.6), replace(WEIGHTS, surface="another")))
+    both = decided(compared(new, old), Policy(), TODAY)
+    states = {item.id: item.state for item in both.items}
+    assert states == {
+        "weights-full-scores": State.SAME,
+        "predictions-1-cut": State.WORSE,
+        "weights-another-full-scores": State.NEW,
+    }
+    assert [item.id for item in both.gone] == ["text-hidden-states-of-layer-3"]
+    assert both.gone[0].state is State.GONE
+    assert both.decision is not None
+    assert {ruled.name for ruled in both.decision.failing} == {
+        "predictions-1-cut", "weights-another-full-scores",
+    }  # fmt: skip
+    same = decided(compared(old, old), Policy(), TODAY)
+    assert same.decision is not None
+    assert same.decision.exit_code == 0
+    assert "in the baseline already" in same.decision.rule
+    worst = both.families[0].worst
+    assert worst is not None
+    assert worst.state is not None

@@ -1,0 +1,86 @@
+"""How bad a finding is, counted again by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from keyhole.assess import Family, Scale, Severity, score
+from keyhole.assess.severity import cost, exact, share
+from keyhole.results import Estimate, Finding, Piece, Reading, Readings, Status
+
+
+def finding(sought: str = "weights", **changes) -> Finding:
+    plain = Finding(
+        exposure="full scores", attack="SingleHead", status=Status.RECOVERED, reason="why",
+        remedy="stop it", error=1e-15, queries=4160, seconds=0.1, known=1.0, sought=sought,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def cell(*exact_ones: bool) -> Readings:
+    pieces = (Piece("a", "verified", True),)
+    readings = tuple(Reading("a", pieces, right, right) for right in exact_ones)
+    return Readings("hidden", 1, "float32", readings)
+
+
+LOST = {"text": 4, "input": 4, "weights": 3, "prediction": 2}
+COSTS = {1: 2, 10_000: 2, 10_001: 1, 1_000_000: 1, 1_000_001: 0}
+NAMES = {range(9, 11): "critical", range(7, 9): "high", range(5, 7): "medium", range(1, 5): "low"}
+
+
+@pytest.mark.parametrize("sought", LOST)
+@pytest.mark.parametrize("queries", COSTS)
+@pytest.mark.parametrize(("known", "much"), [(1.0, 3), (0.99, 3), (0.98, 2), (0.5, 2), (0.49, 1)])
+@pytest.mark.parametrize("proved", [True, False])
+def test_points_are_the_table_of_the_document(sought, queries, known, much, proved):
+    found = finding(sought, queries=queries, known=known, status=Status.INEXACT)
+    if sought == "prediction":
+        proved = True  # the model itself said it
+    elif proved and sought == "text":
+        found = replace(found, texts=(cell(True, False),))
+    elif proved:
+        found, much = replace(found, status=Status.RECOVERED), 3
+    scored = score(found)
+    points = LOST[sought] + much + COSTS[queries] + proved
+    assert scored.points == points
+    (name,) = [name for span, name in NAMES.items() if points in span]
+    assert scored.severity == name
+    assert ("not proved" in scored.why) is not proved
+    assert f"{queries:,}" in scored.why
+
+
+def test_nothing_given_away_is_none_and_what_nobody_knows_is_not():
+    assert score(finding(status=Status.UNSOLVED)).severity is Severity.NONE
+    assert score(finding(status=Status.BUDGET)).severity is Severity.UNKNOWN
+    assert Severity.NONE.rank < Severity.UNKNOWN.rank < Severity.LOW.rank
+
+
+def test_a_control_is_no_exposure_whatever_it_achieves():
+    assert score(finding("prediction", control=True, known=1.0)).severity is Severity.NONE
+
+
+def test_another_scale_gives_other_names():
+    scale = Scale(names={Severity.CRITICAL: 10, Severity.LOW: 1})
+    assert score(finding(), scale).severity is Severity.LOW
+    assert Scale().lost[Family.WEIGHTS] == 3
+
+
+def test_shares_and_exactness():
+    store = finding(
+        "text", status=Status.INEXACT, known=0.2, texts=(cell(True, True, False, False),),
+        estimate=Estimate(2, 4, 100, 30, 70),
+    )  # fmt: skip
+    assert share(store) == 0.3
+    assert exact(store) == 0.5
+    assert exact(finding()) == 1.0
+    assert exact(finding(status=Status.INEXACT)) == 0.0
+
+
+def test_costs_are_told_in_what_was_counted():
+    assert cost(finding(queries=1)) == "1 query"
+    assert cost(finding("text", queries=3, exposure="hidden states of layer 3")) == "3 texts"
+    gradient = finding("text", queries=1, exposure="gradient of a batch of texts")
+    assert cost(gradient) == "1 update"
+    assert cost(finding("prediction", queries=829)) == "829 passes of the model"
