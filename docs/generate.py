@@ -179,7 +179,9 @@ def ablation_curve() -> str:
     """The curve of benchmarks/disrupt_ablations.py, as it was last measured (hours on a CPU)."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
     module = importlib.import_module("disrupt_ablations")
-    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(full_html=False)
+    html = module.figure(module.read([DOCS / "disrupt-ablations-minilm.json"])).to_html(
+        full_html=False
+    )
     return f"<meta charset='utf-8'><body style='margin: 0'>{html}</body>"
 
 

@@ -32,10 +32,12 @@ FIGURES = Path(__file__).parent / "figures"
 TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
-NUMBER = re.compile(r"(?<![\w\-/#])(?<!\w\.)\d+(?:,\d{3})*(?:\.\d+)?(?:e[-−]?\d+)?(?!\w|\.\d)")
-# What looks like a figure and is none: code, addresses, pictures, papers, commits, numbered lists.
+NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|\.\d)")
+# What looks like a figure and is none: code, addresses, pictures, papers and their statements,
+# commits, numbered lists.
 ASIDE = re.compile(
-    r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|arXiv \d+\.\d+|commit\s+[0-9a-f]{7,}|^\s*\d+\. |<!--.*?-->",
+    r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->|^\s*\d+\. |commit\s+[0-9a-f]{7,}|"
+    r"arXiv \d+\.\d+|(?:Theorem|Lemma|Proposition|Definition|Section) \d+\.\d+",
     re.DOTALL | re.MULTILINE,
 )
 
