@@ -125,7 +125,7 @@ def benchmarks_page() -> str:
     ]
     for record in quoted.all_records():
         facts = [f"`{record.command}`", f"commit {record.commit}", record.machine, record.kept]
-        parts.append(f"## {record.title.rstrip('.')}\n")
+        parts.append(f"## {record.title.rstrip('.')}\n\n<!-- figures: {record.name} -->\n")
         parts.append(f"{'; '.join(facts)} ([{record.name}.json](figures/{record.name}.json)).")
         parts.append(f"{record.note}\n" if record.note else "")
         parts.append(f"<!-- figures: {record.name} -->\n")

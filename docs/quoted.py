@@ -1,6 +1,6 @@
 """Which figures the documents quote, and the records that they come from.
 
-A table or paragraph of measured figures stands behind a mark,
+Measured figures, in a table or in a paragraph that names the benchmark or the commit, stand behind
 
     <!-- figures: NAME -->
 
@@ -32,7 +32,7 @@ FIGURES = Path(__file__).parent / "figures"
 TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
-NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|\.\d)")
+NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|[.,]\d)")
 # What looks like a figure and is none: code, addresses, pictures, papers and their statements,
 # commits, numbered lists.
 ASIDE = re.compile(
@@ -156,7 +156,7 @@ class Record:
         """The numbers that are nowhere in the record, to the digits written; `together`: that
         the row which has most of them does not have.
         """
-        about = [*_decimals([self.title, self.note, self.machine, self.command])]
+        about = [*_decimals([self.title, self.note, self.machine, self.command, self.commit])]
         rows = self.values if together else [sum(self.values, about)]
         lacking = ([n for n in wanted if not any(agree(n, v) for v in row)] for row in rows)
         return min(lacking, key=len)
