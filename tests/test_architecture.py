@@ -26,9 +26,9 @@ FLOORS = (  # from the ground up
         "two_loop_recursion",
         "strict_json",
     },
-    {"bounds", "devices", "memory", "share"},  # what a caller may ask for
+    {"bounds", "devices", "memory", "share", "workers"},  # what a caller may ask for
     {"files"},
-    {"registry", "resume", "data"},
+    {"registry", "resume", "data", "crew"},
     {"results"},  # what every attack returns
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept

@@ -43,6 +43,20 @@ pytestmark = pytest.mark.slow  # processes
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
 
+FLEET = """
+[[target]]
+name = "layer"
+target = "layer.safetensors"
+[[target]]
+name = "classifier"
+target = "my-classifier"
+data = "dev.tsv"
+texts = 1
+flips = 2
+layers = [1]
+"""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """What the commands are given."""
@@ -57,12 +71,20 @@ def place(tmp_path_factory):
     loaded = load_model(folder / "model")
     recover.capture(loaded, words[:12], "hidden:2", precision="int8", out=folder / "leaks")
     audit(oracle.plant(dim=3)).save(folder / "audit.json")
+    (folder / "fleet.toml").write_text(FLEET)
     return folder
 
 
 def checks_done(folder, words):
     """What a second audit says that it goes on from."""
     return int(re.search(r"^resuming: (\d+) of \d+ checks are done$", words, re.M)[1])
+
+
+def fleet_checks(folder):
+    """Finished checks in a fleet's journal, which also says what is to be checked of each."""
+    journal = folder / "out" / "fleet.journal"
+    lines = journal.read_text().splitlines()[1:] if journal.exists() else []
+    return sum(not line.startswith('{"key": "target ') for line in lines if line.endswith("}"))
 
 
 def answers_remembered(folder, words):
@@ -93,6 +115,14 @@ def cases(place):
             ("audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1,
              "--flips", 2, "--layers", 1),
             report, journal, checks, taken_over=checks_done,
+        ),
+        "audit of a fleet": Case(
+            ("audit", "--targets", place / "fleet.toml", "--out", "out"),
+            ("out/index.html", *(f"out/{name}.{end}" for name in ("layer", "classifier")
+                                 for end in ("json", "html"))),
+            records("out/fleet.journal"),
+            "what is finished is in out/fleet.journal and beside it: the same command resumes",
+            fleet_checks, checks_done,
         ),
         "extract": Case(
             ("extract", place / "head.safetensors", "--method", "single-head", "--ledger",

@@ -19,3 +19,12 @@ def expect_device(name: str | torch.device) -> None:
         raise refusal from error
     if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
         raise refusal
+
+
+def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
+    """What `cuda` means for the worker of that number on its machine: of several GPUs, each one.
+
+    With more workers than GPUs they share; a device that is named by its number is that one.
+    """
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked

@@ -17,9 +17,14 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told where one piece of work stands; `total` is None where nobody knows."""
+    """Told where one piece of work stands; `total` is None where nobody knows.
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+    `left` are the seconds to come, where whoever works knows better than a count tells.
+    """
+
+    def __call__(
+        self, done: int, total: int | None = None, note: str = "", left: float | None = None
+    ) -> None: ...
 
 
 class Track(Protocol):
@@ -28,7 +33,7 @@ class Track(Protocol):
     def __call__(self, name: str, total: int | None = None) -> Progress: ...
 
 
-def silent(done: int, total: int | None = None, note: str = "") -> None:
+def silent(done: int, total: int | None = None, note: str = "", left: float | None = None) -> None:
     """Nobody looks."""
 
 
@@ -54,9 +59,13 @@ class Standing:
         self.done, self.note, self.ended = 0, "", False
         self._clock, self._began, self._share = clock, clock(), 0.0
         self._first: tuple[float, int] | None = None
+        self._left: tuple[float, float] | None = None  # when it was told, and what
 
-    def report(self, done: int, total: int | None = None, note: str = "") -> bool:
+    def report(
+        self, done: int, total: int | None = None, note: str = "", left: float | None = None
+    ) -> bool:
         """Take in what was told; says whether more is done than before."""
+        self._left = None if left is None else (self._clock(), left)
         rose = done > self.done
         self.done, self.note = max(done, self.done), note or self.note
         self.total = self.total if total is None else total
@@ -94,6 +103,9 @@ class Standing:
         now = self._clock()
         if self.ended:
             return f"in {duration(now - self._began)}"
+        if self._left is not None:
+            since, left = self._left
+            return f"about {duration(max(0.0, left - (now - since)))} left"
         if self._first is None or self.total is None or self.done <= self._first[1]:
             return ""
         since, before = self._first

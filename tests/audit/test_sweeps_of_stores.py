@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -15,10 +14,7 @@ import tiny_models as tiny
 from command_line import inside
 from keyhole import oracle, report
 from keyhole.audit import Audit, Stored, audit, open_target, stores
-from keyhole.audit.check import Checked
-from keyhole.audit.sweep import sweep
-from keyhole.disrupt.workers import Pool
-from keyhole.errors import InputError, KeyholeError
+from keyhole.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.progress import untracked
 from keyhole.recover.attacks.counted_reader import CountedReader
@@ -26,7 +22,7 @@ from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.results import Skip, Status
+from keyhole.results import Status
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
@@ -96,7 +92,7 @@ def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
     (check,) = stores.checks(name, store)
     sent = pickle.dumps(check.elsewhere())
     assert len(sent) < 20_000  # neither the encoder nor the corpus
-    (there,) = pickle.loads(sent)().findings
+    (there,) = pickle.loads(sent)(0).findings
     (here,) = check.run(untracked).findings
     assert there.texts == here.texts
     assert there.status is here.status is Status.RECOVERED
@@ -126,38 +122,8 @@ def test_workers_need_the_name_of_the_encoder(opened):
     nameless = {name: replace(store, encoder=None) for name, store in target.stores.items()}
     with pytest.raises(InputError, match="expected the name of the encoder"):
         audit(replace(target, stores=nameless), processes=1)
-    with pytest.raises(InputError, match="expected --processes and --dask with a vector store"):
+    with pytest.raises(InputError, match="expected a target by its name with --processes and"):
         audit(oracle.plant(dim=3), processes=1)
-
-
-def work(number):
-    return Checked(skips=(Skip(f"{number}", "", ""),))
-
-
-def dying(path, number):
-    """Ends its process the first time, as a kernel short of memory does."""
-    if not path.exists():
-        path.touch()
-        os._exit(9)
-    return work(number)
-
-
-def test_all_checks_come_back_in_any_order():
-    works = {f"{number}": partial(work, number) for number in range(20)}
-    with ThreadPoolExecutor(3) as threads, Pool(threads, 3) as pool:
-        made = {key: checked for key, checked, _ in sweep(works, pool)}
-    assert made == {key: work(key) for key in works}
-
-
-@FULL
-def test_a_killed_worker_loses_nothing_and_a_deadly_check_ends(tmp_path):
-    works = {f"{number}": partial(work, number) for number in range(6)}
-    works["3"] = partial(dying, tmp_path / "died", 3)
-    with Pool(None, 2) as pool:
-        made = {key: checked for key, checked, _ in sweep(works, pool)}
-    assert made == {key: work(key) for key in works}
-    with Pool(None, 1) as pool, pytest.raises(KeyholeError, match="expected workers that stay"):
-        list(sweep({"always": partial(os._exit, 9)}, pool))
 
 
 def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):

@@ -46,12 +46,13 @@ class Checked:
 class Check:
     """One attack on one exposure, not made yet; `name` tells it from the others of its target.
 
-    `elsewhere`, where there is one, gives the same as a function that another process can call.
+    `elsewhere`, where there is one, gives the same as a function that another process can call,
+    with its number among the workers of its machine.
     """
 
     name: str
     run: Callable[[Track], Checked]
-    elsewhere: Callable[[], Callable[[], Checked]] | None = None
+    elsewhere: Callable[[], Callable[[int], Checked]] | None = None
 
 
 def nothing_to_try(name: str, *skips: Skip) -> Check:

@@ -8,7 +8,7 @@ it is made again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.sweep import sweep
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
-from keyhole.disrupt.workers import Pool
+from keyhole.crew import Crew, Task
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.progress import Track
@@ -37,11 +36,9 @@ _FIX = "give --force to begin anew, or remove this file"
 
 
 @contextmanager
-def opened_journal(
-    path: str | Path | None, target: Target, seed: int, *, force: bool
-) -> Generator[Journal]:
+def opened_journal(path: str | Path | None, run: Run, *, force: bool) -> Generator[Journal]:
     """The journal of this audit; one that remembers nothing in the end is not left behind."""
-    with Journal(path, what_determines(target, seed), replace=force, fix=_FIX) as journal:
+    with Journal(path, run, replace=force, fix=_FIX) as journal:
         try:
             yield journal
         finally:
@@ -69,7 +66,7 @@ def _store(target: StoreTarget) -> dict[str, Any]:
         "method": _method(target),
         "texts": len(target.rows),
         "data": digest(list(target.rows), list(target.texts), _bytes(target.vectors)),
-        "device": str(next(target.loaded.model.parameters()).device),
+        "device": next(target.loaded.model.parameters()).device.type,
     }
 
 
@@ -96,52 +93,60 @@ def _model(target: TextTarget) -> dict[str, Any]:
         "examples": len(examples),
         "data": digest(list(target.texts), list(target.notes), examples),
         "corpus": digest(corpus_texts(target.corpus or SHIPPED)),
-        "device": str(next(loaded.model.parameters()).device),
+        "device": next(loaded.model.parameters()).device.type,
     }
 
 
 def make_all(
-    checks: Sequence[Check],
+    checks: Mapping[str, Check],
     journal: Journal,
     track: Track,
     resuming: Resuming,
-    pool: Pool | None = None,
+    crew: Crew | None = None,
 ) -> tuple[Checked, float]:
     """What all checks give, and the seconds they took; those in the journal are not made again.
 
-    With a pool, checks that other processes can make are made there, side by side.
+    With a crew, checks that other processes can make are made there, side by side.
     """
-    keys = {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
-    made = {key: _recalled(journal, key) for key in keys if key in journal}
+    made = {key: recalled(journal, key) for key in checks if key in journal}
     progress = track("audit", total=len(checks))
     if made:
         resuming(len(made), len(checks))
         progress(len(made))
-    todo = {key: check for key, check in keys.items() if key not in made}
-    for key, checked, took in _making(todo, track, pool):
-        if checked.answered:
-            journal.add({key: {**checked.to_dict(), "seconds": took}})
+    todo = {key: check for key, check in checks.items() if key not in made}
+    for key, checked, took in _making(todo, track, crew):
+        remember(journal, key, checked, took)
         made[key] = checked, took
-        progress(len(made), note=keys[key].name)
-    return joined(made[key][0] for key in keys), sum(took for _, took in made.values())
+        progress(len(made), note=checks[key].name)
+    return joined(made[key][0] for key in checks), sum(took for _, took in made.values())
 
 
 def _making(
-    todo: Mapping[str, Check], track: Track, pool: Pool | None
+    todo: Mapping[str, Check], track: Track, crew: Crew | None
 ) -> Iterator[tuple[str, Checked, float]]:
     """Each check with what it gave and the seconds that it took, as they are done."""
     for key, check in todo.items():
-        if pool is None or check.elsewhere is None:
+        if crew is None or check.elsewhere is None:
             started = time.perf_counter()
             with stopping_on_ctrl_c():
                 checked = check.run(track)
             yield key, checked, time.perf_counter() - started
-    if pool is not None:
-        works = {key: check.elsewhere() for key, check in todo.items() if check.elsewhere}
-        yield from sweep(works, pool)
+        else:
+            crew.add(Task(key, check.elsewhere()))
+    for done in () if crew is None else crew.run():
+        if done.error is not None:
+            raise done.error
+        yield done.task.key, done.value, done.seconds
 
 
-def _recalled(journal: Journal, key: str) -> tuple[Checked, float]:
+def remember(journal: Journal, key: str, checked: Checked, seconds: float) -> None:
+    """Write down a check, unless the target did not answer: then it is worth another try."""
+    if checked.answered:
+        journal.add({key: {**checked.to_dict(), "seconds": seconds}})
+
+
+def recalled(journal: Journal, key: str) -> tuple[Checked, float]:
+    """What a check gave in an earlier run, and the seconds that it took."""
     record = journal.records[key]
     try:
         return Checked.from_dict(record), float(record["seconds"])

@@ -61,6 +61,16 @@ _MANY = 256  # vectors whose statistics stand for the store's
 _OWN = 100  # texts of the corpus that ships whose vectors' statistics stand for the encoder's
 
 
+@dataclass(frozen=True)
+class StoreFacts:
+    """What a finding about the whole store says besides what was read: how that was done."""
+
+    count: int
+    pooling: str
+    note: str = ""
+    read_with: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class StoreTarget:
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
@@ -103,6 +113,11 @@ class StoreTarget:
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
             tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
         )  # fmt: skip
+
+    @property
+    def facts(self) -> StoreFacts:
+        read_with = self.method.note if isinstance(self.method, CountedReader) else ""
+        return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -190,12 +205,13 @@ def _here(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Chec
     return read(target.loaded, replace(part, method=attack(track)), track)
 
 
-def _elsewhere(target: StoreTarget, part: Part) -> Callable[[], Checked]:
+def _elsewhere(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     """What a worker is sent."""
     if target.encoder is None:
         raise InputError(f"expected the name of the encoder of {target.name}, got none")
-    device = str(anatomy(target.loaded.model).device)
-    source = Source(target.encoder, target.loaded.identity, device)
+    device = anatomy(target.loaded.model).device
+    kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
+    source = Source(target.encoder, target.loaded.identity, kind)
     return partial(read_elsewhere, source, part)
 
 
@@ -236,7 +252,7 @@ def _attacked(target: StoreTarget) -> tuple[Attacked, Exposure]:
     return Attacked.of(loaded.model, loaded.tokenizer), target.pooling.exposure
 
 
-def whole(stores: Mapping[str, StoreTarget], findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings with those about a few vectors each put together, one for a store."""
     parts = {name: [part for part in findings if _is_part(part, name)] for name in stores}
     others = [each for each in findings if not any(_is_part(each, name) for name in stores)]
@@ -248,7 +264,7 @@ def _is_part(given: Finding, surface: str) -> bool:
     return given.surface == surface and given.exposure == EXPOSURE and bool(given.texts)
 
 
-def _together(target: StoreTarget, parts: Sequence[Finding]) -> Finding:
+def _together(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     first = parts[0].texts[0]
     readings = tuple(reading for part in parts for reading in part.texts[0].readings)
     cell = replace(first, readings=readings)
@@ -257,10 +273,9 @@ def _together(target: StoreTarget, parts: Sequence[Finding]) -> Finding:
     if status is Status.BUDGET:
         about = f"none of the {len(readings)} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
     if status not in _NO_SHARE:
-        estimate = Estimate.of(cell.exact, len(readings), target.count)
+        estimate = Estimate.of(cell.exact, len(readings), facts.count)
         about = str(estimate) if cell.exact == len(readings) else f"{estimate}; {LEARN_MORE}"
-    read_with = target.method.note if isinstance(target.method, CountedReader) else ""
-    notes = (about, target.pooling.reason, target.note, read_with)
+    notes = (about, facts.pooling, facts.note, facts.read_with)
     reason = "; ".join(part for part in notes if part)
     return finding(
         parts[0].surface, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,

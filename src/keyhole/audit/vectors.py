@@ -18,6 +18,7 @@ from torch import Tensor
 
 from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Checked
+from keyhole.devices import device_of
 from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
@@ -88,8 +89,9 @@ _OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 
 
-def read_elsewhere(source: Source, part: Part) -> Checked:
+def read_elsewhere(source: Source, part: Part, worker: int = 0) -> Checked:
     """What a worker does: open the encoder, once a process, and read."""
+    source = replace(source, device=device_of(source.device, worker))
     with _ALONE:
         if source not in _OPENED:
             _OPENED.clear()

@@ -9,6 +9,7 @@ import typer
 
 from keyhole import report
 from keyhole.audit.check import Checked
+from keyhole.audit.opening import Opening
 from keyhole.audit.run import audit as run
 from keyhole.bounds import MOST
 from keyhole.cli.answers import answer
@@ -29,12 +30,15 @@ from keyhole.cli.app import (
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
+from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.results import Audit
 from keyhole.resume import records_in
+
+PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")
 
 
 def _count(number: str | int) -> int:
@@ -54,7 +58,7 @@ def _count(number: str | int) -> int:
 @asks_endpoint
 def audit(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="TARGET",
             help="A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf "
@@ -64,7 +68,22 @@ def audit(
             "model, or a file: a saved slot of llama.cpp, a leak of keyhole capture, or what "
             "another program saved of a model's states or cache (.pt, .safetensors).",
         ),
-    ],
+    ] = None,
+    targets: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Audit every target of a TOML file instead, with these options by their names; "
+            "what the file does not say is as given here (docs/fleets.md).",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="With --targets: where findings and pages go, keyhole-fleet if not given.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,10 +139,10 @@ def audit(
     authorized: bool,
     page: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the page for people.")
-    ] = Path("keyhole-report.html"),
+    ] = PAGE,
     json_file: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
-    ] = Path("keyhole-report.json"),
+    ] = FINDINGS,
     ledger: LedgerFile = None,
     force: Force = False,
     against_defences: Annotated[
@@ -142,6 +161,25 @@ def audit(
     Every finished check is kept in a journal beside the findings until those are written; the same
     command goes on from there.
     """
+    if targets is not None:
+        own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
+               "--json-file": json_file != FINDINGS}  # fmt: skip
+        expect_none_of(own)
+        base = Opening(
+            "", tuple(model or ()), known and str(known), corpus and str(corpus),
+            data and str(data), texts, flips, column, label, _numbers(layers), device,
+            authorized=authorized, endpoint=endpoint, against_defences=against_defences, seed=seed,
+        )  # fmt: skip
+        raise typer.Exit(
+            audit_fleet(
+                targets, base.anywhere(), out or FOLDER, processes=processes, dask=dask,
+                force=force, as_json=as_json,
+            )
+        )  # fmt: skip
+    if target is None:
+        raise InputError("expected TARGET or --targets FILE, got none")
+    if out is not None:
+        raise InputError(f"expected --out with --targets, got the target {target[:80]}")
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
@@ -191,10 +229,10 @@ def _unanswered(result: Audit, journal: Path) -> str:
     )
 
 
-def _numbers(layers: str | None) -> list[int] | None:
+def _numbers(layers: str | None) -> tuple[int, ...] | None:
     if layers is None:
         return None
     try:
-        return [int(part) for part in layers.split(",")]
+        return tuple(int(part) for part in layers.split(","))
     except ValueError:
         raise InputError(f"expected layers such as 1,6,12, got {layers}") from None

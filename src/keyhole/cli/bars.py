@@ -43,10 +43,12 @@ class Bars:
             self._view.part = standing
         self._view.begin(standing)
 
-        def progress(done: int, total: int | None = None, note: str = "") -> None:
+        def progress(
+            done: int, total: int | None = None, note: str = "", left: float | None = None
+        ) -> None:
             if standing.ended:
                 return
-            rose = standing.report(done, total, note)
+            rose = standing.report(done, total, note, left)
             self._view.change(standing, rose)
             if not overall and standing.complete:
                 self._end_part()

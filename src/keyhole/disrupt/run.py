@@ -16,7 +16,6 @@ from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
-from keyhole.disrupt.workers import MOST_PROCESSES, cluster
 from keyhole.errors import InputError
 from keyhole.files import is_file, read_text
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
@@ -24,6 +23,7 @@ from keyhole.models.loading import class_names, expect_names, load_config, task_
 from keyhole.models.tasks import GENERATES, Task
 from keyhole.progress import Track, untracked
 from keyhole.resume import digest
+from keyhole.workers import MOST_PROCESSES, cluster
 
 SHIPPED = "the reviews that ship with Keyhole"
 

@@ -30,12 +30,12 @@ from keyhole.disrupt.journal import Outcomes, key
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
-from keyhole.disrupt.workers import Pool
 from keyhole.errors import InputError
 from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
 from keyhole.progress import Progress, silent
 from keyhole.resume import Journal
+from keyhole.workers import Pool
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model

@@ -1,7 +1,8 @@
-"""Findings to page, terminal and JSON: pure functions of an Audit, or of what a training gave."""
+"""Findings to page, terminal and JSON: pure functions of audits, or of what a training gave."""
 
+from keyhole.report.fleet import fleet_table, render_fleet
 from keyhole.report.hardening import hardening
 from keyhole.report.page import figure, render
 from keyhole.report.terminal import table
 
-__all__ = ["figure", "hardening", "render", "table"]
+__all__ = ["figure", "fleet_table", "hardening", "render", "render_fleet", "table"]

@@ -1,0 +1,115 @@
+"""What a worker does for an audit: open the target itself, say what is to be checked, and check.
+
+A worker keeps what it opened last, and nothing else: memory is not for two models. It is sent
+names and options, and sends back findings; neither weights nor texts of a model travel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from keyhole.audit.check import Check, Checked, stopping_on_ctrl_c
+from keyhole.audit.journal import what_determines
+from keyhole.audit.opening import Opening
+from keyhole.audit.plan import Plan, checks_of, numbered
+from keyhole.errors import InputError
+from keyhole.oracle.session import session
+from keyhole.progress import Track, untracked
+
+_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A target that is open, with its checks."""
+
+    opening: Opening
+    worker: int
+    plan: Plan
+    checks: dict[str, Check]
+    resources: ExitStack
+
+
+_opened: list[_Open] = []  # one or none
+
+
+def plan_of(opening: Opening, worker: int = 0) -> Plan:
+    """What is to be checked of a target, which is opened for it."""
+    with _ALONE:
+        return _open(opening, worker).plan
+
+
+def make(
+    opening: Opening, identity: str, key: str, worker: int = 0, track: Track = untracked
+) -> Checked:
+    """One check of a target, which is opened unless it is open; `identity` is what it must be."""
+    with _ALONE:
+        target = _open(opening, worker)
+        if target.plan.identity != identity:
+            raise InputError(
+                f"expected the target {identity} at {opening.shown(opening.place)} on every "
+                f"worker, got {target.plan.identity}"
+            )
+        with stopping_on_ctrl_c():
+            checked = target.checks[key].run(track)
+        return _as_given(opening, checked)
+
+
+@contextmanager
+def closing() -> Generator[None]:
+    """Nothing stays open in this process."""
+    try:
+        yield
+    finally:
+        _close()
+
+
+def _close() -> None:
+    while _opened:
+        _opened.pop().resources.close()
+
+
+def _open(opening: Opening, worker: int) -> _Open:
+    if not _opened or (_opened[0].opening, _opened[0].worker) != (opening, worker):
+        _close()  # before the next takes memory
+        _opened.append(_made(opening, worker))
+    return _opened[0]
+
+
+def _made(opening: Opening, worker: int) -> _Open:
+    started = time.perf_counter()
+    target = opening.open(worker)
+    with ExitStack() as resources:
+        surfaces = resources.enter_context(session(target.surfaces, ledger=opening.ledger))
+        checks = checks_of(surfaces, target, opening.seed, opening.against_defences)
+        determined = what_determines(target, opening.seed)
+        seconds = time.perf_counter() - started
+        plan, shown = Plan.of(target, determined, checks, opening.seed, seconds), opening.shown
+        plan = replace(
+            plan,
+            name=shown(plan.name),
+            identity=shown(plan.identity),
+            checks=tuple(shown(name) for name in plan.checks),
+            stores={shown(name): facts for name, facts in plan.stores.items()},
+        )
+        made = zip(plan.checks, numbered(checks).values(), strict=True)
+        return _Open(opening, worker, plan, dict(made), resources.pop_all())
+
+
+def _as_given(opening: Opening, checked: Checked) -> Checked:
+    """The findings with the name of the target that people gave, wherever this process found it."""
+    shown = opening.shown
+    return Checked(
+        tuple(
+            replace(
+                finding, surface=shown(finding.surface), exposure=shown(finding.exposure),
+                reason=shown(finding.reason),
+            )
+            for finding in checked.findings
+        ),
+        tuple(replace(skip, reason=shown(skip.reason)) for skip in checked.skips),
+    )  # fmt: skip

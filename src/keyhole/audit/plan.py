@@ -1,0 +1,134 @@
+"""What is to be checked of a target, and what is needed to put the findings together.
+
+`checks_of` needs the target open. A `Plan` does not: it is made where the target is opened, by a
+worker maybe, and whoever has it can name every check and make the audit of what they gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from keyhole.audit import answers as answer_checks
+from keyhole.audit import defences as defence_checks
+from keyhole.audit import flips as flip_checks
+from keyhole.audit import gradients as gradient_checks
+from keyhole.audit import inputs, weights
+from keyhole.audit import leaks as leak_checks
+from keyhole.audit import servers as server_checks
+from keyhole.audit import stores as store_checks
+from keyhole.audit import texts as text_checks
+from keyhole.audit.check import Check, Checked
+from keyhole.audit.stores import StoreFacts
+from keyhole.audit.targets import Target
+from keyhole.oracle import Oracle
+from keyhole.results import Audit, Skip
+from keyhole.results.typed import restored
+from keyhole.resume import Run, digest
+
+ENDPOINTS = (weights.checks, inputs.checks)
+MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)
+STORES = (store_checks.checks,)
+LEAKS = (leak_checks.checks,)
+SERVERS = (server_checks.checks,)
+ANSWERS = (answer_checks.checks,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checks of a target by name, and what its audit says besides their findings.
+
+    `several`: the target has several parts, and what one does not give another does. `seconds` is
+    what opening took.
+    """
+
+    name: str
+    identity: str
+    determined: dict[str, Any]
+    checks: tuple[str, ...]
+    skips: tuple[Skip, ...] = ()
+    several: bool = False
+    stores: dict[str, StoreFacts] = field(default_factory=dict[str, StoreFacts])
+    seed: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, opened: Target, determined: Run, checks: list[Check], seed: int, seconds: float
+    ) -> Plan:
+        return cls(
+            name=opened.name or opened.identity,
+            identity=opened.identity,
+            determined=dict(determined),
+            checks=tuple(numbered(checks)),
+            skips=opened.skips,
+            several=len(opened.surfaces) + len(opened.models) > 1,
+            stores={name: store.facts for name, store in opened.stores.items()},
+            seed=seed,
+            seconds=seconds,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Two plans share it only if their checks give the same."""
+        return digest(self.determined, list(self.checks))
+
+    def audit(self, checked: Checked, seconds: float) -> Audit:
+        """What all checks gave, as an audit."""
+        skips = checked.skips
+        if self.several:
+            skips = tuple(skip for skip in skips if skip.unchecked)
+        return Audit(
+            target=self.name,
+            identity=self.identity,
+            findings=store_checks.whole(self.stores, checked.findings),
+            skips=(*self.skips, *skips),
+            seed=self.seed,
+            seconds=self.seconds + seconds,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        return restored(cls, data)
+
+
+def numbered(checks: list[Check]) -> dict[str, Check]:
+    """Every check under a key of its own, in the order of the findings."""
+    return {f"{number}. {check.name}": check for number, check in enumerate(checks, 1)}
+
+
+def checks_of(
+    surfaces: Mapping[str, Oracle], opened: Target, seed: int, against_defences: bool
+) -> list[Check]:
+    """In the order of the findings, each under a name that says of which part it is."""
+    parts = [
+        *((name, family(name, oracle, seed)) for name, oracle in surfaces.items()
+          for family in ENDPOINTS),
+        *((name, family(name, model, seed)) for name, model in opened.models.items()
+          for family in MODELS),
+        *((name, family(name, store)) for name, store in opened.stores.items()
+          for family in STORES),
+        *((name, family(name, leaks)) for name, leaks in opened.leaks.items()
+          for family in LEAKS),
+        *((name, family(name, server)) for name, server in opened.servers.items()
+          for family in SERVERS),
+        *((name, family(name, answers)) for name, answers in opened.answers.items()
+          for family in ANSWERS),
+    ]  # fmt: skip
+    if against_defences:  # last, so that a journal's numbers stay what they were without them
+        parts += [
+            *((name, defence_checks.endpoint_checks(name, oracle, seed))
+              for name, oracle in surfaces.items()),
+            *((name, defence_checks.model_checks(name, model, seed))
+              for name, model in opened.models.items()),
+        ]  # fmt: skip
+    several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
+    return [
+        replace(check, name=f"{name}: {check.name}" if several else check.name)
+        for name, checks in parts
+        for check in checks
+    ]

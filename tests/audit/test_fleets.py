@@ -1,0 +1,277 @@
+"""Many targets: the same findings as one by one, nothing lost and nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+
+import pytest
+
+import tiny_models as tiny
+from command_line import KEYHOLE, inside, started
+from dask_workers import BEGUN, ENDED, OPENED, kill_in_the_middle, workers
+from keyhole import audit, oracle, report
+from keyhole.audit import Audit, elsewhere, fleets, read_fleet
+from keyhole.audit.fleets import fleet
+from keyhole.errors import InputError
+from keyhole.results import Fleet
+from keyhole.resume import records_in
+from kill_points import lasting, wait_until
+
+FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+HOSTILE = "<script>alert(1)</script> ../../x [red]"
+FLEET = f"""
+[defaults]
+texts = 1
+[[target]]
+name = "encoder"
+target = "./encoder"
+layers = [1]
+data = "texts.txt"
+[[target]]
+name = "{HOSTILE}"
+target = "head.safetensors"
+[[target]]
+target = "./missing"
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fleet")
+    tiny.model("bert", num_hidden_layers=1).save_pretrained(folder / "encoder")
+    tiny.tokenizer().save_pretrained(folder / "encoder")
+    oracle.save(oracle.plant(dim=3, seed=1), folder / "head.safetensors")
+    (folder / "texts.txt").write_text("w3 w14 w15 w92 w65\n")
+    (folder / "fleet.toml").write_text(FLEET)
+    return folder
+
+
+def facts(audit):
+    return lasting(json.loads(json.dumps(audit.to_dict())))
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """What an undisturbed run in this process gives."""
+    return fleet(place / "fleet.toml")
+
+
+class Stop(Exception):
+    """The end of a run, at a point of the test's choice."""
+
+
+def stop_after(count, seen=None):
+    def track(name, total=None):
+        def progress(done, total=None, note="", left=None):
+            if name == "audit" and seen is not None:
+                seen.append((done, total, note, left))
+            if name == "audit" and done == count:
+                raise Stop
+
+        return progress
+
+    return track
+
+
+def counted(monkeypatch):
+    """What is opened, and which checks are made, from now on."""
+    opened, made = [], []
+
+    def plan_of(opening, worker):
+        opened.append(opening.target)
+        return elsewhere.plan_of(opening, worker)
+
+    def make(opening, identity, key, worker, track):
+        made.append((opening.target, key))
+        return elsewhere.make(opening, identity, key, worker, track)
+
+    monkeypatch.setattr(fleets, "plan_of", plan_of)
+    monkeypatch.setattr(fleets, "make", make)
+    return opened, made
+
+
+def test_every_target_is_audited_as_it_would_be_alone(place, whole, monkeypatch):
+    monkeypatch.chdir(place)
+    assert list(whole.audits) == ["encoder", HOSTILE, "missing"]
+    encoder = audit("./encoder", data="texts.txt", texts=1, layers=[1])
+    assert facts(whole.audits["encoder"]) == facts(encoder)
+    assert facts(whole.audits[HOSTILE]) == facts(audit("head.safetensors"))
+    missing = whole.audits["missing"]
+    assert (missing.exit_code, whole.exit_code) == (3, 1)
+    assert "expected a .safetensors file" in missing.skips[0].reason
+    assert "3 targets: 2 give something away, 1 could not be checked" in whole.summary()
+    assert Fleet.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
+
+
+def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
+    place, whole, tmp_path, monkeypatch
+):
+    opened, made = counted(monkeypatch)
+    path, seen = tmp_path / "journal", []
+    with pytest.raises(Stop):
+        fleet(place / "fleet.toml", journal=path, track=stop_after(3))
+    with pytest.raises(Stop):
+        fleet(place / "fleet.toml", journal=path, track=stop_after(len(made), seen))
+    told = []
+    again = fleet(
+        place / "fleet.toml", journal=path, track=stop_after(-1, seen),
+        resuming=lambda *counts: told.append(counts),
+    )  # fmt: skip
+    checks = sum(len(audit.findings) + len(audit.skips) for audit in whole.audits.values())
+    assert len(made) == len(set(made)) <= checks
+    assert told
+    assert told[0][0] >= 3
+    assert {name: facts(each) for name, each in again.audits.items()} == {
+        name: facts(each) for name, each in whole.audits.items()
+    }
+    assert any(left is not None for *_, left in seen)
+    opened.clear()
+    made.clear()
+    last = fleet(place / "fleet.toml", journal=path)
+    assert not made
+    assert opened == ["./missing"]  # all others are known without being opened
+    assert facts(last.audits["encoder"]) == facts(whole.audits["encoder"])
+
+
+def test_touched_files_are_checked_anew_and_others_are_not(place, tmp_path, monkeypatch):
+    oracle.save(oracle.plant(dim=2, seed=1), tmp_path / "a.safetensors")
+    oracle.save(oracle.plant(dim=2, seed=2), tmp_path / "b.safetensors")
+    (tmp_path / "fleet.toml").write_text('[[target]]\ntarget = "*.safetensors"')
+    before = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
+    oracle.save(oracle.plant(dim=2, seed=3), tmp_path / "b.safetensors")
+    opened, _ = counted(monkeypatch)
+    after = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
+    assert opened == ["b.safetensors"]
+    assert after.audits["a.safetensors"].identity == before.audits["a.safetensors"].identity
+    assert after.audits["b.safetensors"].identity != before.audits["b.safetensors"].identity
+
+
+def test_another_runs_journal_is_refused(place, tmp_path):
+    path = tmp_path / "journal"
+    path.write_text('{"run": "audit"}\n')
+    with pytest.raises(InputError, match="run fleet, got one with run audit"):
+        fleet(place / "fleet.toml", journal=path)
+
+
+def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
+    page = report.render_fleet(whole, {"encoder": "encoder.html", HOSTILE: "x y.html"})
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert '<a href="encoder.html">encoder</a>' in page
+    assert 'href="x%20y.html"' in page
+    assert page.count("<tr>") == 1 + 3
+    assert "Could not check: expected a .safetensors file" in page
+    assert "http://" not in page.split("<body>")[0]
+    assert "Of 3 targets 2 give something away, 1 could not be checked." in page
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monkeypatch, capsys):
+    def here(*words):
+        return inside(
+            "audit", *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        )  # fmt: skip
+
+    done = here("--targets", place / "fleet.toml", "--out", "out")
+    assert done.returncode == 1, done.stderr
+    assert "Of 3 targets 2 give something away" in done.stdout
+    assert HOSTILE in done.stdout
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    stems = ("encoder", "script-alert-1-script-x-red", "missing")
+    files = {f"{stem}.{end}" for stem in stems for end in ("json", "html")}
+    assert names == {*files, "index.html", "fleet.journal"}  # one had no result
+    found = Audit.load(tmp_path / "out" / "encoder.json")
+    assert facts(found) == facts(whole.audits["encoder"])
+    again = here("--targets", place / "fleet.toml", "--out", "out")
+    assert "resuming:" in again.stderr
+    (tmp_path / "out" / "fleet.journal").unlink()
+    refused = here("--targets", place / "fleet.toml", "--out", "out")
+    assert refused.returncode == 2
+    assert "expected a new file, got out/index.html" in refused.stderr
+    for words, line in {
+        ("demo", "--targets", "x"): "expected TARGET without --targets, got both",
+        ("--targets", "x", "--page", "y"): "expected --page without --targets, got both",
+        ("demo", "--out", "x"): "expected --out with --targets, got the target demo",
+        (): "expected TARGET or --targets FILE, got none",
+        ("--targets", "missing.toml"): "expected a fleet file, got missing.toml",
+        ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "expected --out as a",
+    }.items():
+        done = here(*words)
+        assert done.returncode == 2
+        assert line in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@FULL  # without processes: tests/test_killed.py
+@pytest.mark.slow
+def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_path):
+    journal = tmp_path / "out" / "fleet.journal"
+    words = [
+        *KEYHOLE, "audit", "--targets", place / "fleet.toml", "--out", "out", "--processes", "2",
+    ]  # fmt: skip
+    with started(words, cwd=tmp_path) as process:
+        assert wait_until(lambda: records_in(journal) >= 5, process)
+        process.kill()
+        process.wait()
+    kept = records_in(journal)
+    with started(words, cwd=tmp_path) as process:
+        _, said = process.communicate(timeout=200)
+    assert process.returncode == 1, said
+    done = int(re.search(r"resuming: (\d+) of", said)[1])
+    assert done >= kept - 2  # the others say what is to be checked
+    for name, stem in (("encoder", "encoder"), (HOSTILE, "script-alert-1-script-x-red")):
+        found = Audit.load(tmp_path / "out" / f"{stem}.json")
+        assert facts(found) == facts(whole.audits[name])
+    text = journal.read_text().splitlines()
+    keys = [json.loads(line)["key"] for line in text[1:]]
+    assert len(keys) == len(set(keys))
+
+
+@FULL  # else only as benchmarks/fleet.py does it
+@pytest.mark.slow
+def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(place, whole, tmp_path):
+    """A real scheduler and two real workers, of which one is killed with a check under way."""
+    pytest.importorskip("distributed")
+    lost = set()
+    with workers(tmp_path) as cluster:
+        first, second = cluster.add(2)
+
+        def kill():
+            lost.update(kill_in_the_middle(cluster, first, after=3))
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        members = [each for each in read_fleet(place / "fleet.toml") if each.name != "missing"]
+        found = fleet(members, dask=cluster.address, journal=tmp_path / "journal")
+        killer.join()
+        begun, ended = cluster.recorded(BEGUN), cluster.recorded(ENDED)
+        opened = cluster.recorded(OPENED, second)
+    for name in ("encoder", HOSTILE):
+        assert facts(found.audits[name]) == facts(whole.audits[name])
+    assert lost
+    assert set(begun) == set(ended)
+    assert {check for check, times in begun.items() if times > 1} <= lost  # nothing else ran again
+    assert set(opened.values()) == {1}  # a worker stays with what it has opened
+
+
+def test_numbers_of_workers_follow_the_gpus_that_they_see():
+    from keyhole.workers import Cluster
+
+    seen = {"tcp://a:1": "", "tcp://a:2": "", "tcp://b:1": "0,1", "tcp://b:2": "1,0"}
+
+    class Client:
+        def nthreads(self):
+            return dict.fromkeys(seen, 1)
+
+        def run(self, function, workers, on_error):
+            return {name: seen[name] for name in workers}
+
+    cluster = Cluster("tcp://a:0", Client())
+    numbers = cluster.workers({})
+    # Two that see the same GPUs take one each; those with an order of their own take their first.
+    assert numbers == {"tcp://a:1": 0, "tcp://a:2": 1, "tcp://b:1": 0, "tcp://b:2": 0}
+    seen = {"tcp://a:2": "", "tcp://a:3": ""}
+    assert cluster.workers(numbers) == {"tcp://a:2": 1, "tcp://a:3": 0}
