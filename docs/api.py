@@ -16,8 +16,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGES = (
-    "audit", "extract", "invert", "recover", "disrupt", "harden", "oracle", "models", "stores",
-    "report", "results", "data", "attention",
+    "audit", "assess", "extract", "invert", "recover", "disrupt", "harden", "oracle", "models",
+    "stores", "report", "results", "data", "attention",
 )  # fmt: skip
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
