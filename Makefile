@@ -47,7 +47,7 @@ bench: $(READY)
 docs: .venv/.docs
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/pages.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 .venv/.docs: $(READY) requirements-docs.lock
