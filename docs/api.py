@@ -76,7 +76,7 @@ def page(package: str) -> str:
     parts = [f"# {module}", prose(ast.get_docstring(tree(module)) or "")]
     for name in public_names(package):
         parts += [f"## {name.name}", *_described(name)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _described(name: Name) -> Iterator[str]:
@@ -86,11 +86,26 @@ def _described(name: Name) -> Iterator[str]:
     yield f"```text\n{signature(name.node)}\n```"
     yield prose(ast.get_docstring(name.node) or _first_paragraph(name.module))
     if isinstance(name.node, ast.ClassDef):
-        for method in name.node.body:
-            if isinstance(method, ast.FunctionDef) and _shown(method):
-                # A definition list would need another extension; an item says as much.
-                yield f"- `{signature(method)}`  {_one_line(ast.get_docstring(method) or '')}"
+        methods = [item for item in name.node.body if isinstance(item, ast.FunctionDef)]
+        # A definition list would need another extension; items say as much.
+        yield "\n".join(
+            f"- `{member(method)}` {_one_line(ast.get_docstring(method) or '')}".rstrip()
+            for method in methods
+            if _shown(method)
+        )
     yield f"`{name.source}`"
+
+
+def member(method: ast.FunctionDef) -> str:
+    """A method as one writes the call, a property as one reads it."""
+    decorators = {ast.unparse(item) for item in method.decorator_list}
+    if decorators & {"property", "cached_property"}:
+        return f"{method.name}: {ast.unparse(method.returns)}" if method.returns else method.name
+    parameters = [*_parameters(method.args)]
+    if "staticmethod" not in decorators:
+        del parameters[0]  # self
+    returns = f" -> {ast.unparse(method.returns)}" if method.returns else ""
+    return f"{method.name}({', '.join(parameters)}){returns}"
 
 
 def _shown(method: ast.FunctionDef) -> bool:
@@ -109,23 +124,29 @@ def signature(node: Definition) -> str:
         head = f"class {node.name}({bases})" if bases else f"class {node.name}"
         return "\n".join([head, *(f"    {field}" for field in fields)])
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    call = f"{node.name}({ast.unparse(node.args)}){returns}"
+    parameters = [*_parameters(node.args)]
+    call = f"{node.name}({', '.join(parameters)}){returns}"
     if len(call) <= 90:
         return call
-    return f"{node.name}(\n{_parameters(node.args)}){returns}"
+    lines = "".join(f"    {parameter},\n" for parameter in parameters)
+    return f"{node.name}(\n{lines}){returns}"
 
 
-def _parameters(arguments: ast.arguments) -> str:
-    """One parameter a line; ast has no printer for them but that of the whole list."""
-    inner = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0]
-    text = ast.unparse(inner).removeprefix("def f(").rsplit("):", 1)[0]
-    lines, depth, start = [], 0, 0
-    for at, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            lines.append(text[start : at + 1].strip())
-            start = at + 1
-    return "".join(f"    {line}\n" for line in [*lines, text[start:].strip() + ","])
+def _parameters(arguments: ast.arguments) -> Iterator[str]:
+    """Each parameter as it is written, with a star where the named ones begin."""
+    given = [*arguments.posonlyargs, *arguments.args]
+    missing: list[ast.expr | None] = [None] * (len(given) - len(arguments.defaults))
+    yield from map(_parameter, given, [*missing, *arguments.defaults])
+    if arguments.vararg or arguments.kwonlyargs:
+        yield f"*{_parameter(arguments.vararg, None) if arguments.vararg else ''}"
+    yield from map(_parameter, arguments.kwonlyargs, arguments.kw_defaults)
+    if arguments.kwarg:
+        yield f"**{_parameter(arguments.kwarg, None)}"
+
+
+def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
+    name = ast.unparse(argument)
+    return f"{name} = {ast.unparse(default)}" if default else name
 
 
 def prose(docstring: str) -> str:

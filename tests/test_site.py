@@ -72,10 +72,13 @@ def test_the_python_reference_shows_signatures_and_docstrings():
     page = api.page("extract")
     assert "class SingleHead" in page
     assert "seed: int = 0" in page
-    assert "steps(self, oracle: Oracle) -> Iterator[Step]" in page
+    assert "- `steps(oracle: Oracle) -> Iterator[Step]`" in page
+    assert "- `exposed: int`" in api.page("audit")  # a property
     assert "`src/keyhole/extract/single_head.py`" in page
     long = api.page("audit").split("## audit\n")[1]
     assert "audit(\n    target" in long
+    assert "\n    seed: int = 0,\n" in long
+    assert "lambda done, total: None,\n" in long  # a comma that parts no parameters
 
 
 def test_the_python_reference_imports_nothing_heavy():
