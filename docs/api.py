@@ -7,8 +7,7 @@ extra. A name is followed through the `from … import …` lines to where it is
 from __future__ import annotations
 
 import ast
-import html
-import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ PACKAGES = (
     "audit", "assess", "extract", "invert", "recover", "disrupt", "harden", "oracle", "models",
     "stores", "report", "results", "data", "attention",
 )  # fmt: skip
+TAG = re.compile(r"(`[^`]*`)|<(?=[a-zA-Z/!])")  # but not in code
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -150,8 +150,14 @@ def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def prose(docstring: str) -> str:
-    """A docstring as Markdown: it nearly is; only angle brackets would be taken for HTML."""
-    return html.escape(inspect.cleandoc(docstring), quote=False).replace("&gt;", ">")
+    """A docstring as Markdown. It nearly is: only what looks like a tag would be taken for one, and
+    a list needs an empty line before it.
+    """
+    lines = [
+        line if line.startswith("    ") else TAG.sub(lambda tag: tag[1] or "&lt;", line)
+        for line in docstring.splitlines()
+    ]
+    return re.sub(r"(?<!\n)\n(?=- )", "\n\n", "\n".join(lines))
 
 
 def _first_paragraph(module: str) -> str:
