@@ -13,18 +13,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Progress(Protocol):
-    """Told where one piece of work stands; `total` is None where nobody knows.
+    """Told where one piece of work stands; `total` is None where nobody knows."""
 
-    `left` are the seconds to come, where whoever works knows better than a count tells.
-    """
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
-    def __call__(
-        self, done: int, total: int | None = None, note: str = "", left: float | None = None
-    ) -> None: ...
+
+@runtime_checkable
+class Expecting(Protocol):
+    """A progress that may also be told the seconds to come, where a count says little of them."""
+
+    def expect(self, left: float) -> None: ...
 
 
 class Track(Protocol):
@@ -33,7 +35,7 @@ class Track(Protocol):
     def __call__(self, name: str, total: int | None = None) -> Progress: ...
 
 
-def silent(done: int, total: int | None = None, note: str = "", left: float | None = None) -> None:
+def silent(done: int, total: int | None = None, note: str = "") -> None:
     """Nobody looks."""
 
 
@@ -61,11 +63,12 @@ class Standing:
         self._first: tuple[float, int] | None = None
         self._left: tuple[float, float] | None = None  # when it was told, and what
 
-    def report(
-        self, done: int, total: int | None = None, note: str = "", left: float | None = None
-    ) -> bool:
+    def expect(self, left: float) -> None:
+        """Whoever works knows better than a count tells how many seconds are to come."""
+        self._left = self._clock(), left
+
+    def report(self, done: int, total: int | None = None, note: str = "") -> bool:
         """Take in what was told; says whether more is done than before."""
-        self._left = None if left is None else (self._clock(), left)
         rose = done > self.done
         self.done, self.note = max(done, self.done), note or self.note
         self.total = self.total if total is None else total

@@ -64,16 +64,20 @@ class Stop(Exception):
 
 
 def stop_after(count, seen=None):
-    def track(name, total=None):
-        def progress(done, total=None, note="", left=None):
-            if name == "audit" and seen is not None:
-                seen.append((done, total, note, left))
-            if name == "audit" and done == count:
+    class Told:
+        def __init__(self, name):
+            self.name, self.left = name, None
+
+        def expect(self, left):
+            self.left = left
+
+        def __call__(self, done, total=None, note=""):
+            if self.name == "audit" and seen is not None:
+                seen.append((done, total, note, self.left))
+            if self.name == "audit" and done == count:
                 raise Stop
 
-        return progress
-
-    return track
+    return lambda name, total=None: Told(name)
 
 
 def counted(monkeypatch):

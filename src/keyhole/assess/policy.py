@@ -36,7 +36,7 @@ from typing import Any, cast
 
 from keyhole.assess.conditions import Condition, condition
 from keyhole.assess.item import Ignore
-from keyhole.assess.rules import Family, Rule
+from keyhole.assess.rules import Rule, expect_exposures
 from keyhole.assess.severity import Severity
 from keyhole.errors import InputError
 from keyhole.files import exists, read_text
@@ -139,13 +139,7 @@ def _data(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: AR
 
 def _exposures(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
     names = _words(value, "exposures", path)
-    wrong = [name for name in names if name not in list(Family) and not name.startswith("KH-")]
-    if wrong:
-        raise InputError(
-            f"expected families ({', '.join(Family)}) or ids of rules (KH-…) in exposures of "
-            f"{path}, got {wrong[0][:40]}"
-        )
-    return {"exposures": names}
+    return {"exposures": expect_exposures(names, f"exposures of {path}")}
 
 
 def _fail_on(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001

@@ -7,9 +7,12 @@ and a test holds every exposure of the registries against this table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
+from keyhole.errors import InputError
 from keyhole.results import Finding, Skip
 
 
@@ -201,6 +204,35 @@ def rule_of(finding: Finding) -> Rule:
 def rule_of_skip(skip: Skip) -> Rule | None:
     """The rule of a check that was not made, where its words tell."""
     return _by_words(list(RULES), skip.exposure)
+
+
+def rule_of_check(name: str) -> Rule:
+    """The rule that the findings of a check will fall under; checks are named by what they seek."""
+    sought = next((word for word in _CHECKS if name.startswith(word)), "")
+    family = _CHECKS.get(sought, Family.TEXT)
+    return _by_words([rule for rule in RULES if rule.family is family], name) or OTHERS[family]
+
+
+_CHECKS = {
+    "weights": _W, "last layer": _W, "prompts of vectors": _W, "input": _I, "flips": _P,
+}  # fmt: skip
+
+
+def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Families, or ids of rules with * for anything; one line for whatever is none of them."""
+    known = [rule.id for rule in (*RULES, *OTHERS.values())]
+    for name in names:
+        if name not in list(Family) and not any(fnmatchcase(rule, name) for rule in known):
+            raise InputError(
+                f"expected in {where} families ({', '.join(Family)}) or ids of rules (such as "
+                f"{RULES[0].id} or KH-TEXT-*), got {name[:60]}"
+            )
+    return tuple(names)
+
+
+def asked_for(rule: Rule, only: Sequence[str]) -> bool:
+    """Is this rule among the families and rules that somebody wants checked? Nothing is all."""
+    return not only or any(name == rule.family.value or fnmatchcase(rule.id, name) for name in only)
 
 
 def _by_words(rules: list[Rule], exposure: str) -> Rule | None:

@@ -85,10 +85,11 @@ def _made(opening: Opening, worker: int) -> _Open:
     target = opening.open(worker)
     with ExitStack() as resources:
         surfaces = resources.enter_context(session(target.surfaces, ledger=opening.ledger))
-        checks = checks_of(surfaces, target, opening.seed, opening.against_defences)
-        determined = what_determines(target, opening.seed)
+        checks = checks_of(surfaces, target, opening.seed, opening.against_defences, opening.only)
+        determined = what_determines(target, opening.seed, opening.only)
         seconds = time.perf_counter() - started
-        plan, shown = Plan.of(target, determined, checks, opening.seed, seconds), opening.shown
+        plan = Plan.of(target, determined, checks, opening.seed, seconds, opening.only)
+        shown = opening.shown
         plan = replace(
             plan,
             name=shown(plan.name),

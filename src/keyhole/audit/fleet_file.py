@@ -45,7 +45,7 @@ _ENDPOINT: dict[str, tuple[str, type]] = {
     "timeout": ("timeout", float), "dim": ("dim", int), "input_tensor": ("input", str),
     "output_tensor": ("output", str), "positive": ("positive", str),
 }  # fmt: skip
-_SPECIAL = ("texts", "layers", "model", "header", "ca")
+_SPECIAL = ("texts", "layers", "model", "only", "header", "ca")
 _SHARED = (*_OPTIONS, *_FILES[:-1], *_ENDPOINT, *_SPECIAL)
 _OWN = ("target", "name", "ledger")  # of one target alone
 _PATTERN = re.compile(r"[*?\[]")
@@ -155,6 +155,8 @@ def _with(
             endpoint["headers"] = headers_of(list(_several(str, value, key, where)))
         elif key == "layers":
             changes[key] = _several(int, value, key, where)
+        elif key == "only":
+            changes[key] = _several(str, value, key, where)
         elif key == "model":
             models = _several(str, value, key, where)
             changes[key] = tuple(_found(folder, name) for name in models)

@@ -23,7 +23,7 @@ from keyhole.audit.plan import Plan
 from keyhole.bounds import expect_count
 from keyhole.crew import Crew, Done, Task, crew_of
 from keyhole.errors import InputError, KeyholeError
-from keyhole.progress import Track, untracked
+from keyhole.progress import Expecting, Track, untracked
 from keyhole.results import Audit, Fleet, Skip, environment
 from keyhole.resume import Journal
 from keyhole.workers import MOST_PROCESSES
@@ -184,7 +184,10 @@ class _Fleet:
         unopened = len(self.members) - len(self.audits.keys() | self.plans.keys())
         if self.plans:
             total += unopened * total // len(self.plans)
-        self.progress(done, total or None, note, self._left())
+        left = self._left()
+        if left is not None and isinstance(self.progress, Expecting):
+            self.progress.expect(left)
+        self.progress(done, total or None, note)
 
     def _left(self) -> float | None:
         """The seconds to come; worked out once a second at most, since a fleet may be large."""

@@ -8,7 +8,7 @@ it is made again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -46,13 +46,14 @@ def opened_journal(path: str | Path | None, run: Run, *, force: bool) -> Generat
                 journal.path.unlink(missing_ok=True)
 
 
-def what_determines(target: Target, seed: int) -> Run:
+def what_determines(target: Target, seed: int, only: Sequence[str] = ()) -> Run:
     """Everything that the findings of an audit follow from."""
     return {
         "run": "audit",
         "keyhole": environment()["keyhole"],
         "target": target.identity,
         "seed": seed,
+        "exposures": list(only) or "all",
         **{name or "model": _model(model) for name, model in target.models.items()},
         **{name: _store(store) for name, store in target.stores.items()},
     }

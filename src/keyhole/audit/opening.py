@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
 
+from keyhole.assess.rules import expect_exposures
 from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.targets import Target, open_target
 from keyhole.bounds import expect_count, expect_seed
@@ -41,6 +42,7 @@ class Opening:
     endpoint: EndpointOptions = field(default_factory=EndpointOptions)
     against_defences: bool = False
     seed: int = 0
+    only: tuple[str, ...] = ()
     folder: str | None = None
 
     def expect_valid(self) -> None:
@@ -48,6 +50,7 @@ class Opening:
         expect_seed(self.seed)
         expect_count("--texts", self.texts)
         expect_count("--flips", self.flips)
+        expect_exposures(self.only, "--only")
 
     @property
     def stays(self) -> bool:

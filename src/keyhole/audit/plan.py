@@ -6,10 +6,11 @@ worker maybe, and whoever has it can name every check and make the audit of what
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from keyhole.assess.rules import asked_for, rule_of_check
 from keyhole.audit import answers as answer_checks
 from keyhole.audit import defences as defence_checks
 from keyhole.audit import flips as flip_checks
@@ -19,7 +20,7 @@ from keyhole.audit import leaks as leak_checks
 from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
-from keyhole.audit.check import Check, Checked
+from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.stores import StoreFacts
 from keyhole.audit.targets import Target
 from keyhole.oracle import Oracle
@@ -52,11 +53,13 @@ class Plan:
     stores: dict[str, StoreFacts] = field(default_factory=dict[str, StoreFacts])
     seed: int = 0
     seconds: float = 0.0
+    only: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, opened: Target, determined: Run, checks: list[Check], seed: int, seconds: float
-    ) -> Plan:
+        cls, opened: Target, determined: Run, checks: list[Check], seed: int, seconds: float,
+        only: Sequence[str] = (),
+    ) -> Plan:  # fmt: skip
         return cls(
             name=opened.name or opened.identity,
             identity=opened.identity,
@@ -67,6 +70,7 @@ class Plan:
             stores={name: store.facts for name, store in opened.stores.items()},
             seed=seed,
             seconds=seconds,
+            only=tuple(only),
         )
 
     @property
@@ -78,7 +82,7 @@ class Plan:
         """What all checks gave, as an audit."""
         skips = checked.skips
         if self.several:
-            skips = tuple(skip for skip in skips if skip.unchecked)
+            skips = tuple(skip for skip in skips if skip.unchecked or skip == left_out(self.only))
         return Audit(
             target=self.name,
             identity=self.identity,
@@ -102,9 +106,13 @@ def numbered(checks: list[Check]) -> dict[str, Check]:
 
 
 def checks_of(
-    surfaces: Mapping[str, Oracle], opened: Target, seed: int, against_defences: bool
-) -> list[Check]:
-    """In the order of the findings, each under a name that says of which part it is."""
+    surfaces: Mapping[str, Oracle], opened: Target, seed: int, against_defences: bool,
+    only: Sequence[str] = (),
+) -> list[Check]:  # fmt: skip
+    """In the order of the findings, each under a name that says of which part it is.
+
+    `only` names the families and rules to check; what is left out keeps its number.
+    """
     parts = [
         *((name, family(name, oracle, seed)) for name, oracle in surfaces.items()
           for family in ENDPOINTS),
@@ -128,7 +136,17 @@ def checks_of(
         ]  # fmt: skip
     several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
-        replace(check, name=f"{name}: {check.name}" if several else check.name)
+        replace(_asked_for(check, only), name=f"{name}: {check.name}" if several else check.name)
         for name, checks in parts
         for check in checks
     ]
+
+
+def _asked_for(check: Check, only: Sequence[str]) -> Check:
+    wanted = asked_for(rule_of_check(check.name), only)
+    return check if wanted else nothing_to_try(check.name, left_out(only))
+
+
+def left_out(only: Sequence[str]) -> Skip:
+    """What an audit of some exposures says of the others."""
+    return Skip(f"all but {', '.join(only)}", "none", "left out, as --only or the policy says")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
 from keyhole.audit.journal import Resuming, make_all, opened_journal, what_determines
@@ -53,6 +54,7 @@ def audit(
     force: bool = False,
     authorized: bool = False,
     against_defences: bool = False,
+    only: Sequence[str] = (),
     seed: int = 0,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
@@ -76,10 +78,12 @@ def audit(
     once the findings are saved. Another audit's journal is refused, or replaced with `force`.
     `authorized` says that a server which is not this machine may be asked, `endpoint` how it is;
     `notice` is told what a person should know at once. `against_defences` puts defences in front of
-    every endpoint and model besides, and attacks those.
+    every endpoint and model besides, and attacks those. `only` leaves out all but some families
+    (weights, inputs, text, predictions) and rules (KH-…).
     """
     started = time.perf_counter()
     expect_seed(seed)
+    chosen = expect_exposures(only, "--only")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     opening = None
     if isinstance(target, str):
@@ -100,6 +104,7 @@ def audit(
             endpoint=endpoint or EndpointOptions(),
             against_defences=against_defences,
             seed=seed,
+            only=chosen,
         )
         opened = opening.open()
     else:
@@ -107,14 +112,14 @@ def audit(
     if ledger is not None and not opened.surfaces:
         raise no_endpoint(f"the {'vector store' if opened.stores else 'model'} {opened.name}")
     seconds = time.perf_counter() - started
-    determined = what_determines(opened, seed)
+    determined = what_determines(opened, seed, chosen)
     with (
         session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
         opened_journal(journal, determined, force=force) as memory,
         crew_of(processes, dask) if processes or dask is not None else nullcontext() as crew,
     ):
-        checks = checks_of(surfaces, opened, seed, against_defences)
-        plan = Plan.of(opened, determined, checks, seed, seconds)
+        checks = checks_of(surfaces, opened, seed, against_defences, chosen)
+        plan = Plan.of(opened, determined, checks, seed, seconds, chosen)
         if crew is not None:
             checks = _sendable(checks, plan, opening)
             if opening is not None and opening.stays:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID
@@ -21,6 +21,18 @@ from keyhole.cli.console import say, visible
 from keyhole.progress import Progress, Standing
 
 EVERY = 30.0  # seconds between lines where there is no terminal and no part ends
+
+
+class _Bar:
+    """A `Progress`, which may also be told the time that is left."""
+
+    def __init__(self, standing: Standing, changed: Callable[[bool], None]) -> None:
+        self._standing, self._changed = standing, changed
+        self.expect = standing.expect
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+        if not self._standing.ended:
+            self._changed(self._standing.report(done, total, note))
 
 
 class Bars:
@@ -43,17 +55,12 @@ class Bars:
             self._view.part = standing
         self._view.begin(standing)
 
-        def progress(
-            done: int, total: int | None = None, note: str = "", left: float | None = None
-        ) -> None:
-            if standing.ended:
-                return
-            rose = standing.report(done, total, note, left)
+        def changed(rose: bool) -> None:
             self._view.change(standing, rose)
             if not overall and standing.complete:
                 self._end_part()
 
-        return progress
+        return _Bar(standing, changed)
 
     @contextmanager
     def paused(self) -> Generator[None]:

@@ -261,10 +261,8 @@ class _Course:
     def _trained(self, loaded: Loaded, seed: int, part: str, parts: _Parts) -> Training:
         steps = self.track(f"training {part}".strip())
 
-        def progress(
-            done: int, total: int | None = None, note: str = "", left: float | None = None
-        ) -> None:
-            steps(done, total, note, left)
+        def progress(done: int, total: int | None = None, note: str = "") -> None:
+            steps(done, total, note)
             parts.training(done, total, note)
 
         training = train(

@@ -47,12 +47,10 @@ class _OneCount:
         self._progress = progress
         self._before, self._done, self.ahead = 0, 0, 0
 
-    def __call__(
-        self, done: int, total: int | None = None, note: str = "", left: float | None = None
-    ) -> None:
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
         self._done = max(self._done, done)
         whole = None if total is None else self._before + total + self.ahead
-        self._progress(self._before + done, whole, note, left)
+        self._progress(self._before + done, whole, note)
 
     def go_on(self) -> None:
         self._before, self._done, self.ahead = self._before + self._done, 0, 0
