@@ -9,7 +9,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Bytecode is kept: torch is compiled once, and not by every process that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check timings lint bench docs clean
+.PHONY: demo test check timings lint bench docs pictures clean
 
 # What the demo needs first. A lock, so that nothing looser is resolved; then the package itself,
 # without looking.
@@ -55,8 +55,20 @@ bench: $(READY)
 		../$(BIN)/python $$one --json results/$${one%.py}.json || missed="$$missed $$one"; \
 	done; [ -z "$$missed" ] || { echo "not measured:$$missed"; exit 1; }
 
-docs: $(READY)
+# The site, in site/: what is generated first, then pages that need no network to be read.
+docs: .venv/.docs
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html"
+
+.venv/.docs: $(READY) requirements-docs.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
+	touch $@
+
+# Pictures of the page and of figures, as a browser shows them: minutes, and chromium on the PATH.
+pictures: $(READY)
+	$(BIN)/python docs/generate.py --pictures
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis benchmarks/results
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis benchmarks/results build site

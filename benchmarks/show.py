@@ -2,15 +2,22 @@
 
 A benchmark is a module with `run(quick) -> list[Row]` and, at its end, `show.main(run)`. Both
 sides of a ratio are measured in the same run: machines are noisy, absolute times mean little.
+
+What `--json` writes is a record as documents quote it (docs/quoted.py): copied into docs/figures/
+it stands there with its command, commit and machine, and docs/benchmarks.md shows it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,20 +84,37 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
     rows = run(arguments.quick)
     seconds = time.perf_counter() - started
     print(_table(title.splitlines()[0], rows))
-    print(f"{seconds:.0f} s, commit {_commit()}, {torch.get_num_threads()} threads")
+    print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):
         print(f"promises not met: {'; '.join(missed)}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        versions = environment()
         data = {
             "title": title.splitlines()[0],
+            "command": command(sys.argv),
+            "commit": commit(),
+            "machine": machine(),
+            "kept": "as the command wrote it",
             "quick": arguments.quick,
             "seconds": seconds,
-            "commit": _commit(),
-            "environment": environment(),
+            "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.write_text(json.dumps(data, indent=2))
+        arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def command(words: list[str]) -> str:
+    """What to type for the same rows, from the root of the repository: folders of this machine
+    by their last name, and not where the rows were written.
+    """
+    program, *rest = words
+    kept: list[str] = []
+    for before, word in zip(["", *rest], rest, strict=False):
+        if word == "--json" or before == "--json" or word.startswith("--json="):
+            continue
+        kept.append(Path(word).name if Path(word).is_absolute() else word)
+    return " ".join(["python", f"benchmarks/{Path(program).name}", *kept])
 
 
 def _table(title: str, rows: list[Row]) -> str:
@@ -110,7 +134,18 @@ def _table(title: str, rows: list[Row]) -> str:
     return "\n".join([f"\n{title}\n", lines[0], rule, *lines[1:], ""])
 
 
-def _commit() -> str:
+def machine() -> str:
+    """The processor, its cores, and the GPU if there is one."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        processor = models[0] if models else processor
+    cores = f"{processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"{cores}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else cores
+
+
+def commit() -> str:
     try:
         command = ["git", "describe", "--always", "--dirty"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -60,13 +60,13 @@ def test_the_examples_run(name, tmp_path, here):
             done = here(*shlex.split(line)[1:])
             assert done.returncode == code_of(line), f"{line}: {done.stderr}"
             if line.strip().startswith("keyhole audit demo"):
-                assert_said_in_the_readme(done.stdout)
+                assert_said_on_the_start_page(done.stdout)
 
 
-def assert_said_in_the_readme(printed):
+def assert_said_on_the_start_page(printed):
     """Its verdict, and of each row that it shows all but the error."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    (block,) = re.findall(r"```text\n(The weights can .*?)```", readme, flags=re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "index.md").read_text("utf-8")
+    (block,) = re.findall(r"```text\n(The weights can .*?)```", page, flags=re.DOTALL)
     verdict, table = block.split("\n\n", 1)
     assert " ".join(verdict.split()) in " ".join(printed.split())
     shown, rows = columns(table), columns(printed)

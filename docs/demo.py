@@ -1,0 +1,93 @@
+"""What `keyhole audit demo` says, as a record (docs/figures/demo.json) and on the start page.
+
+`python docs/generate.py figures/demo.json` audits the demo and writes both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import quoted
+from keyhole.assess import Item, assess
+from keyhole.assess.severity import cost
+from keyhole.report import wording
+from keyhole.results import Audit
+
+DOCS = Path(__file__).parent
+SHOWN = (  # the rows that the start page shows
+    "full scores", "scores rounded to 3 decimals", "signs", "a causal layer's output",
+    "hidden states of layer 3", "attention maps of layer 1", "pooled embedding",
+    "gradient of a batch of texts", "1% of each head's attention cut", "1% of all attention cut",
+)  # fmt: skip
+FORM = "  {:<9} {:<37} {:<14} {:>9} {:>24}".format
+
+
+def record() -> str:
+    """What `keyhole audit demo` finds, as a record; the start page shows some of its rows."""
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    import show
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "keyhole", "audit", "demo", "--json-file", "demo.json"]
+        done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+        if done.returncode != 1:
+            raise SystemExit(f"expected the demo to give something away, got {done.stderr}")
+        assessment = assess(Audit.load(Path(folder) / "demo.json"))
+    rows = [row(item) for item in assessment.items]
+    cards = [
+        {"family": card.family, "given away": card.level, "exposed": card.exposed,
+         "checked": card.checked, "fix": wording.brief(card.fix)}
+        for card in assessment.families
+    ]  # fmt: skip
+    data = {
+        "title": "The demo target, audited",
+        "command": "keyhole audit demo",
+        "commit": show.commit(),
+        "machine": show.machine(),
+        "kept": quoted.WRITTEN,
+        "note": "The scoring head has width 64.",
+        "rows": [{"surface": "all", "outcome": assessment.verdict}, *cards, *rows],
+    }
+    page = DOCS / "index.md"
+    place = re.compile(r"(```text\n)The weights can .*?(```)", re.DOTALL)
+    shown = block(assessment.verdict, cards, rows)
+    page.write_text(place.sub(lambda m: f"{m[1]}{shown}{m[2]}", page.read_text("utf-8")), "utf-8")
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def row(item: Item) -> dict[str, str]:
+    finding = item.finding
+    return {
+        "surface": f"{item.family} of {finding.surface}", "severity": item.severity.value,
+        "exposure": finding.exposure, "outcome": wording.outcome(finding),
+        "error": wording.error(finding), "cost": cost(finding),
+        "floor": "–" if finding.floor is None else f"{finding.floor:,}",
+        "seconds": f"{finding.seconds:.2f}",
+    }  # fmt: skip
+
+
+def block(verdict: str, cards: Sequence[dict[str, Any]], rows: Sequence[dict[str, str]]) -> str:
+    """The verdict, the families and the chosen rows, as a terminal shows them."""
+    lines = [*textwrap.wrap(verdict, 98), ""]
+    for card in cards:
+        exposed = f"{card['exposed']} of {card['checked']}"
+        fix = textwrap.shorten(card["fix"], 65, placeholder=" …")
+        lines.append(f"  {card['family']:<13} {card['given away']:<8} {exposed:<10} {fix}")
+    lines += ["", FORM("severity", "exposure", "outcome", "error", "cost")]
+    surface = ""
+    for each in rows:
+        if each["exposure"] in SHOWN:
+            if each["surface"] != surface:
+                lines.append(each["surface"])
+            surface = each["surface"]
+            columns = ("severity", "exposure", "outcome", "error", "cost")
+            lines.append(FORM(*(each[column] for column in columns)).rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,199 @@
+"""Which figures the documents quote, and the records that they come from.
+
+Measured figures, in a table or in a paragraph that names the benchmark or the commit, stand behind
+
+    <!-- figures: NAME -->
+
+and docs/figures/NAME.json is the record: what was measured (`rows`), by which `command`, at which
+`commit`, on which `machine`, and whether it is `kept` as the command wrote it or was transcribed
+from a document. Several names may be given, with commas. A table whose numbers were not measured
+(formulas, settings, names) says so, with the reason:
+
+    <!-- not measured: REASON -->
+
+The records lie beside the documents, not in benchmarks/results/, which is what `make bench`
+measured on the reader's own machine and is not committed. Both have the same form
+(benchmarks/show.py). tests/test_figures.py holds documents and records together, and
+docs/benchmarks.md is made from here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+FIGURES = Path(__file__).parent / "figures"
+TRANSCRIBED = "transcribed from the document"
+WRITTEN = "as the command wrote it"
+MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
+NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|[.,]\d)")
+# What looks like a figure and is none: code, addresses, pictures, papers and their statements,
+# commits, numbered lists.
+ASIDE = re.compile(
+    r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->|^\s*\d+\. |commit\s+[0-9a-f]{7,}|"
+    r"arXiv \d+\.\d+|(?:Theorem|Lemma|Proposition|Definition|Section) \d+\.\d+",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a text, as they are written, without thousands' commas."""
+    return [number.replace(",", "").replace("−", "-") for number in NUMBER.findall(text)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A paragraph, list, table or fenced block of a document, and the mark in front of it."""
+
+    document: Path
+    line: int
+    text: str
+    records: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.document.name}:{self.line}"
+
+    @property
+    def table(self) -> bool:
+        return self.text.lstrip().startswith("|")
+
+    @property
+    def fenced(self) -> bool:
+        return self.text.lstrip().startswith("```")
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """The numbers of each row of a table; of anything else all together."""
+        if not self.table:
+            text = self.text if self.fenced else ASIDE.sub("", self.text)
+            return [numbers(text)]
+        rows = [ASIDE.sub("", row) for row in self.text.splitlines()]
+        return [numbers(row) for row in (rows[0], *rows[2:])]
+
+    @property
+    def measured(self) -> bool:
+        """Whether it looks like measurements: a number in a cell beside the first, or in prose."""
+        if self.fenced or self.text.startswith("#"):
+            return False
+        if not self.table:
+            return any(self.lines)
+        rows = [ASIDE.sub("", row).strip().strip("|") for row in self.text.splitlines()[2:]]
+        return any(numbers(cell) for row in rows for cell in row.split("|")[1:])
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    """What a document consists of, with the marks that stand in front."""
+    mark: dict[str, Any] = {}
+    for line, text in _pieces(document.read_text("utf-8")):
+        if (found := MARK.fullmatch(text.strip())) is None:
+            yield Block(document, line, text, **mark)
+            mark = {}
+        elif found[1] == "figures":
+            mark = {"records": tuple(name.strip() for name in found[2].split(","))}
+        else:
+            mark = {"reason": found[2]}
+    if mark:
+        raise ValueError(f"expected something behind the last mark of {document.name}, got nothing")
+
+
+def _pieces(text: str) -> Iterator[tuple[int, str]]:
+    """Runs of lines between empty ones, each with the number of its first; fences stay whole."""
+    held: list[str] = []
+    fenced = False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        fence = line.lstrip().startswith("```")
+        if held and not fenced and (not line.strip() or fence):
+            yield number - len(held), "\n".join(held)
+            held = []
+        if line.strip() or fenced:
+            held.append(line)
+        if fence and fenced:
+            yield number + 1 - len(held), "\n".join(held)
+            held = []
+        fenced ^= fence
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one command: what it measured, and what it takes to measure it again."""
+
+    name: str
+    title: str
+    command: str
+    commit: str
+    machine: str
+    kept: str
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+    @classmethod
+    def load(cls, name: str) -> Record:
+        path = FIGURES / f"{name}.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"expected a record {path.name} in docs/figures, got none")
+        data = json.loads(path.read_text("utf-8"))
+        fields = ("title", "command", "commit", "machine", "kept", "rows")
+        if missing := [field for field in fields if not data.get(field)]:
+            raise ValueError(f"expected {', '.join(missing)} in {path.name}, got nothing")
+        if data["kept"] not in (TRANSCRIBED, WRITTEN):
+            raise ValueError(f"expected {TRANSCRIBED!r} or {WRITTEN!r}, got {data['kept']!r}")
+        return cls(name, *(data[field] for field in fields), note=data.get("note", ""))
+
+    @cached_property
+    def values(self) -> list[list[Decimal]]:
+        """The numbers of each row: in strings, in numbers, in the names of columns."""
+        return [list(_decimals(row)) for row in self.rows]
+
+    def missing(self, wanted: list[str], *, together: bool = False) -> list[str]:
+        """The numbers that are nowhere in the record, to the digits written; `together`: that
+        the row which has most of them does not have.
+        """
+        about = [*_decimals([self.title, self.note, self.machine, self.command, self.commit])]
+        rows = self.values if together else [sum(self.values, about)]
+        lacking = ([n for n in wanted if not any(agree(n, v) for v in row)] for row in rows)
+        return min(lacking, key=len)
+
+
+def all_records() -> list[Record]:
+    return [Record.load(path.stem) for path in sorted(FIGURES.glob("*.json"))]
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """A row as a table shows it: a benchmark's own has a mark for what was promised."""
+    marks = {True: "met", False: "not met", None: ""}
+    cells = {key: marks.get(value, value) if key == "met" else value for key, value in row.items()}
+    return {key: f"{value}" for key, value in cells.items() if key != "promise"}
+
+
+def agree(written: str, value: Decimal) -> bool:
+    """Whether a number is the value, rounded to the digits that are written."""
+    number = Decimal(written)
+    if number == value:
+        return True
+    digit = Decimal(1).scaleb(int(number.as_tuple().exponent))
+    if digit == 1 and (number < 10 or value == value.to_integral_value()):
+        return False  # counts are exact
+    return abs(number - value) <= digit / 2
+
+
+def _decimals(data: object) -> Iterator[Decimal]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from _decimals(key)
+            yield from _decimals(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from _decimals(value)
+    elif isinstance(data, str):
+        yield from map(Decimal, numbers(ASIDE.sub("", data)))
+    elif isinstance(data, int | float) and not isinstance(data, bool):
+        yield Decimal(repr(data))
+        yield Decimal(repr(data)) * 100  # a share that is quoted in percent
