@@ -13,6 +13,7 @@ import tiny_models as tiny
 from command_line import inside
 from keyhole import report
 from keyhole.audit import Audit, audit, texts
+from keyhole.audit.layers import left_out
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
 from keyhole.errors import InputError
 from keyhole.invert import recover_texts
@@ -147,13 +148,17 @@ def deep(family, **options):
     ],
 )  # fmt: skip
 def test_layers_that_were_not_tried_are_named(family, said):
-    skips = {skip.exposure: skip.reason for skip in texts.left_out("it", deep(family))}
+    def left(surface, **wishes):
+        subject = deep(family, **wishes)
+        return left_out(surface, subject.loaded.model, subject.layers)
+
+    skips = {skip.exposure: skip.reason for skip in left("it")}
     assert skips.keys() == said.keys()
     for exposure, reason in said.items():
         assert skips[exposure].startswith(reason)
-    everything = texts.left_out("it", deep(family, layers="all"))
+    everything = left("it", layers="all")
     assert not any("hidden" in skip.exposure or "keys" in skip.exposure for skip in everything)
-    chosen = [skip.exposure for skip in texts.left_out("", deep(family, layers=[3]))]
+    chosen = [skip.exposure for skip in left("", layers=[3])]
     assert "hidden states of layers 1–2, 4–12" in chosen
 
 

@@ -21,6 +21,7 @@ from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.layers import left_out as layers_left_out
 from keyhole.audit.stores import StoreFacts
 from keyhole.audit.targets import Target
 from keyhole.oracle import Oracle
@@ -70,7 +71,7 @@ class Plan:
                 *(
                     skip
                     for name, model in opened.models.items()
-                    for skip in text_checks.left_out(name, model)
+                    for skip in layers_left_out(name, model.loaded.model, model.layers)
                 ),
             ),
             several=len(opened.surfaces) + len(opened.models) > 1,

@@ -19,11 +19,12 @@ from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
 from keyhole.audit.journal import Resuming, make_all, opened_journal, what_determines
+from keyhole.audit.layers import Layers
 from keyhole.audit.opening import Opening, no_endpoint
 from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, target_of
-from keyhole.audit.texts import Layers, TextTarget
+from keyhole.audit.texts import TextTarget
 from keyhole.bounds import expect_count, expect_seed
 from keyhole.crew import crew_of
 from keyhole.errors import InputError

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.layers import Layers, layers_of
 from keyhole.data import Example
 from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
@@ -46,8 +46,6 @@ from keyhole.recover.simulate import LONGEST, degrade, leak_of
 from keyhole.results import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
-Layers = Sequence[int] | Literal["all"]
-_CHOSEN = ("hidden", "kv")  # the kinds of leaks whose layers --layers chooses
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _NOTES = 3  # that a reason repeats, on what of the texts could not come back
 
@@ -90,7 +88,7 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     for entry, line in _ordered():
         asked = not line.permuted or PERMUTED in target.precisions
         if line.causal == parts.causal and asked:
-            for layer in _layers(line, target, parts):
+            for layer in layers_of(line, target.layers, parts):
                 attack = _attack(entry, line, target)
                 run = partial(_check, line, attack, layer, surface, target, seed)
                 made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
@@ -153,66 +151,6 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
             reason = f"takes longer than an audit: keyhole capture, invert text --method {names}"
             skips.append(Skip(exposure, "none", reason))
     return tuple(skips)
-
-
-def _layers(line: Line, target: TextTarget, parts: Anatomy) -> Sequence[int | None]:
-    if target.layers is None or line.kind not in _CHOSEN:
-        return line.layers(parts)
-    if target.layers == "all":
-        return _every_layer(line.kind, parts)
-    for layer in target.layers:
-        Exposure(line.kind, layer).block(
-            parts
-        )  # said before the first check: there is such a layer
-    return list(target.layers)
-
-
-def _every_layer(kind: str, parts: Anatomy) -> range:
-    """Counted as the exposure counts them: a causal model's cache from 0, all others from 1."""
-    first = 0 if kind == "kv" and parts.causal else 1
-    return range(first, first + parts.layers)
-
-
-def left_out(surface: str, target: TextTarget) -> tuple[Skip, ...]:
-    """The layers of which nothing was tried although others were: three of twelve are not all."""
-    try:
-        parts = anatomy(target.loaded.model)
-    except InputError:  # said by `checks`
-        return ()
-    lines = [line for _, line in ATTACKS.lines() if line.causal == parts.causal]
-    tried: dict[str, set[int]] = {}
-    for line in lines:
-        if not line.permuted:
-            numbers = (layer for layer in _layers(line, target, parts) if layer is not None)
-            tried.setdefault(line.kind, set()).update(numbers)
-    names = {line.kind: line.exposure for line in reversed(lines) if not line.permuted}
-    return tuple(
-        _untried(names[kind], kind, layers, parts, surface)
-        for kind, layers in tried.items()
-        if layers and not layers.issuperset(_every_layer(kind, parts))
-    )
-
-
-def _untried(exposure: str, kind: str, tried: set[int], parts: Anatomy, surface: str) -> Skip:
-    every = _every_layer(kind, parts)
-    missing = [layer for layer in every if layer not in tried]
-    inside = sum(layer in every for layer in tried)  # hidden states of layer 0 are the embeddings
-    other = f"keyhole capture --expose {kind}:{missing[0]}, then keyhole invert text"
-    how = "--layers all tries every one" if kind in _CHOSEN else f"these take longer: {other}"
-    layers = f"layer{'' if len(missing) == 1 else 's'} {spans(missing)}"
-    return Skip(
-        f"{exposure} of {layers}{f', {surface}' if surface else ''}", "none",
-        f"{inside} of {parts.layers} layers were tried; {how}",
-    )  # fmt: skip
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Numbers in order as people write them: 2–5, 7–11."""
-    parts: list[str] = []
-    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        row = [number for _, number in run]
-        parts.append(f"{row[0]}–{row[-1]}" if len(row) > 1 else str(row[0]))
-    return ", ".join(parts)
 
 
 def _words(line: Line, layer: int | None) -> str:
