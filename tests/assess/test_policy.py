@@ -91,7 +91,7 @@ class Expected:
 
 
 POLICIES = {
-    "": Expected("1111031330", anything, rule="fail-on low"),
+    "allow-unchecked = false": Expected("1111031330", anything, rule="fail-on low"),
     'fail-on = ["critical"]': Expected("1000031330", lambda f: given(f) and points(f) >= 9),
     'fail-on = ["high"]': Expected("1010031330", lambda f: given(f) and points(f) >= 7),
     'fail-on = "medium"': Expected("1011031330", lambda f: given(f) and points(f) >= 5),
@@ -234,6 +234,7 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("", "got nothing"),
         ("fail-on = [", "TOML"),
         ('fail_on = ["high"]', "did you mean fail-on"),
         ('fail-on = ["severe"]', "a severity"),

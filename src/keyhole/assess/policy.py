@@ -87,6 +87,8 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
         if "keyhole" not in _tool(table):
             raise InputError(f"expected a table [tool.keyhole] in {path}, got none")
         table = _table(_tool(table)["keyhole"], "tool.keyhole", path)
+    if not table:
+        raise InputError(f"expected {', '.join(_KEYS)} or environment in {path}, got nothing")
     environments = _table(table.pop("environment", {}), "environment", path)
     policy = _layer(Policy(source=str(path)), table, path)
     for name, inner in environments.items():  # all of them are read: a mistake is told at once

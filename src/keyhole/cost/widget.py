@@ -40,6 +40,8 @@ _STYLE = """
 .keyhole-cost { max-width: 44rem; font-family: system-ui, sans-serif; }
 .keyhole-cost label { display: grid; grid-template-columns: 15rem 1fr 7rem; gap: .75rem; }
 .keyhole-cost label output { text-align: right; font-variant-numeric: tabular-nums; }
+@media (max-width: 34rem) { .keyhole-cost label { grid-template-columns: 1fr 5rem; }
+  .keyhole-cost label input { grid-row: 2; } }
 .keyhole-cost table { margin-top: 1rem; border-collapse: collapse; width: 100%; }
 .keyhole-cost th, .keyhole-cost td { padding: .2rem .5rem; text-align: right; }
 .keyhole-cost th:first-child { text-align: left; font-weight: normal; }
@@ -91,16 +93,23 @@ _RESULTS = (
 )  # fmt: skip
 
 
-def render(nonce: str | None = None) -> str:
-    """The piece of HTML; `nonce` is put on its style and its script."""
+def style() -> str:
+    """Its style alone, for a policy that allows it by hash."""
+    return _STYLE
+
+
+def script() -> str:
+    """Its script alone, for the same."""
     (signs,) = figures("signs")
     functions = ",".join(
         f"\n    {json.dumps(name)}: [{', '.join(f'(d, r, e) => {part}' for part in parts)}]"
         for name, parts in FORMULAS.items()
     )
-    script = _SCRIPT % {
-        "formulas": functions, "most": json.dumps(signs["most"]),
-    }  # fmt: skip
+    return _SCRIPT % {"formulas": functions, "most": json.dumps(signs["most"])}
+
+
+def render(nonce: str | None = None) -> str:
+    """The piece of HTML; `nonce` is put on its style and its script."""
     allowed = "" if nonce is None else f' nonce="{escape(nonce)}"'
     choices = "".join(f"<option>{escape(name)}</option>" for name in FORMULAS)
     sliders = "".join(_slider(*slider) for slider in _SLIDERS)
@@ -110,10 +119,10 @@ def render(nonce: str | None = None) -> str:
     )
     return (
         f'<section class="keyhole-cost" aria-label="What taking one head costs">'
-        f"<style{allowed}>{_STYLE}</style>"
+        f"<style{allowed}>{style()}</style>"
         f'<label>the endpoint returns <select name="exposure">{choices}</select></label>'
         f'{sliders}<table aria-live="polite">{rows}</table>'
-        f"<script{allowed}>{script}</script></section>"
+        f"<script{allowed}>{script()}</script></section>"
     )
 
 

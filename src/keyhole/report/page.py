@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from keyhole.assess import Assessment, Item, assess
+from markupsafe import Markup
+
+from keyhole.assess import Assessment, Family, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
+from keyhole.cost import widget
 from keyhole.percent import percent
 from keyhole.report import lengths, matrix, pictures, readings, wording
 from keyhole.report.curves import curve
@@ -23,8 +26,12 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
     def measures(item: Item) -> list[Measure]:
         return measured(item, made.items)
 
+    costs = made.card(Family.WEIGHTS).checked > 0
     return fill(
         "page.html",
+        styles=[widget.style()] if costs else [],
+        scripts=[widget.script()] if costs else [],
+        costs=Markup(widget.render()) if costs else "",  # noqa: S704 - nothing of a target is in it
         audit=audit,
         assessment=made,
         sections=sections(made),

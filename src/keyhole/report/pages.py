@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -34,14 +35,20 @@ _environment = jinja2.Environment(
 )
 
 
-def fill(template: str, **values: Any) -> str:
-    """A template that extends base.html, with the values given; all strings in them are escaped."""
+def fill(
+    template: str, styles: Sequence[str] = (), scripts: Sequence[str] = (), **values: Any
+) -> str:
+    """A template that extends base.html, with the values given; all strings in them are escaped.
+
+    `styles` and `scripts` are those of pieces of our own that stand in it besides.
+    """
     style, script = _inlined("style.css"), _inlined("script.js")
+    allowed = policy([style, *styles], [script, *scripts])
     page = _environment.get_template(template)
-    return page.render(style=style, script=script, policy=policy([style], [script]), **values)
+    return page.render(style=style, script=script, policy=allowed, **values)
 
 
-def policy(styles: list[Markup], scripts: list[Markup]) -> str:
+def policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
     """What a browser may do on a page: what is inlined in it, and nothing else."""
     return "; ".join([
         "default-src 'none'",
