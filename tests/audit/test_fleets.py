@@ -199,7 +199,7 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
         ("demo", "--targets", "x"): "expected TARGET without --targets, got both",
         ("--targets", "x", "--page", "y"): "expected --page without --targets, got both",
         ("demo", "--out", "x"): "expected --out with --targets, got demo",
-        (): "expected TARGET or --targets FILE, got none",
+        (): "expected TARGET, --targets FILE, or a policy with targets, got none",
         ("--targets", "missing.toml"): "expected a fleet file, got missing.toml",
         ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "expected --out as a",
     }.items():

@@ -36,7 +36,7 @@ def extras(root):
     return {
         extra: [NAMES.get(name, name) for name in (need.split(">")[0] for need in needs)]
         for extra, needs in project["optional-dependencies"].items()
-        if extra not in ("all", "dev")
+        if extra not in ("all", "dev", "docs")
     }
 
 
@@ -45,13 +45,13 @@ SAID = {
     "models": "expected transformers to be installed, got none: pip install 'keyhole[models]'",
     "proofs": "not proved: expected python-flint",
 }
-EXTRAS = ("cluster", "convex", "hub", "models", "proofs", "serve", "stores")
+EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "serve", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 # One at a time in a full run; otherwise those that the demo can do without are missing together.
 MISSING = (
     [(extra,) for extra in EXTRAS]
     if FULL
-    else [("models",), ("proofs", "cluster", "convex", "hub", "serve", "stores")]
+    else [("models",), ("proofs", "cluster", "convex", "hub", "plots", "serve", "stores")]
 )
 
 

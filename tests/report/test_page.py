@@ -8,8 +8,8 @@ import io
 import json
 import re
 import sys
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
+from datetime import date
 
 import pytest
 from markupsafe import escape
@@ -17,7 +17,7 @@ from rich.console import Console
 
 import hostile_audit
 from keyhole import oracle, report
-from keyhole.assess import Family, Item, assess
+from keyhole.assess import Assessment, Family, Ignore, Policy, assess, compared, decided
 from keyhole.assess.severity import cost
 from keyhole.audit import Audit, Target, audit
 from keyhole.errors import MissingExtra
@@ -32,9 +32,9 @@ def found() -> Audit:
     return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
 
 
-def words(found: Audit, width: int = 200) -> str:
+def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(report.table(found))
+    console.print(report.table(found, assessment))
     return console.file.getvalue()
 
 
@@ -141,7 +141,7 @@ def test_a_row_says_of_what(found):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_loses_nothing_in_a_terminal(found, width):
     made = replace(found, findings=(*found.findings, *read(found, 1, 2).findings))
-    lines = words(made, width).splitlines()
+    lines = words(made, width=width).splitlines()
     assert max(map(len, lines)) <= width
     for finding in made.findings:
         first = next(word for word in finding.exposure.split("  "))[:12]
@@ -158,14 +158,17 @@ def test_an_option_in_a_sentence_is_escaped_and_kept_in_one_piece():
     )
 
 
-def test_the_policy_names_the_one_style_and_the_one_script(found):
+def test_the_policy_names_every_style_and_every_script(found):
     page = report.render(found)
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page).group(1)
     assert policy.startswith("default-src &#39;none&#39;; ")
     for tag in ("style", "script"):
-        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src &#39;sha256-{digest}&#39;" in policy
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, flags=re.DOTALL)
+        digests = [hashlib.sha256(text.encode()).digest() for text in texts]
+        named = [f"&#39;sha256-{base64.b64encode(digest).decode()}&#39;" for digest in digests]
+        (allowed,) = re.findall(rf"{tag}-src (.*?);(?= |$)", policy)
+        assert set(allowed.split()) == set(named)
+        assert len(named) == 2  # the page's own, and that of what an attack costs
     assert "unsafe" not in policy
     assert " style=" not in page  # the policy would forbid it
     assert not re.search(r"\son[a-z]+=", page)
@@ -186,21 +189,30 @@ def test_what_came_from_a_target_is_escaped_also_out_of_a_file(tmp_path):
         assert r"\x1b[31m" in printed
 
 
-def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
-    @dataclass(frozen=True)
-    class Judged(Item):
-        state: str = "new"
-        ignored: object = None
+GONE = Finding(
+    exposure="something that is no longer", attack="x", status=Status.RECOVERED, reason="",
+    remedy="", error=None, queries=1, seconds=0.0, known=1.0,
+)  # fmt: skip
 
+
+def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
+    risk = Ignore("weights-*", "a <b>known</b> risk", date(2027, 1, 1))
     plain = assess(found)
-    first = plain.items[0]
-    risk = SimpleNamespace(reason="a <b>known</b> risk", until="2027-01-01")
-    fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
-    judged = Judged(**fields, ignored=risk)
-    page = report.render(found, replace(plain, items=(judged, *plain.items[1:])))
+    old = assess(replace(found, findings=(*found.findings[1:], GONE)))
+    judged = decided(
+        compared(plain, old),
+        Policy(source="<i>keyhole.toml</i>", ignores=(risk,)),
+        date(2026, 1, 1),
+    )
+    page = report.render(found, judged)
     assert '<span class="badge plain">new</span>' in page
+    assert '<span class="badge plain">same</span>' in page
     assert "a &lt;b&gt;known&lt;/b&gt; risk (until 2027-01-01)" in page
-    assert page.count(">ignored<") == 1
+    assert page.count(">ignored<") == len(plain.exposed)
+    assert "&lt;i&gt;keyhole.toml&lt;/i&gt;" in page
+    assert "no finding fails" in page
+    assert "something that is no longer" in page.split("Gone since the baseline")[1]
+    assert "Gone since the baseline" in words(found, judged)
 
 
 def test_a_figure_for_notebooks_needs_plotly_and_the_page_does_not(found, monkeypatch):

@@ -196,7 +196,7 @@ def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
             assert not loaded & {"torch", "transformers", "numpy", "rich", "jinja2", "plotly"}
             assert sorted(name for name in sys.modules if name.startswith("keyhole")) == [
                 "keyhole", "keyhole.testing", "keyhole.testing.plugin", "keyhole.testing.record",
-                "keyhole.views",
+                "keyhole.version", "keyhole.views",
             ]
     """)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{about.parent}")
