@@ -184,12 +184,12 @@ def audit(
     """
     judge = Judge.of(policy, environment, baseline)
     chosen = tuple(only or judge.policy.exposures)
-    if target is None and targets is None:
-        target, named = (*judge.policy.targets, None)[0], judge.policy.targets[1:]
-        data = data or (judge.policy.data and Path(judge.policy.data)) or None
-        if named:
-            target = None
-    fleet = targets or (judge.policy.targets if target is None else ())
+    named = judge.policy.targets if target is None and targets is None else ()
+    if named and judge.policy.data is not None:
+        data = data or Path(judge.policy.data)
+    if len(named) == 1:
+        target = named[0]
+    fleet = targets or (named if len(named) > 1 else ())
     if fleet:
         own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
                "--json-file": json_file != FINDINGS, "--output": bool(outputs),
