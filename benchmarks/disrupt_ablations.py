@@ -33,11 +33,19 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+def _shares(given: str) -> tuple[float, ...]:
+    return tuple(float(share) for share in given.split(",") if share)
+
+
 OPTIONS = argparse.ArgumentParser(add_help=False)
 OPTIONS.add_argument("--models", nargs="+", default=[str(FOLDER)])
 OPTIONS.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
 OPTIONS.add_argument("--texts", type=int, help="the first so many sentences; all by default")
 OPTIONS.add_argument("--share", type=float, default=0.01, help="of the rows; the curve has its own")
+OPTIONS.add_argument("--shares", type=_shares, default=SHARES, help="of the curve, by commas")
 OPTIONS.add_argument("--batch", type=int, default=64)
 OPTIONS.add_argument("--together", type=int, default=16, help="examples in one call")
 OPTIONS.add_argument("--only", default="", help="attacks to run, by a part of their names")
@@ -64,7 +72,6 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 }
 STRONGER = "stronger (ours, special tokens spared)"
 CURVES = (RELEASED, MAGNITUDE, "random units", STRONGER)
-SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ def measured(quick: bool) -> list[Measured]:
     points: list[Measured] = []
     for model in CHOSEN.models:
         loaded = load_model(model, task="classification", device=CHOSEN.device)
-        for name, share in planned(CHOSEN.share, (0.05,) if quick else SHARES):
+        for name, share in planned(CHOSEN.share, (0.05,) if quick else CHOSEN.shares):
             if CHOSEN.only not in name:
                 continue
             method = attack(name, share, CHOSEN.batch)

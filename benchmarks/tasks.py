@@ -15,8 +15,9 @@ its own ending and once with that of the next context of its group. So every con
 ending stands in one pair of each class, and neither alone tells anything.
 
 `--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` (the
-default) takes the task's own settings or `--rate`, `--epochs`, `--batch`. `--parts factors` reads
-the runs, of `--join FILE …` or its own, and tells what flipping depends on (factors.py).
+default) takes the task's own settings or `--rate`, `--epochs`, `--batch`, `--longest` (a quarter of
+DREAM's dialogues is longer than its 256 tokens). `--parts factors` reads the runs, of `--join FILE
+…` or its own, and tells what flipping depends on (factors.py).
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tasks", default="hellaswag,dream,pairs,sst2")
     parser.add_argument("--parts", default="attacks,factors")
     parser.add_argument("--rates", default="2e-5,5e-5,1e-4", help="of the ceiling")
+    parser.add_argument("--longest", type=int, help="tokens of a text; the task's own by default")
     given, rest = trained.chosen(parser)
     for name, known in (("tasks", TASKS), ("parts", PARTS)):
         wanted = [part for part in getattr(given, name).split(",") if part]
@@ -136,7 +138,7 @@ class Bench:
         return trained.Trained(
             self.given, name, model, self.words[name], method=method, seed=seed, train=train,
             dev=dev, epochs=self.given.epochs or task.epochs, batch=self.given.batch or task.batch,
-            rate=rate or self.given.rate or task.rate, longest=task.longest,
+            rate=rate or self.given.rate or task.rate, longest=self.given.longest or task.longest,
         )  # fmt: skip
 
     def ceiling(self, name: str, seed: int, rate: float) -> Iterator[Row]:
