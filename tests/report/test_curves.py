@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from keyhole.report.curves import HEIGHT, SMALLEST, WIDTH, curve
+from keyhole.report.axes import SMALLEST
+from keyhole.report.curves import HEIGHT, WIDTH, curve
 from keyhole.results import Finding, Status
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
-import shutil
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from html.parser import HTMLParser
@@ -15,6 +13,7 @@ import pytest
 import keyhole
 import tiny_classifiers
 import tiny_models as tiny
+from browser import chromium
 from keyhole import disrupt, extract, invert, oracle, recover
 from keyhole.audit import Target
 from keyhole.audit.one_exposure import audit_exposure
@@ -222,18 +221,8 @@ def test_a_curve_takes_any_numbers(points, drawn):
 
 @pytest.fixture(scope="module")
 def browser():
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium on the PATH: the page was not opened in a browser")
-    from playwright.sync_api import sync_playwright
-
-    # As root, Chromium has no sandbox to offer; and it must not telephone home.
-    flags = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    flags += ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=flags)
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 _STYLES = """() => [...document.querySelectorAll(".outside")].map(one => {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from markupsafe import escape
 
 from keyhole.errors import MissingExtra
-from keyhole.report.curves import SMALLEST
+from keyhole.report.axes import SMALLEST
 from keyhole.results import Finding
 
 if TYPE_CHECKING:
