@@ -7,13 +7,16 @@ of writing, halves of surrogate pairs) is spelled out, so that it reads as what 
 
 from __future__ import annotations
 
+from keyhole.visible import visible
+
 LONGEST = 1000  # letters of one field; the JSON file has all of them
 
 
 def inert(text: str, longest: int = LONGEST) -> str:
     """One line of printable characters, cut off where it is too long."""
-    line = " ".join(text[: 4 * longest].split())  # cut first: a text may have a million letters
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    shown = visible(
+        " ".join(text[: 4 * longest].split())
+    )  # cut first: it may have a million letters
     return shown if len(shown) <= longest and len(text) <= 4 * longest else f"{shown[:longest]}…"
 
 

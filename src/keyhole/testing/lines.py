@@ -5,6 +5,7 @@ from __future__ import annotations
 from keyhole.percent import percent
 from keyhole.report import wording
 from keyhole.results import Audit, Finding, Outcome, Skip
+from keyhole.visible import visible
 
 _LONGEST = 60  # letters of a text that a line quotes
 UNCHECKED = str(Outcome.UNCHECKED)
@@ -86,6 +87,4 @@ def _quoted(text: str) -> str:
 
 def _plain(text: str) -> str:
     """One line, control characters spelled out: recovered text must not steer a terminal."""
-    return "".join(
-        letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split())
-    )
+    return visible(" ".join(text.split()))
