@@ -162,7 +162,8 @@ def test_another_runs_journal_is_refused(place, tmp_path):
 
 def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
     page = report.render_fleet(whole, {"encoder": "encoder.html", HOSTILE: "x y.html"})
-    assert "<script" not in page
+    assert "<script>alert" not in page
+    assert "Content-Security-Policy" in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert '<a href="encoder.html">encoder</a>' in page
     assert 'href="x%20y.html"' in page

@@ -52,13 +52,13 @@ def audit_fleet(
             resuming=_say_resuming,
             finished=lambda member, audit: _write(out, member, judge(audit)),
         )  # fmt: skip
-        write_text(index, report.render_fleet(result, pages))
+        write_text(index, report.render_fleet(result, pages, judge))
     again = _unanswered(result, journal)
-    answer(result.to_dict(), report.fleet_table(result), as_json=as_json)
+    answer(result.to_dict(), report.fleet_table(result, judge), as_json=as_json)
     say(f"page: {index}   findings: {out}/*.json")
     if again:
         say(again)
-    codes = {json_form.exit_code(judge(audit)) for audit in result.audits.values()}
+    codes = {judge(audit).exit_code for audit in result.audits.values()}
     return next(code for code in (1, 3, 0) if code in codes)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-import jinja2
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -15,17 +14,13 @@ from rich.text import Text
 
 from keyhole.assess import Assessment, Card, Item, Severity, assess
 from keyhole.progress import duration
+from keyhole.report.pages import fill
+from keyhole.report.terminal import STYLES
 from keyhole.results import Audit, Fleet
+from keyhole.visible import visible
 
-_STYLES = {
-    Severity.CRITICAL: "bold red", Severity.HIGH: "red", Severity.MEDIUM: "yellow",
-    Severity.LOW: "yellow", Severity.UNKNOWN: "magenta", Severity.NONE: "green",
-}  # fmt: skip
 _COUNTED = {1: "give something away", 3: "could not be checked", 0: "give nothing away"}
-
-_pages = jinja2.Environment(
-    loader=jinja2.PackageLoader("keyhole.report"), autoescape=True, undefined=jinja2.StrictUndefined
-)
+Judge = Callable[[Audit], Assessment]  # what an audit means, where a policy has a say in it
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Row:
     @property
     def severity(self) -> Severity:
         """Of the worst finding; what gave nothing away but for what nobody could check: unknown."""
-        if self.audit.exit_code == 3:
+        if self.assessment.exit_code == 3:
             return Severity.UNKNOWN
         return self.assessment.severity
 
@@ -70,10 +65,10 @@ class Row:
         return duration(self.audit.seconds) if self.audit.seconds else "–"
 
 
-def rows(fleet: Fleet, pages: Mapping[str, str] | None = None) -> list[Row]:
+def rows(fleet: Fleet, pages: Mapping[str, str] | None = None, judge: Judge = assess) -> list[Row]:
     """The targets, the worst first; `pages` are the files of their pages, by name."""
     made = [
-        Row(name, quote((pages or {}).get(name, "")), assess(audit))
+        Row(name, quote((pages or {}).get(name, "")), judge(audit))
         for name, audit in fleet.audits.items()
     ]
     return sorted(made, key=_order)
@@ -85,26 +80,27 @@ def _order(row: Row) -> tuple[int, int, str]:
 
 
 def verdict(fleet: Fleet) -> str:
-    """The one sentence that a reader takes away."""
+    """The one sentence that a reader takes away: what is given away, whatever a policy allows."""
     counts = Counter(audit.exit_code for audit in fleet.audits.values())
     parts = [f"{counts[code]} {words}" for code, words in _COUNTED.items() if counts[code]]
     total = len(fleet.audits)
     return f"Of {total} {'target' if total == 1 else 'targets'} {', '.join(parts)}."
 
 
-def render_fleet(fleet: Fleet, pages: Mapping[str, str] | None = None) -> str:
+def render_fleet(
+    fleet: Fleet, pages: Mapping[str, str] | None = None, judge: Judge = assess
+) -> str:
     """The page of a fleet; everything that came from a target is escaped."""
-    made = rows(fleet, pages)
-    return _pages.get_template("fleet.html").render(
-        fleet=fleet, rows=made, verdict=verdict(fleet), duration=duration,
-        headline={0: "none", 1: "high", 3: "unknown"}[fleet.exit_code],
+    made = rows(fleet, pages, judge)
+    return fill(
+        "fleet.html", fleet=fleet, rows=made, verdict=verdict(fleet), duration=duration,
         heads=[card.family.value for card in made[0].families] if made else [],
     )  # fmt: skip
 
 
-def fleet_table(fleet: Fleet) -> Group:
+def fleet_table(fleet: Fleet, judge: Judge = assess) -> Group:
     """The same for the terminal."""
-    made = rows(fleet)
+    made = rows(fleet, judge=judge)
     view = Table(box=box.SIMPLE)
     for heading in ("target", "severity", "worst finding"):
         view.add_column(heading)
@@ -115,9 +111,9 @@ def fleet_table(fleet: Fleet) -> Group:
         worst = row.verdict if row.worst is None else row.worst.finding.exposure
         view.add_row(
             # Text: what came from a target is never taken for markup.
-            Text(row.name),
-            Text(row.severity.value, style=_STYLES[row.severity]),
-            Text(worst),
+            Text(visible(row.name)),
+            Text(row.severity.value, style=STYLES[row.severity]),
+            Text(visible(worst)),
             *(Text(card.level.value) for card in row.families),
             f"{row.audit.seconds:.1f}",
         )

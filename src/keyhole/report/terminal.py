@@ -20,7 +20,7 @@ from keyhole.results import Audit, Skip
 from keyhole.visible import visible
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
-_STYLES = {
+STYLES = {
     Severity.CRITICAL: "bold red", Severity.HIGH: "red", Severity.MEDIUM: "yellow",
     Severity.LOW: "cyan", Severity.UNKNOWN: "magenta", Severity.NONE: "green",
 }  # fmt: skip
@@ -55,7 +55,7 @@ def _cards(assessment: Assessment) -> Table:
     view.add_column(overflow="fold")
     for card in assessment.families:
         exposed = f"{card.exposed} of {card.checked}" if card.checked else "–"
-        style = _STYLES[card.severity] if card.checked else "dim"
+        style = STYLES[card.severity] if card.checked else "dim"
         view.add_row(
             str(card.family),
             Text(str(card.level), style=style),
@@ -91,7 +91,7 @@ def _row(item: Item) -> tuple[str, ...]:
 
 
 def _styled(item: Item, row: Sequence[str]) -> list[Text]:
-    style = _STYLES[item.severity]
+    style = STYLES[item.severity]
     return [Text(word, style=style if place in (0, 2) else "") for place, word in enumerate(row)]
 
 
