@@ -102,7 +102,7 @@ def test_an_assessment_in_a_file_is_not_believed(tmp_path):
     path.write_text(json.dumps(lying), "utf-8")
     again = assess(Audit.load(path))
     assert again.verdict == assess(whole()).verdict
-    assert json_form.exit_code(again) == 1
+    assert again.exit_code == 1
 
 
 def test_no_object_takes_a_key_that_nobody_described():

@@ -65,6 +65,11 @@ class Assessment:
         return max([*unchecked, *(item.severity for item in self.items)], key=_rank)
 
     @property
+    def exit_code(self) -> int:
+        """What a policy decided; without one, what the audit says by itself."""
+        return self.audit.exit_code if self.decision is None else self.decision.exit_code
+
+    @property
     def exposed(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.finding.exposed)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-PASSED, FAILED, WRONG_INPUT, UNCHECKED = 0, 1, 2, 3
+PASSED, FAILED, UNCHECKED = 0, 1, 3
 
 
 class Ruling(StrEnum):

@@ -239,7 +239,7 @@ def audit(
         say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
     if again:
         say(again)
-    raise typer.Exit(json_form.exit_code(assessment))
+    raise typer.Exit(assessment.exit_code)
 
 
 def _say_resuming(done: int, total: int) -> None:

@@ -40,7 +40,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
     return {
         "verdict": assessment.verdict,
         "severity": assessment.severity.value,
-        "exit_code": exit_code(assessment),
+        "exit_code": assessment.exit_code,
         "counts": {
             "checked": len(assessment.items),
             "exposed": len(assessment.exposed),
@@ -54,12 +54,6 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "gone": [_row(item) for item in assessment.gone],
         "decision": None if decision is None else _decision(decision),
     }
-
-
-def exit_code(assessment: Assessment) -> int:
-    """The policy's, where there is one."""
-    decision = assessment.decision
-    return assessment.audit.exit_code if decision is None else decision.exit_code
 
 
 def _card(card: Card) -> dict[str, Any]:

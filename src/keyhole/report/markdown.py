@@ -14,7 +14,6 @@ from keyhole.assess import Assessment, Card, Item
 from keyhole.assess.severity import cost
 from keyhole.report import provenance, wording
 from keyhole.report.inert import as_code
-from keyhole.report.json_form import exit_code
 from keyhole.results import Outcome
 
 MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
@@ -52,7 +51,7 @@ def _title(assessment: Assessment) -> list[str]:
         f"## {sign} Keyhole: {assessment.verdict}", "",
         f"Target {as_code(assessment.audit.target, _CELL)}: {len(assessment.exposed)} of "
         f"{len(assessment.items)} checks gave something away, worst severity "
-        f"**{assessment.severity}**, exit code {exit_code(assessment)}.", "",
+        f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
     ]  # fmt: skip
 
 

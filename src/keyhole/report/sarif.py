@@ -18,7 +18,6 @@ from keyhole.assess.rules import OTHERS, rule_of_skip
 from keyhole.assess.severity import cost
 from keyhole.report import provenance, wording
 from keyhole.report.inert import inert
-from keyhole.report.json_form import exit_code
 from keyhole.report.sarif_places import Places
 from keyhole.results import Outcome, Skip, dump
 
@@ -143,7 +142,7 @@ def _pascal(words: str) -> str:
 
 
 def _invocation(assessment: Assessment) -> dict[str, Any]:
-    code, finished = exit_code(assessment), provenance.finished(assessment.audit)
+    code, finished = assessment.exit_code, provenance.finished(assessment.audit)
     unchecked = [
         {"level": "warning", "message": {"text": _said(f"could not check {what}")}}
         for what in [
