@@ -11,6 +11,7 @@ import pytest
 
 import keyhole
 import tiny_models as tiny
+from keyhole.models import load_model
 from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
 from keyhole.testing import plugin
@@ -40,6 +41,15 @@ TESTS = """
         assert audit.findings
         assert keyhole_audit("planted.safetensors") is audit
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported(tmp_path_factory):
+    """All that loading a model imports, once: what an inner run imports, pytester forgets again,
+    and torch warns where its kernels are registered a second time."""
+    where = tmp_path_factory.mktemp("imported") / "model"
+    tiny.save("bert", where)
+    load_model(where)
 
 
 @pytest.fixture
