@@ -14,6 +14,10 @@ def test_results_and_the_package_say_the_same():
     assert keyhole.__version__ == __version__ == environment()["keyhole"]
 
 
+def test_people_cite_the_same(root):
+    assert f"\nversion: {__version__}\n" in (root / "CITATION.cff").read_text("utf-8")
+
+
 def test_a_checkout_that_nobody_installed_has_it_too(root, tmp_path):
     """-S: without site-packages, so without anything that was installed; and so without torch."""
     place = f"import sys; sys.path.insert(0, {str(root / 'src')!r})"
