@@ -10,10 +10,12 @@ import pytest
 
 import warm_process
 from command_line import parts
+from keyhole.cli import completion
 from keyhole.cli.app import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+OPTIONS = completion.table()
 
 
 def test_the_command_line_reference_has_every_command():
@@ -87,10 +89,43 @@ def test_what_is_generated_is_up_to_date():
         assert made == text(), f"docs/{name} is out of date: run `make docs`"
 
 
-def test_files_named_in_the_papers_table_exist():
-    text = (ROOT / "docs" / "papers.md").read_text("utf-8")
-    for name in re.findall(r"`((?:src|tests|benchmarks)/[\w/.]+)`", text):
-        assert (ROOT / name).exists(), name
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_documents_name_exist(path):
+    folders = "benchmarks|ci|docs|src|tests|training"
+    for name in re.findall(rf"`((?:{folders})/[\w/.-]+\.\w+)`", path.read_text("utf-8")):
+        assert (ROOT / name).exists(), f"{path.name}: {name}"
+
+
+def shown_commands(text: str) -> list[str]:
+    """The `keyhole …` lines of fenced blocks, and those within a sentence."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    blocks = re.findall(r"^```(?:console|sh|text)\n(.*?)^```", text, flags=re.M | re.S)
+    lines = re.findall(r"^(?:\$ )?(keyhole [a-z].*)$", "".join(blocks), flags=re.M)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [re.split(r" #| \| ", line)[0] for line in lines] + [
+        " ".join(span.split()) for span in re.findall(r"`(keyhole\s[a-z][^`]*)`", prose)
+    ]
+
+
+def unknown_options(line: str) -> list[str]:
+    """Of a command that a document shows, the options that it does not have."""
+    words = line.split()[1:]
+    names = (" ".join(words[:2]), words[0], f"{words[0]} problem")  # `keyhole invert FILE`
+    known = next((OPTIONS[name] for name in names if name in OPTIONS), {})
+    options = [word for word in words if re.match(r"--\w", word)]
+    return [option for option in options if option not in {*known, "--help"}]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_documents_show_have_these_options(path):
+    for line in shown_commands(path.read_text("utf-8")):
+        assert not unknown_options(line), f"{path.name}: {line}"
+
+
+def test_an_option_that_a_command_does_not_have_is_seen():
+    fence = "```sh\n$ keyhole cost head --wide 8  # here\n```\n"
+    shown = shown_commands(f"Try `keyhole invert\ntext demo FILE --noise 1`.\n\n{fence}")
+    assert [unknown_options(line) for line in shown] == [["--wide"], []]
 
 
 NUMBERED = {  # every numbered statement that the papers' texts hold or refer to as their own
