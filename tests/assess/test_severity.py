@@ -98,7 +98,7 @@ def test_the_document_has_these_points_and_all_rules():
     assert points["weights"] == str(USUAL.lost[Family.WEIGHTS])
     assert points["a prediction"] == str(USUAL.lost[Family.PREDICTIONS])
     assert f"all ({USUAL.all_of_it:.0%} or more)" in points
-    assert f"up to {USUAL.cheap:,} queries (or texts seen, passes made)" in points
+    assert f"up to {USUAL.cheap:,} queries (or leaked texts, or forward passes)" in points
     assert f"up to {USUAL.affordable:,}" in points
     names = {row[1]: row[0] for row in cells if len(row) == 2}
     for severity, least in USUAL.names.items():
