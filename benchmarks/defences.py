@@ -157,9 +157,9 @@ def figure(points: list[Point]) -> go.Figure:
     )  # fmt: skip
     picture.update_layout(
         template="plotly_white", width=1100, height=520, legend={"x": 1.02, "y": 1},
-        title="One head, d = 16: below the dotted line the thief's copy is the better server",
+        title="One head, d = 16: below the dotted line the attacker's copy is the more exact",
         xaxis={**_LOGARITHMIC, "title": "honest client's error (smaller ones are drawn at 1e-6)"},
-        yaxis={**_LOGARITHMIC, "title": "error of the thief's copy (likewise)"},
+        yaxis={**_LOGARITHMIC, "title": "error of the attacker's copy (likewise)"},
     )  # fmt: skip
     return picture
 

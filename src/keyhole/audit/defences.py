@@ -70,7 +70,7 @@ def _weights(tried: Tried, surface: str, exposure: str) -> Finding:
         exposure=exposure,
         attack=tried.attack,
         status=tried.status,
-        reason=f"{tried.setting}: the thief has {had}, an honest client answers off by "
+        reason=f"{tried.setting}: the attacker has {had}, an honest client answers off by "
         f"{tried.honest_error:.1e}{refused}; {tried.reason}",
         remedy=_BROKEN if broken else _HELD,
         error=tried.thief_error,
@@ -108,7 +108,7 @@ def _model(
 
 
 def _text(tried: LeakTried, surface: str, exposure: Exposure) -> Finding:
-    own = f", {tried.own} texts of the thief's own leaked besides" if tried.own else ""
+    own = f", with {tried.own} texts that the attacker sent" if tried.own else ""
     kinds = {"kv": "keys and values", "hidden": "hidden states"}
     broken = OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
     return Finding(

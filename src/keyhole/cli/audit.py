@@ -171,7 +171,7 @@ def audit(
         typer.Option(
             "--against-defences",
             help="Also put defences in front of endpoints that score with one head, and of what "
-            "models leak, and attack each by a thief who knows it.",
+            "models leak, and attack each as one who knows the defence.",
         ),
     ] = False,
     seed: Seed = 0,

@@ -107,7 +107,7 @@ def extract(
         typer.Option(
             "--against-defences",
             help="Put every defence in front of the target, attack each as it is best attacked, "
-            "and tell what the thief and an honest client are left with.",
+            "and tell what the attacker and an honest client are left with.",
         ),
     ] = False,
     top: Annotated[

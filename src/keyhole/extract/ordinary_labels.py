@@ -5,11 +5,12 @@ unusual tokens are refused and answers are labels, there is still a fit, by logi
 
     min_{W, v}  Σ_k log(1 + exp(−y_k·f(X_k))),   y_k = ±1, X_k random ordinary tokens.
 
-Random labels teach little: an error ε takes unknowns/ε of them. So the thief asks where his own
-model is in doubt: of many random questions those with the smallest |f|, fits again, and so on; each
-round lowers the error by a factor, as in active learning of halfspaces. It starts with tokens as
-short as is usual, where attention is nearly even and W = 0 nearly true: with longer ones the fit
-ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. ‖v‖ stays open.
+Random labels teach little: an error ε takes unknowns/ε of them. So the attacker asks where the
+copy so far is in doubt: of many random questions those with the smallest |f|, fits again, and so
+on; each round lowers the error by a factor, as in active learning of halfspaces. It starts with
+tokens as short as is usual, where attention is nearly even and W = 0 nearly true: with longer ones
+the fit ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. ‖v‖
+stays open.
 """
 
 from __future__ import annotations

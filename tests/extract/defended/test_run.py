@@ -132,7 +132,7 @@ def test_the_command(here, tmp_path):
     result = extract.DefencesTried.load(tmp_path / "d.json")
     assert json.loads(dump(result.to_dict())) == data
     assert extract.DefencesTried.from_dict(data) == result
-    assert "thief's error" in result.summary()
+    assert "attacker's error" in result.summary()
     assert replace(result, tried=result.tried[-1:]).summary().endswith("take 12 seconds")
 
 

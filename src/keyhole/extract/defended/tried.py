@@ -57,7 +57,7 @@ class DefencesTried(Result):
         return [each.status for each in self.tried]
 
     def summary(self) -> str:
-        head = ("defence", "attack", "thief's error", "honest error", "refused", "queries")
+        head = ("defence", "attack", "attacker's error", "honest error", "refused", "queries")
         rows = [
             (
                 each.defence, each.attack,
@@ -73,8 +73,8 @@ class DefencesTried(Result):
         ]
         better = sum(each.better for each in self.tried)
         lines.append(
-            f"in {better} of {len(self.tried)} cases the thief's copy is at least as good as what "
-            "honest clients are answered"
+            f"in {better} of {len(self.tried)} cases the attacker's copy is at least as exact as "
+            "the answers that honest clients get"
         )
         lines += [
             f"{each.defence}: at that rate the queries take {_duration(each.waiting)}"

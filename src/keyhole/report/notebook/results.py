@@ -82,11 +82,12 @@ def defences(result: DefencesTried) -> list[Block]:
     return [
         Head(
             f"{better} of {len(result.tried)}", "bad" if better else "good",
-            "defences leave the thief a copy at least as good as what honest clients are answered",
+            "defences leave the attacker a copy at least as exact as what honest clients get",
         ),
         Words(f"{result.target}, d = {result.dim}"),
         table(
-            ("defence", "attack", "status", "thief's error", "honest error", "refused", "queries"),
+            ("defence", "attack", "status", "attacker's error", "honest error", "refused",
+             "queries"),
             rows, numbers=3, colours=["bad" if each.better else "good" for each in result.tried],
         ),
     ]  # fmt: skip
