@@ -157,7 +157,8 @@ def figure(points: list[Point]) -> go.Figure:
     )  # fmt: skip
     picture.update_layout(
         template="plotly_white", width=1100, height=520, legend={"x": 1.02, "y": 1},
-        title="One head, d = 16: below the dotted line the attacker's copy is the more exact",
+        title="One head, d = 16: below the dotted line the attacker's copy is more exact "
+        "than the server",
         xaxis={**_LOGARITHMIC, "title": "honest client's error (smaller ones are drawn at 1e-6)"},
         yaxis={**_LOGARITHMIC, "title": "error of the attacker's copy (likewise)"},
     )  # fmt: skip
