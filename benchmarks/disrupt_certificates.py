@@ -1,8 +1,8 @@
 """Certificates: texts that no mask of up to k units can flip, beside those that the attack flips.
 
-The classifier in the box and its hardened twin (or `--models`, folders of BERT classifiers) on the
-first `--texts` of SST-2's dev set of at most `--tokens` tokens: one unit is exact, by trying all;
-more are a proof. The attack is the strongest at the same number of units, anywhere in the model.
+The classifier that ships with Keyhole and its hardened version (or `--models`, folders of BERT
+classifiers) on the first `--texts` of SST-2's dev set of at most `--tokens` tokens: one unit is
+exact, by trying all; more are a proof. The attack is the strongest at the same number of units, anywhere in the model.
 A text that is certified and flipped all the same breaks the promise. `--quick` takes two texts.
 """
 

@@ -1,9 +1,9 @@
-"""Train the hardened twin of the classifier that ships: the same model, trained on against cuts.
+"""Train the hardened version of the classifier that ships: the same model, trained on against cuts.
 
     python training/harden_target.py --data SST2_FOLDER --out src/keyhole/models/hardened
 
 It goes on from the shipped weights with `harden.AttackMasks`, and writes config, weights in half
-precision, tokenizer and a card with what this run measured on both twins.
+precision, tokenizer and a card with what this run measured on both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     model.half().cpu().save_pretrained(args.out)
     box.tokenizer.save_pretrained(args.out)
-    card = f"""# The hardened twin of the classifier that ships with Keyhole
+    card = f"""# The hardened version of the classifier that ships with Keyhole
 
 The classifier of `../classifier`, trained on with `{method}` by
 `training/harden_target.py` ({args.epochs} epochs, rate {args.rate:g}, batch {args.batch}, seed

@@ -134,15 +134,15 @@ Classes = Annotated[
 Longest = Annotated[int, typer.Option(help="Cut texts off after this many tokens.")]
 Device = Annotated[str, typer.Option(help="The device to compute on: cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="The seed of every random choice.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of words.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that are there already.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of text.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 CorpusFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="For embeddings and logits: texts like those that are looked for (.txt, .tsv, .csv, "
-        ".jsonl); by default, for embeddings, a small one that ships. Their tokens and the order "
-        "of those are counted.",
+        help="For embeddings and logits: texts similar to those sought (.txt, .tsv, .csv, .jsonl), "
+        "whose token statistics guide the search; by default, for embeddings, a small corpus that "
+        "ships with Keyhole.",
     ),
 ]
 SignOnly = Annotated[

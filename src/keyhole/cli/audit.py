@@ -94,14 +94,14 @@ def audit(
         list[str] | None,
         typer.Option(
             help="The encoder that made a store's vectors: a folder, a hub name, or demo; given "
-            "several times, the one that did is found out. Of a server or a leak, its model."
+            "several times, the right one is found. For a server or a leak, its model."
         ),
     ] = None,
     known: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Texts that are in the store, by which it is found out how its vectors are made.",
+            help="Texts that are in the store, one per line: they show how its vectors are made.",
         ),
     ] = None,
     corpus: CorpusFile = None,
@@ -171,7 +171,7 @@ def audit(
         typer.Option(
             "--against-defences",
             help="Also put defences in front of endpoints that score with one head, and of what "
-            "models leak, and attack each as one who knows the defence.",
+            "models leak; the attack on each knows the defence.",
         ),
     ] = False,
     seed: Seed = 0,

@@ -78,34 +78,34 @@ def capture(
         list[str] | None,
         typer.Option(
             metavar="FORM",
-            help="What else becomes of the rows of hidden states: normalised (length one), "
-            "permuted (in no order), subset:K (K rows), truncated:K (K numbers of each row); "
-            "of a pooled embedding: normalised and truncated:K; of logits: log-probabilities; of "
-            "hidden states or keys and values, behind a secret drawn from the number KEY: "
-            "rotated:KEY, scrambled:KEY (a map, tokens of a block exchanged), mixed:KEY (tokens of "
-            "a block mixed as well). May be repeated.",
+            help="Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
+            "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
+            "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
+            "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
+            "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
+            "May be repeated.",
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Of a gradient: so many texts are its batch (all given).")
+        int | None, typer.Option(help="For a gradient: texts in its batch; by default all given.")
     ] = None,
     hide: Annotated[
         list[str] | None,
-        typer.Option(metavar="PART", help="Of a gradient: what is left out of it, embeddings."),
+        typer.Option(metavar="PART", help="For a gradient: a part to leave out, embeddings."),
     ] = None,
     clip: Annotated[
         float | None,
-        typer.Option(help="Of a gradient: the length that each text's own is clipped to."),
+        typer.Option(help="For a gradient: the norm to clip each text's own gradient to."),
     ] = None,
     local_steps: Annotated[
         int | None,
         typer.Option(
-            help="Of a gradient: steps that the client takes on its batch (1); with more than one "
-            "the difference of its weights leaks."
+            help="For a gradient: steps that the client takes on its batch, 1 by default; with "
+            "more, the change of its weights leaks."
         ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Of a gradient: the size of the client's own steps (0.01).")
+        float | None, typer.Option(help="For a gradient: the client's learning rate (0.01).")
     ] = None,
     out: Annotated[
         Path,

@@ -40,10 +40,10 @@ def corpus(
         typer.Option(
             metavar="WORDS",
             help="Words that sentences begin with; may be repeated. By default the first words of "
-            "sentences of the corpus that ships.",
+            "sentences of the corpus that ships with Keyhole.",
         ),
     ] = None,
-    longest: Annotated[int, typer.Option(help="Tokens that are written, at most.")] = 40,
+    longest: Annotated[int, typer.Option(help="The most tokens of a sentence.")] = 40,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="The file to write them to, one a line.")
     ] = Path("corpus.txt"),

@@ -115,8 +115,8 @@ def disrupt(
         int | None,
         typer.Option(
             metavar="K",
-            help="Attack nothing, but prove which answers stand whichever units are cut, up to K "
-            "of them: by trying every unit for 1, by a bound for more (BERT classifiers).",
+            help="Instead of attacking, prove which answers stay the same whichever K units are "
+            "cut: exactly for 1, by a bound for more (BERT classifiers).",
         ),
     ] = None,
     task: Annotated[

@@ -68,7 +68,9 @@ OPTIONS: dict[str, Any] = {
     ],
     "authorized": Annotated[
         bool,
-        typer.Option("--authorized", help="You may test the server, which is not on this machine."),
+        typer.Option(
+            "--authorized", help="State that you may test the server, which is not on this machine."
+        ),
     ],
 }
 _FLAGS = ("insecure", "authorized")

@@ -90,7 +90,7 @@ def extract(
         str | None, _for("values", "How v is read: bisect, or average as in the paper")
     ] = None,
     oversampling: Annotated[
-        float | None, _for("oversampling", "Questions for each unknown, about")
+        float | None, _for("oversampling", "About how many queries to make per unknown")
     ] = None,
     usual_norm: Annotated[
         float | None,
@@ -106,21 +106,21 @@ def extract(
         bool,
         typer.Option(
             "--against-defences",
-            help="Put every defence in front of the target, attack each as it is best attacked, "
-            "and tell what the attacker and an honest client are left with.",
+            help="Put every defence in front of the target, attack each by the method that suits "
+            "it best, and compare the attacker's copy with what an honest client gets.",
         ),
     ] = False,
     top: Annotated[
-        int | None, _for("top", "The most log-probabilities that the server gives at a time")
+        int | None, _for("top", "The most log-probabilities that the server returns in an answer")
     ] = None,
     tokens: Annotated[
-        int | None, _for("tokens", "With --top, rows of the matrix to read: enough for the width")
+        int | None, _for("tokens", "With --top: how many rows of the matrix to read")
     ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
             metavar="MODEL",
-            help="A .gguf file or a folder: how far a stolen last layer is from its own.",
+            help="A .gguf file or a folder: compare the extracted last layer with its own.",
         ),
     ] = None,
     *,

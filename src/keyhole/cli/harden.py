@@ -71,23 +71,23 @@ def harden(
     weight: Annotated[
         float | None,
         typer.Option(
-            help="The weight of the second loss (attack-masks, strongest, smart, r3f, asa)."
+            help="The weight of the defence's own loss (attack-masks, strongest, smart, r3f, asa)."
         ),
     ] = None,
     plain_first: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="Train plainly for this share of the steps first: on hard tasks a model learns "
-            "nothing otherwise.",
+            help="Train without the defence for this share of the steps first: hard tasks are not "
+            "learnt otherwise.",
         ),
     ] = 0.0,
     average: Annotated[
         float,
         typer.Option(
             metavar="SHARE",
-            help="Keep a running mean of the weights, of which each step leaves this share (such "
-            "as 0.999), and end with it.",
+            help="Keep an exponential moving average of the weights with this decay, such as "
+            "0.999, and end with it.",
         ),
     ] = 0.0,
     text: TextColumn = None,

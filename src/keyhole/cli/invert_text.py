@@ -75,8 +75,8 @@ def invert_text(
     noise: Annotated[
         float | None,
         typer.Option(
-            help="How strong the noise in the leaks is known to be, in standard deviations of the "
-            "leak. Noise that is not stated is verified less often, in one vector never.",
+            help="The size of the noise in the leaks, if it is known, in standard deviations of "
+            "the leak. With noise of unknown size less is verified, and nothing from one vector.",
         ),
     ] = None,
     truth: Annotated[

@@ -56,7 +56,7 @@ def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -
 
     `hardened` is its twin, trained against the attack on attention; `has_twin` says if it is there.
     """
-    folder, name = (HARDENED, "the hardened twin") if hardened else (FOLDER, NAME)
+    folder, name = (HARDENED, "the hardened classifier") if hardened else (FOLDER, NAME)
     return replace(load_model(folder, task=task, device=device), name=name)
 
 
