@@ -2,8 +2,9 @@
 
 The classifier that ships with Keyhole and its hardened version (or `--models`, folders of BERT
 classifiers) on the first `--texts` of SST-2's dev set of at most `--tokens` tokens: one unit is
-exact, by trying all; more are a proof. The attack is the strongest at the same number of units, anywhere in the model.
-A text that is certified and flipped all the same breaks the promise. `--quick` takes two texts.
+exact, by trying all; more are a proof. The attack is the strongest at the same number of units,
+anywhere in the model. A text that is certified and flipped all the same breaks the promise.
+`--quick` takes two texts.
 """
 
 from __future__ import annotations

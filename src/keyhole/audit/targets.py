@@ -256,7 +256,7 @@ def _candidates(
 
 
 def _demo(data: Data | None, layers: Layers | None, device: str, corpus: Path | None) -> Target:
-    """The planted endpoints, and the classifier that ships beside its hardened twin."""
+    """The planted endpoints, and the classifier that ships beside its hardened version."""
     surfaces = open_surfaces(DEMO)
     name = describe(DEMO, surfaces)
     try:
