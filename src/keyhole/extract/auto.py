@@ -1,4 +1,4 @@
-"""Which method applies: found out from the oracle's answers, with a few dozen questions.
+"""Chooses the method that applies from the target's answers to a few dozen queries.
 
 First what the server does to its scores is undone (links.py), and how precise the answers are is
 read off their digits. Then each kind of target leaves a mark that a few answers show:

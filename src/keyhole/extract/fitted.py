@@ -1,4 +1,4 @@
-"""One or several heads from inexact answers, by least squares on random questions.
+"""One or several heads from inexact answers, by least squares on random queries (ours).
 
 Ours. The exact methods solve for one number at a time at scales where everything else vanishes;
 answers in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted

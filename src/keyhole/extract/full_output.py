@@ -1,4 +1,4 @@
-"""All of an attention layer from the vectors it returns.
+"""An attention layer, exactly, from the vectors it returns (ours).
 
 Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads scores. For one head
 

@@ -1,4 +1,4 @@
-"""The paper's own route to low rank: random rank-one measurements and a convex program.
+"""One head of low rank as published: random rank-one measurements and a convex program.
 
 Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), after Cai and Zhang
 (2015): for Gaussian pairs (δ_k, x_k), k = 1 … m with m = O(rd),

@@ -1,4 +1,4 @@
-"""One head from labels of questions that look like everybody's.
+"""One head from the labels of ordinary queries (ours).
 
 Ours. Bisection (sign_only.py) sends pairs of tokens of any length. Where short sequences and
 unusual tokens are refused and answers are labels, there is still a fit, by logistic loss,

@@ -1,4 +1,4 @@
-"""One head from questions that look like everybody's: nothing unusual to refuse.
+"""One head from ordinary queries: a server finds nothing unusual to refuse (ours).
 
 Ours. The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server
 may refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one

@@ -1,4 +1,4 @@
-"""An attention sub-layer of a checkpoint, taken by queries: biases, residual, norm, positions.
+"""An attention sub-layer of a real checkpoint: biases, residual, norm, positions (ours).
 
 The target is `y` of oracle/sub_layer.py: several heads that may share keys and values, biases,
 rotary positions, an RMS norm in front, the input added behind. Nothing of this is assumed; numbers

@@ -1,4 +1,4 @@
-"""Adam: what people would try first. Kingma and Ba 2015, batched by hand over the starts.
+"""Adam, a baseline: Kingma and Ba 2015, batched by hand over the starts.
 
 The rate falls along half a cosine over the steps, without which Adam circles around a solution at
 a distance of about its rate.

@@ -1,4 +1,4 @@
-"""Which method a problem calls for, found from its structure; what was chosen is said.
+"""Chooses the method by the problem's structure; the result says which.
 
     attention maps leaked      the equations are linear            ClosedForm
     a causal mask              they are triangular                 TokenByToken

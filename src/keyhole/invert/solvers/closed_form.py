@@ -1,4 +1,4 @@
-"""Where the attention maps leak with the output there is nothing to search: X is linear in them.
+"""The input from output and attention maps: linear equations, no search.
 
 *Unmasking Transformers* takes the maps as unknown; with them known its equation is
 

@@ -1,4 +1,4 @@
-"""A stack of layers at once: Levenberg–Marquardt on `layers(X) − B`.
+"""Several layers at once: Levenberg–Marquardt on `layers(X) − B`.
 
 Starts: the output itself; for a stack with residual connections, the output carried back while
 attention grows from nothing, `X_{ℓ+1} = X_ℓ + t·attention_ℓ(X_ℓ)` for t from 0, where X = B, to 1;

@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt on the residual: the workhorse.
+"""Levenberg–Marquardt on the residual: the method for most problems.
 
 Minimise `‖r(X)‖²` by steps `(JᵀJ + μI) p = −Jᵀr`. Where the paper adds a constant γ that keeps the
 Hessian definite and moves the minimiser away from the input (its Section 3), the damping

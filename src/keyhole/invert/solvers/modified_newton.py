@@ -1,4 +1,4 @@
-"""Newton's method with the indefinite Hessian repaired: to the true input, quadratically.
+"""Newton's method with the indefinite Hessian made positive definite; converges quadratically.
 
 *Unmasking Transformers*, Section 4.4, wants "a modified Newton's method" for a Hessian that is not
 positive definite, and adds a constant γ that moves the minimiser (regularized_newton.py). Here each

@@ -1,4 +1,4 @@
-"""A stack of layers from the top: each layer's input is the output of the one below.
+"""Several layers, one by one from the top: each layer's input is the output of the one below.
 
 Needs no more than a method for one layer. Up to `branches` candidates are carried down, because
 several inputs may have one output; a wrong candidate dies where the layer below cannot have

@@ -1,4 +1,4 @@
-"""Newton's method on the regularised loss: the paper's theorem, and what it is worth.
+"""Newton's method on the regularised loss, as in the paper's theorem.
 
 *Unmasking Transformers*, Theorem 1.3 with Definition 4.6: with `L_reg = γ‖X‖²` large enough that
 `∇²L` is positive definite everywhere, Newton steps

@@ -1,4 +1,4 @@
-"""A residual connection: from the output to the input by turning attention on slowly.
+"""A layer with a residual connection: a continuation from the output to the input.
 
 `X + t·attention(X) = B` has one solution at t = 0, the output B itself, and the problem's at t = 1.
 The path between them is followed by Newton's method with strides that adapt, each linear system

@@ -1,4 +1,4 @@
-"""A causal mask makes the equations triangular: one token after the other.
+"""A causal layer, one token after the other: the equations are triangular.
 
 Ours; *Unmasking Transformers* has no mask. Token i sees tokens ≤ i only, so with the earlier ones
 known its own equation has d unknowns, whatever the length:

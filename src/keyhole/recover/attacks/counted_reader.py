@@ -1,4 +1,4 @@
-"""Text from one vector, by what a corpus says of tokens and their order (ours).
+"""Text from one vector, by token statistics of a corpus and a search (ours).
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
 its next-token logits give away (final_state.py). The encoder is run once over a corpus that the

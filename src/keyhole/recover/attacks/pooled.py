@@ -1,4 +1,4 @@
-"""Text from a pooled sentence embedding: the hardest exposure. No claim beyond what is measured.
+"""Text from a pooled sentence embedding without a corpus: a baseline.
 
 One vector of d numbers for a whole text: the embeddings that give it fill a space of (n − 1)·d
 dimensions, so everything hangs on the prior. The same search as elsewhere, for each length that the

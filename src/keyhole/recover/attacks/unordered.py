@@ -1,4 +1,4 @@
-"""Text from an encoder's hidden states whose rows leaked in no order.
+"""Text from an encoder's hidden states in random order.
 
 What a row says about its own token it says in any order; where it stood it says too, in part
 (search/row_order.py). So rows are put into the likeliest order and read as if it were theirs

@@ -1,4 +1,4 @@
-"""Text from a causal decoder's hidden states whose rows leaked in no order, left to right.
+"""Text from a causal decoder's hidden states in random order, left to right.
 
 Position t depends on tokens ≤ t only (decoder.py), so behind the true prefix one token and one row
 belong together: the token reproduces the row exactly, and all other pairs do not. What a row says
