@@ -84,9 +84,8 @@ class RegularizedNewton:
             return solve(self, problem, start=start, progress=progress)  # which says what is wrong
         inside = replace(self, radius=self._radius(problem, start))
         regularized = inside.regularized(problem)
-        return inside._explained(
-            regularized, solve(inside, regularized, start=start, progress=progress)
-        )
+        result = solve(inside, regularized, start=start, progress=progress, as_given=True)
+        return inside._explained(regularized, result)
 
     def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
         """One after the other: each has a γ of its own, and no batch is shared."""
