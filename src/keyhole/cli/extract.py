@@ -97,7 +97,10 @@ def extract(
         str | None, _for("values", "How v is read: bisect, or average as in the paper")
     ] = None,
     oversampling: Annotated[
-        float | None, _for("oversampling", "Questions for each unknown, about")
+        float | None,
+        _for(
+            "oversampling", "Questions for each unknown, about; of nuclear-norm, over rank times d"
+        ),
     ] = None,
     usual_norm: Annotated[
         float | None,
