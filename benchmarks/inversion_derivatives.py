@@ -230,7 +230,7 @@ def the_bounds(n: int, d: int) -> list[Row]:
             f">= -ndR^8 = {bounds.lowest_bound:.1e}",
             bounds.lowest >= bounds.lowest_bound,
             f"greatest {bounds.highest:.2g}; loose by {_orders(bounds.lowest_bound, bounds.lowest)}"
-            f"; with X left out of R, {bounds.lowest_bound_without_input:.1e}",
+            f"; with the R of Theorem 1.3, {bounds.lowest_bound_without_input:.1e}",
         ),
         Row(
             f"Lipschitz constant of ∇²L seen, {what}",
