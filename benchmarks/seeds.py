@@ -81,7 +81,8 @@ def values(runs: list[dict[str, Any]], name: str, figure: str) -> list[float]:
 def spread(found: list[float]) -> str:
     if not found:
         return "not measured"
-    return f"{mean(found):.1%} ({min(found):.1%}–{max(found):.1%})"
+    low, high = min(found), max(found)
+    return f"{mean(found):.1%}" + (f" ({low:.1%}–{high:.1%})" if low < high else "")
 
 
 def table(runs: list[dict[str, Any]]) -> list[Row]:

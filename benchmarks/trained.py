@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
@@ -256,13 +255,17 @@ def table() -> list[Row]:
         shown = [
             f"{attack} {spread(rates(own, attack))}" for attack in ATTACKS if rates(own, attack)
         ]
-        count = sum(len(run.get("answers", [])) for run in own)
-        shown.append(f"{count} right answers; seeds {', '.join(str(run['seed']) for run in own)}")
-        shown.append(f"best epoch {mean(max(run['curve']) for run in own):.1%}")
+        numbers = ", ".join(dict.fromkeys(str(run["seed"]) for run in own))
+        shown.append(f"{sum(map(_attacked, own))} right answers; seeds {numbers}")
+        shown.append(f"best epoch {spread([max(run['curve']) for run in own])}")
         shown += seeds.settings(own)
         clean = spread([run["curve"][-1] for run in own])
         rows.append(Row(name, f"clean {clean}", details="; ".join(shown)))
     return rows
+
+
+def _attacked(run: dict[str, Any]) -> int:
+    return max((found["examples"] for found in run["attacks"].values()), default=0)
 
 
 def rates(runs: Sequence[dict[str, Any]], name: str) -> list[float]:

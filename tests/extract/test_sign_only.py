@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -98,7 +99,11 @@ def test_averaging_costs_more_and_keeps_its_promise(seed):
     assert errors(average, head)[0] <= average.guarantee <= 0.8
     assert errors(average, head)[1] <= average.guarantee_v <= 0.8
     assert average.status in (Status.INEXACT, Status.UNVERIFIED)
+    said = re.search(r"average of ([\d,]+) signs, where .* asks for ([\d,]+)", average.reason)
+    asked, bound = (int(number.replace(",", "")) for number in said.groups())
+    assert 0.9 * average.queries < asked <= bound <= average.queries
     assert max(errors(bisect, head)) <= bisect.guarantee <= 0.8
+    assert "average" not in bisect.reason
 
 
 @pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="about half an hour")

@@ -128,6 +128,31 @@ def test_a_bound_and_a_margin_only_help():
     assert errors(more, head)[0] <= more.guarantee
 
 
+def test_a_guarantee_names_what_was_stated():
+    """With ‖W‖ ≤ B stated the intervals rest on it as well: where it is false so are they."""
+    v = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    head = oracle.Head(torch.tensor([[0.5, -0.3], [0.2, 0.7]], dtype=torch.float64), v)
+    noisy = oracle.Noisy(head, 0.04, seed=1)
+    plain = extract.Tolerant(0.04, max_norm=10.0)(noisy)
+    assert plain.reason.endswith("proved if every answer is within ±0.04 of one head")
+    small = extract.Tolerant(0.04, max_norm=1.0, bound=0.1)(noisy)
+    assert errors(small, head)[0] > small.guarantee
+    assert small.reason.endswith("of one head with ‖W‖ ≤ 0.1")
+    both = extract.Tolerant(0.04, max_norm=10.0, bound=1.0, margin=0.05)(noisy)
+    assert both.reason.endswith("of one head with ‖W‖ ≤ 1 and |v_i| ≥ 0.05 or 0")
+
+
+def test_a_bound_or_a_margin_that_answers_refute_is_named():
+    v = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    head = oracle.Head(torch.tensor([[0.5, -0.3], [0.2, 0.7]], dtype=torch.float64), v)
+    small = extract.Tolerant(1e-6, bound=0.1)(head)
+    assert small.status is Status.MISMATCH
+    assert "W (stated: ‖W‖ ≤ 0.1) contradict each other" in small.reason
+    wide = extract.Tolerant(1e-6, margin=0.5)(head)
+    assert wide.status is Status.NOT_APPLICABLE
+    assert "the margin 0.5 does not hold: some |v_i| is 1.0e-01" in wide.reason
+
+
 def test_single_precision_must_be_stated():
     head = oracle.plant(dim=6, seed=2)
     server = Fake(6, lambda sequences: head(sequences).float())

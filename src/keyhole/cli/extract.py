@@ -85,12 +85,22 @@ def extract(
     repeats: Annotated[
         int | None, _for("repeats", "Measure everything so many times, with other probes")
     ] = None,
-    accuracy: Annotated[float | None, _for("accuracy", "How exact the result must be")] = None,
+    accuracy: Annotated[
+        float | None,
+        _for(
+            "accuracy",
+            "How exact the result must be; tolerant-as-published only tells how exact answers "
+            "would have to be for that",
+        ),
+    ] = None,
     values: Annotated[
         str | None, _for("values", "How v is read: bisect, or average as in the paper")
     ] = None,
     oversampling: Annotated[
-        float | None, _for("oversampling", "About how many queries to make per unknown")
+        float | None,
+        _for(
+            "oversampling", "About how many queries per unknown; for nuclear-norm, per rank times d"
+        ),
     ] = None,
     usual_norm: Annotated[
         float | None,

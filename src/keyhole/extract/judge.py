@@ -308,11 +308,12 @@ def _explained(status: Status, reason: str, last: Step | None) -> str:
     if status is Status.BUDGET:
         share = f"{percent(last.known / last.floor)} of the unknowns are" if last else "nothing is"
         return f"{reason}; {share} known"
-    if last is None or status not in (Status.RECOVERED, Status.WITHIN, Status.INEXACT):
+    known = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+    if last is None or status not in (*known, Status.UNVERIFIED):
         return reason
     if last.remark:
         reason = f"{reason}; {last.remark}"
-    if last.guarantee is not None and last.guarantee_v is not None:
+    if status in known and last.guarantee is not None and last.guarantee_v is not None:
         reason += f"; W is within {last.guarantee:.1e} and v within {last.guarantee_v:.1e}, proved"
         reason += f" if {last.assumed}" if last.assumed else ""
     return reason

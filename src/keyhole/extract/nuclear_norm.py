@@ -10,8 +10,9 @@ chosen or drawn again (Theorem A.2 is about such pairs alone), and every pair is
 Kept as the baseline for low_rank.py, which needs fewer queries and no program.
 
 One departure, in the numerics: a pair is sent as (sδ_k, sx_k), and the form divided by s², since a
-form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. A pair whose
-vᵀδ is small keeps fewer digits; almost surely none is 0.
+form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. The first few
+find s, and a pair that was sent at an unsuitable one is sent again, the same pair: a few queries
+more than `expected`. A pair whose vᵀδ is small keeps fewer digits; almost surely none is 0.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ sign_only_as_published.py has the theorem as it stands. Departures:
 
 - v. The paper averages signs, O(d/ε²) queries for an error ε of v; since W is read through v, an
   error ε of W takes O(d⁴‖W‖²/ε²) of them (`values="average"`, for comparison: it pays for what
-  `accuracy` promises). Bisecting the ratios of v's coordinates, in a random basis and to the
-  largest, needs O(d·log 1/ε).
+  `accuracy` promises; how many that is, is known once the size of W is, and the result says it).
+  Bisecting the ratios of v's coordinates, in a random basis and to the largest, needs
+  O(d·log 1/ε).
 - Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x run through random orthonormal
   bases of which every element has the same inner product with v.
 - Brackets. The paper bisects λ in an interval that a known ‖W‖ ≤ B gives. Here a few entries find
@@ -140,15 +141,20 @@ class SignOnly:
         bits = math.log2(1 / self.accuracy)
         known = d * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
         finite = math.isfinite(error)
-        assumed = "no label is wrong"
-        if self.values == "average":
+        assumed, remark = "no label is wrong", ""
+        if isinstance(direction, Average):
             assumed += f" and the average is not among the {percent(CHANCE)} furthest off"
+            remark = (
+                f"v is the average of {direction.count:,} signs, where the bound on its error asks "
+                f"for {direction.enough:,}"
+            )
         return Step(
             Head(W, direction.v),
             known=round(known),
             floor=math.ceil((d * d + d) * bits),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
+            remark=remark,
             assumed=assumed,
             confirm=lambda oracle: labels_again(oracle, *direction.ends(), *forms.ends()),
         )

@@ -42,7 +42,7 @@ from keyhole.extract.extraction import Extraction
 from keyhole.extract.inexact import gauss_newton
 from keyhole.extract.inexact.asked_again import asked_again
 from keyhole.extract.inexact.gauss_newton import Pairs, Singles
-from keyhole.extract.inexact.intervals import Forms, Interval
+from keyhole.extract.inexact.intervals import Forms, Interval, weights_named
 from keyhole.extract.inexact.judge import AmplifiedExam
 from keyhole.extract.judge import Examination, Step, settle
 from keyhole.oracle.planted import Head
@@ -89,6 +89,16 @@ class Tolerant:
 
     def expected(self, dim: int) -> int:
         return self.repeats * (dim * dim + 2 * dim)
+
+    @property
+    def assumed(self) -> str:
+        """What a guarantee rests on: the tolerance, and whatever else was stated."""
+        stated = [
+            *([] if self.bound is None else [f"‖W‖ ≤ {self.bound:g}"]),
+            *([] if self.margin is None else [f"|v_i| ≥ {self.margin:g} or 0"]),
+        ]
+        more = f" with {' and '.join(stated)}" if stated else ""
+        return f"every answer is within ±{self.tolerance:g} of one head{more}"
 
     def reach(self, signal: float = 1.0) -> float:
         """How long tokens are made: further out, an answer's own rounding exceeds ±τ."""
@@ -138,7 +148,14 @@ class _State:
         self.v = self.v.meet(v, "v")
         margin = self._method.margin
         if margin is not None:
-            zero = self.v.low.abs().maximum(self.v.high.abs()) < margin
+            zero = self.v.largest < margin
+            refuted = zero & ((self.v.low > 0) | (self.v.high < 0))
+            if bool(refuted.any()):
+                value = float(self.v.middle[refuted].abs().min())
+                raise Unsuccessful(
+                    Status.NOT_APPLICABLE,
+                    f"the margin {margin:g} does not hold: some |v_i| is {value:.1e}",
+                )
             self.v = Interval(self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0))
         if not bool((self.v.low > 0).any() | (self.v.high < 0).any()):
             raise Unsuccessful(
@@ -166,7 +183,7 @@ class _State:
 
     def add(self, forms: Forms, probes: ProbeBasis) -> None:
         middle, radius = self._solve(forms, probes)
-        self.W = self.W.meet(Interval.around(middle, radius), "W")
+        self.W = self.W.meet(Interval.around(middle, radius), weights_named(self._method.bound))
         self._answers.append(forms.asked)
         self._estimates.append(middle)
         self._known = middle.numel()
@@ -196,7 +213,7 @@ class _State:
             floor=d * d + d,
             guarantee=self.W.furthest(W) if proved else None,
             guarantee_v=self.v.furthest(v) if proved else None,
-            assumed=f"every answer is within ±{self._method.tolerance:g} of one head",
+            assumed=self._method.assumed,
             confirm=lambda oracle: asked_again(
                 oracle, self._answers, self._method.tolerance, self._method.precision
             ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -106,9 +108,13 @@ def test_other_dimensions_and_other_numbers_of_heads_differ():
     assert not same_function(heads(3, 2, 0), heads(3, 3, 0))
 
 
-def test_a_tolerance_must_be_one():
-    with pytest.raises(InputError, match="expected a tolerance"):
-        canonical(heads(2, 1, 0), tolerance=-1.0)
+@pytest.mark.parametrize("tolerance", [-1.0, 1.0, 1e9, math.nan])
+def test_a_tolerance_must_be_one(tolerance):
+    for use in (canonical, remarks):
+        with pytest.raises(InputError, match="expected a tolerance from 0 to below 1"):
+            use(heads(2, 1, 0), tolerance=tolerance)
+    with pytest.raises(InputError, match="expected a tolerance from 0 to below 1"):
+        same_function(heads(2, 1, 0), heads(2, 1, 1), tolerance=tolerance)
 
 
 def test_two_tokens_do_not_tell_opposite_heads_apart_and_three_do():

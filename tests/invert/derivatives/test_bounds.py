@@ -20,9 +20,11 @@ def test_the_radius_and_the_bounds_are_the_papers():
     problem, X = planted(4, 3)
     result = invert.bounds(problem, X)
     norms = [np.linalg.norm(matrix.numpy(), 2) for matrix in (problem.W, problem.V, X)]
-    without = max(1.0, *norms[:2], np.abs(problem.B.numpy()).max())
-    R = max(without, norms[2])
-    assert without < R
+    lengths = [np.linalg.norm(matrix.numpy(), "fro") for matrix in (problem.W, problem.V)]
+    largest = np.abs(problem.B.numpy()).max()
+    without = max(1.0, *lengths, largest)
+    R = max(1.0, *norms, largest)
+    assert without != pytest.approx(max(1.0, *norms[:2], largest))
     assert pytest.approx(R) == result.R
     assert result.R_without_input == pytest.approx(without)
     assert list(result.norms.values())[-1] == pytest.approx(norms[2])

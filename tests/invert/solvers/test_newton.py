@@ -205,6 +205,7 @@ def test_known_entries_stay_with_a_drawn_hessian():
         ({"delta": 0.0}, "expected delta between 0 and 1"),
         ({"delta": math.nan}, "expected delta between 0 and 1"),
         ({"slack": 1.0}, "expected slack from 0 to below 1"),
+        ({"delta": 0.1, "slack": 0.0}, "expected slack above 0 with delta"),
     ],
 )
 def test_wrong_hyperparameters_are_refused(wrong, words):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
+from keyhole.errors import InputError
 from keyhole.oracle.planted import MultiHead
 
 
@@ -60,7 +60,7 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
 
 def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     """In what two sets of heads differ as functions; empty if they are the same."""
-    expect_number("a tolerance", tolerance, least=0)
+    _expect_tolerance(tolerance)
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
     (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
@@ -79,7 +79,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
 
 def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
     """Heads with equal W, and for each group whether anything of it is visible."""
-    expect_number("a tolerance", tolerance, least=0)
+    _expect_tolerance(tolerance)
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
     groups: list[list[int]] = []
@@ -91,6 +91,12 @@ def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[b
             home.append(head)
     limit = tolerance * float(v.abs().max())
     return groups, [float(v[group].sum(0).abs().max()) > limit for group in groups]
+
+
+def _expect_tolerance(tolerance: float) -> None:
+    """From 1 on all heads would be equal, and none visible."""
+    if not 0 <= tolerance < 1:
+        raise InputError(f"expected a tolerance from 0 to below 1, got {tolerance}")
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:

@@ -80,6 +80,12 @@ class Average:
         self._count = 0
         self._sharpened = 0
         self.error = math.inf
+        self.enough = 0  # signs that the last bound on the error asked for
+
+    @property
+    def count(self) -> int:
+        """How many signs were averaged."""
+        return self._count
 
     @property
     def average(self) -> Tensor:
@@ -116,7 +122,8 @@ class Average:
         self._sharpened += 1
         # Each bound may fail with half the chance of the one before: together 1% at most.
         chance = CHANCE / 2**self._sharpened
-        self.sample(samples_for_length(len(self._total), error, chance))
+        self.enough = samples_for_length(len(self._total), error, chance)
+        self.sample(self.enough)
         self.error = error
 
     def ends(self) -> tuple[Tensor, Tensor]:

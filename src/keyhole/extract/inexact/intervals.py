@@ -222,8 +222,13 @@ class Forms:
         low, high = (alpha - error).clamp(0, 1).logit(), (alpha + error).clamp(0, 1).logit()
         new = Interval(low / (g * xi), high / (g * xi))
         flat = Interval(self.interval.low.view(-1), self.interval.high.view(-1))
-        met = Interval(flat.low[rows], flat.high[rows]).meet(new, "W")
+        met = Interval(flat.low[rows], flat.high[rows]).meet(new, weights_named(self._bound))
         flat.low[rows], flat.high[rows] = met.low, met.high
+
+
+def weights_named(bound: float | None) -> str:
+    """What a contradiction is about: a bound that was stated may be what is wrong."""
+    return "W" if bound is None else f"W (stated: ‖W‖ ≤ {bound:g})"
 
 
 def best_logit(error: float) -> float:

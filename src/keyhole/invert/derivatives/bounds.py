@@ -1,6 +1,7 @@
 """The paper's bounds on the Hessian, beside what is measured.
 
-*Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms):
+*Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms, which
+are at most the Frobenius norms of Theorem 1.3: what holds with them holds with those):
 
     Lemma 4.4   ‖∇²L(X) − ∇²L(Y)‖ ≤ O(n³d³R¹⁰) ‖X − Y‖_F       the Hessian is Lipschitz
     Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             and not too indefinite
@@ -8,7 +9,7 @@
 Theorem 1.3 asks for bounds on W, V and B and says nothing about X; its lemmas rest on a "bounded
 parameter" assumption stated elsewhere (G.1). A bound on X must be part of it: the first derivative
 of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
-well; `lowest_bound_without_input` shows what leaving it out would give.
+well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W‖_F, ‖V‖_F and |b_ij|.
 
 The lemmas give no constants. With 1 for each, Lemma 4.5 fails even with X inside (R = 1, n = 2,
 d = 1 has an eigenvalue of −4.8 against −2), so here is one that is proved. Along E with ‖E‖_F = 1,
@@ -53,7 +54,7 @@ class Bounds(Result):
     """What the lemmas promise (`lipschitz_bound`, `lowest_bound`) and what was found."""
 
     R: float
-    R_without_input: float  # the least of Theorem 1.3, which says nothing about X
+    R_without_input: float  # the least of Theorem 1.3: ‖W‖_F, ‖V‖_F, |b_ij|, nothing about X
     norms: dict[str, float]  # of what the paper assumes to be at most R
     beyond: tuple[str, ...]  # what the layer has that the paper's does not
     lipschitz_bound: float  # n³d³R¹⁰
@@ -97,8 +98,8 @@ class Bounds(Result):
             f"{_kept(self.lowest >= self.lowest_bound)}",
             f"  with a proved constant: {self.lowest_proved:.3g}: "
             f"{_kept(self.lowest >= self.lowest_proved)}{theorem}",
-            f"  Theorem 1.3 as stated, ‖X‖ left out (R = {self.R_without_input:.3g}): "
-            f"{self.lowest_bound_without_input:.3g}: "
+            "  Theorem 1.3 as stated, ‖W‖_F, ‖V‖_F, ‖X‖ left out "
+            f"(R = {self.R_without_input:.3g}): {self.lowest_bound_without_input:.3g}: "
             f"{_kept(self.lowest >= self.lowest_bound_without_input)}",
             f"Lipschitz constant of the Hessian seen {self.lipschitz:.3g} "
             f"(of {self.neighbours} neighbours)",
@@ -146,7 +147,7 @@ def bounds(
     here = hessian(problem, X)
     eigenvalues = torch.linalg.eigvalsh(here)
     unknowns = float(X.numel())
-    without = radius(problem)
+    without = stated_radius(problem)
     return Bounds(
         R=R,
         R_without_input=without,
@@ -181,6 +182,12 @@ def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
 def radius(problem: Problem, X: Tensor | None = None) -> float:
     """The least R ≥ 1 over W, V, the output and, where they are given, inputs (…, n, d)."""
     return max(1.0, *norms(problem, X).values())
+
+
+def stated_radius(problem: Problem) -> float:
+    """The least R ≥ 1 of Theorem 1.3 as stated: Frobenius norms of W and V, and the output."""
+    lengths = [torch.linalg.matrix_norm(weights).max() for weights in (problem.W, problem.V)]
+    return max(1.0, *map(float, lengths), norms(problem)["|b_ij|"])
 
 
 def paper_gamma(problem: Problem, R: float) -> float:

@@ -5,11 +5,15 @@
 The learning rate η (`rate`) is one number for the whole run; the paper names none, and its reason
 for convergence, that L is convex in X, does not hold (bounds.py). So nothing sees to it that a step
 goes down: above 2/λ, λ the greatest eigenvalue of the Hessian at a minimum, it does not converge
-there, and where the loss overflows the start ends. gradient_descent.py is ours and adapts its step.
+there, and where the loss overflows the start ends. L is the loss itself: V is not taken out before,
+as for other solvers (reduce.py), and no Newton step follows for the last digits. Where to start is
+left open by the paper: at inputs of your own, or as our solvers do (starts.py).
+gradient_descent.py is ours and adapts its step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +22,11 @@ from torch import Tensor
 from keyhole.bounds import expect_number
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.loss import gradient_of
+from keyhole.invert.inversion import Inversion
+from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.solvers.solver import Solver, solve, solve_all
+from keyhole.progress import Progress, silent
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,14 @@ class GradientDescentAsPublished(Solver):
 
     def __post_init__(self) -> None:
         expect_number("rate", self.rate, above=0)
+
+    def __call__(
+        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
+    ) -> Inversion:
+        return solve(self, problem, start=start, progress=progress, as_given=True)
+
+    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+        return solve_all(self, problems, progress=progress, as_given=True)
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         loss = equations.loss(X)

@@ -82,6 +82,7 @@ class Record:
 
     problem: Problem
     reduced: Reduced
+    polish: bool = True
     starts: int = 0
     iterations: int = 0
     solutions: list[Tensor] = field(default_factory=list[Tensor])
@@ -217,7 +218,7 @@ class Multistart:
             if not (promising or value < record.best_loss):
                 continue
             X = self.state.X[row]
-            if promising:
+            if promising and record.polish:
                 X = polished(self.equations.select(self.owner[row : row + 1]), X)
             X = record.reduced.restore(X).to(record.problem.B.device)
             self._consider(record, X, value, row)

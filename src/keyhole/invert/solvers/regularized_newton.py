@@ -73,6 +73,8 @@ class RegularizedNewton:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
         if self.delta is not None and not 0 < self.delta < 1:
             raise InputError(f"expected delta between 0 and 1, got {self.delta}")
+        if self.delta is not None and self.slack == 0:
+            raise InputError("expected slack above 0 with delta, got 0: nothing would be drawn")
         expect_number("radius", self.radius, least=1)
 
     def __call__(
@@ -82,9 +84,8 @@ class RegularizedNewton:
             return solve(self, problem, start=start, progress=progress)  # which says what is wrong
         inside = replace(self, radius=self._radius(problem, start))
         regularized = inside.regularized(problem)
-        return inside._explained(
-            regularized, solve(inside, regularized, start=start, progress=progress)
-        )
+        result = solve(inside, regularized, start=start, progress=progress, as_given=True)
+        return inside._explained(regularized, result)
 
     def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
         """One after the other: each has a γ of its own, and no batch is shared."""

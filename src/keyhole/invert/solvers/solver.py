@@ -19,7 +19,7 @@ from keyhole.invert.derivatives.equations import Equations, kind
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import Method, Multistart, Record, State
-from keyhole.invert.structure.reduce import reduce
+from keyhole.invert.structure.reduce import Reduced, reduce
 from keyhole.progress import Progress, silent
 from keyhole.results import Status, Unsuccessful
 
@@ -62,9 +62,10 @@ def solve(
     *,
     start: Tensor | None = None,
     progress: Progress = silent,
+    as_given: bool = False,
 ) -> Inversion:
     """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
-    return solve_all(method, [problem], start=start, progress=progress)[0]
+    return solve_all(method, [problem], start=start, progress=progress, as_given=as_given)[0]
 
 
 def solve_all(
@@ -73,8 +74,13 @@ def solve_all(
     *,
     start: Tensor | None = None,
     progress: Progress = silent,
+    as_given: bool = False,
 ) -> list[Inversion]:
-    """Search problems together; those that reduce to one shape share their batches."""
+    """Search problems together; those that reduce to one shape share their batches.
+
+    `as_given` is for methods that follow a paper: nothing but their own steps on the loss itself,
+    neither made simpler before nor polished after.
+    """
     began = time.perf_counter()
     if start is not None and len(problems) > 1:
         raise InputError(f"expected starts for one problem, got {len(problems)} problems")
@@ -83,7 +89,7 @@ def solve_all(
     records: dict[int, Record] = {}
     for number, problem in enumerate(problems):
         try:
-            records[number] = _prepared(problem, start)
+            records[number] = _prepared(problem, start, as_given)
         except Unsuccessful as end:
             ended[number] = _unsolved(method, end.status, end.reason, began)
         else:
@@ -98,7 +104,7 @@ def solve_all(
     return [ended[number] for number in range(len(problems))]
 
 
-def _prepared(problem: Problem, start: Tensor | None) -> Record:
+def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
     if problem.fault:
         raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
     if start is not None and start.shape[-2:] != (problem.length, problem.dim):
@@ -106,7 +112,7 @@ def _prepared(problem: Problem, start: Tensor | None) -> Record:
             f"expected starts of shape n×d = {problem.length}×{problem.dim}, "
             f"got {'×'.join(map(str, start.shape))}"
         )
-    return Record(problem, reduce(problem))
+    return Record(problem, Reduced(problem) if as_given else reduce(problem), polish=not as_given)
 
 
 def _inversion(method: Method, record: Record, interrupted: bool, began: float) -> Inversion:
