@@ -405,6 +405,10 @@ WRONG = {
         ["harden", "my-classifier", "--out", "o", "--flips", "0"],
         "expected --flips of 1",
     ),
+    "plain before plain": (
+        ["harden", "my-classifier", "--out", "o", "--method", "plain", "--plain-first", "0.5"],
+        "expected a defence after --plain-first 0.5, got plain",
+    ),
     "flips of nothing": (
         ["harden", "my-classifier", "--out", "o", "--flips", "3"],
         "expected --dev with --flips, got none",
