@@ -64,18 +64,19 @@ def test_one_unit_is_exact(scale, classes):
 
 
 @pytest.mark.parametrize(
-    ("seed", "scale"), [(0, 0.05), (1, 0.15), *([(2, 0.1), (3, 0.2), (4, 0.25)] if FULL else [])]
+    ("seed", "scale", "length"),
+    [(0, 0.05, 4), (3, 0.1, 4), *([(0, 0.05, 5), (1, 0.1, 5), (3, 0.1, 5)] if FULL else [])],
 )
-def test_no_pair_goes_below_its_bound(seed, scale):
+def test_no_pair_goes_below_its_bound(seed, scale, length):
     """Every pair is cut, in one layer and across layers: the bound is below all of them."""
-    model, batch, label = small(seed, scale, length=5 if FULL else 4)
+    model, batch, label = small(seed, scale, length)
     proof = certify(model, batch, label, 2)
     least = {}
     for pair in itertools.combinations(free_units(model, batch), 2):
         layers = {unit[0] for unit in pair}
         place = layers.pop() if len(layers) == 1 else "across"
         least[place] = min(least.get(place, 1e9), margin(model, batch, label, pair))
-    assert any(bound is not None for bound in proof.layers)
+    assert proof.layers[0] is not None  # of the last layer only [CLS] is read: that is easy
     for layer, bound in enumerate(proof.layers):
         assert bound is None or bound <= least[layer] + 1e-9
     if proof.whole is not None:
