@@ -173,6 +173,9 @@ def row(points: Sequence[Measured], name: str, share: float) -> Row:
         f"{mean(point.queries for point in chosen):.0f} queries; "
         f"{sum(point.seconds for point in chosen):.0f} s"
     )
+    models = {point.model for point in points}
+    if len(chosen) < len(models):
+        details = f"{len(chosen)} of {len(models)} models; {details}"
     return Row(f"{name}, {share:.1%}", over_models(rates(points, name, share)), details=details)
 
 

@@ -13,6 +13,7 @@ import transformers
 from tokenizers import processors
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import disrupt_ablations
 import factors
 import tasks
 import texts
@@ -261,3 +262,14 @@ def test_answers_are_described_by_their_own_margin_length_and_maps(victim):
         for name, value in (("margin", margin(victim, example.text.split(), example.label)),
                             ("entropy", answer["entropy"])):  # fmt: skip
             assert known[example.id][name] == pytest.approx(float(value), rel=1e-4, abs=1e-5)
+
+
+def test_a_mean_over_fewer_models_than_the_others_says_so():
+    def point(model, share, flips):
+        return disrupt_ablations.Measured(model, "a", share, 10, flips, 0.0, 0.0, 1.0, 1.0, 0.0)
+
+    points = [point("first", 0.01, 1), point("second", 0.01, 3), point("first", 0.05, 4)]
+    whole, part = (disrupt_ablations.row(points, "a", share) for share in (0.01, 0.05))
+    assert whole.measured == "20.0% (10.0%–30.0%)"
+    assert whole.details.startswith("1 of 10 + 3 of 10;")
+    assert part.details.startswith("1 of 2 models; 4 of 10;")

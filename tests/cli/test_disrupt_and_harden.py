@@ -350,6 +350,14 @@ WRONG = {
         ["disrupt", "my-classifier", "--certify", "1", "--share", "0.1"],
         "expected --share without --certify, got both",
     ),
+    "a seed of nothing": (
+        ["disrupt", "my-classifier", "--certify", "1", "--seed", "3"],
+        "expected --seed without --certify, got both",
+    ),
+    "here and there": (
+        ["disrupt", "my-classifier", "--processes", "2", "--dask", "tcp://127.0.0.1:1"],
+        "expected --processes or --dask, got both",
+    ),
     "no unit": (["disrupt", "my-classifier", "--certify", "0"], "--certify of 1 or more, got 0"),
     "continuation of a class": (
         ["disrupt", "my-classifier", "--continuation", "2"],
@@ -397,6 +405,14 @@ WRONG = {
         ["harden", "my-classifier", "--out", "o", "--flips", "0"],
         "expected --flips of 1",
     ),
+    "plain before plain": (
+        ["harden", "my-classifier", "--out", "o", "--method", "plain", "--plain-first", "0.5"],
+        "expected a defence after --plain-first 0.5, got plain",
+    ),
+    "flips of nothing": (
+        ["harden", "my-classifier", "--out", "o", "--flips", "3"],
+        "expected --dev with --flips, got none",
+    ),
     "a folder in a file": (
         ["harden", "my-classifier", "--out", "dev.tsv/o"],
         "expected a folder to write, got dev.tsv/o: Not a directory",
@@ -421,6 +437,14 @@ def test_wrong_wishes_are_one_line(keyhole, place, arguments, words):
     (line,) = done.stderr.splitlines()
     assert re.search(words, line)
     assert not (place / "o").exists()  # what cannot begin leaves nothing behind
+
+
+@pytest.mark.parametrize("option", ["--text", "--label", "--classes"])
+@pytest.mark.parametrize("certify", [(), ("--certify", 1)])
+def test_columns_are_of_a_file(keyhole, option, certify):
+    done = keyhole("disrupt", "demo", "--examples", 1, option, "a,b", *certify)
+    assert done.exit_code == 2
+    assert f"expected --data with {option}, got none" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["disrupt", "harden"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import reference_disrupt as reference
@@ -12,11 +15,14 @@ import torch
 import tiny_heads
 from keyhole.data import Example, encode
 from keyhole.disrupt import HackAttend
-from keyhole.disrupt.certificate import certify
+from keyhole.disrupt.certificate import Certificate, certify, certify_each
 from keyhole.disrupt.certificate.classifier import embedded, written_out
 from keyhole.disrupt.certificate.jacobians import jacobian, spectral
 from keyhole.errors import InputError
 from keyhole.models.demo import EXAMPLES, load_demo
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from disrupt_certificates import Tried, least_in_layers, row
 
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 
@@ -58,18 +64,19 @@ def test_one_unit_is_exact(scale, classes):
 
 
 @pytest.mark.parametrize(
-    ("seed", "scale"), [(0, 0.05), (1, 0.15), *([(2, 0.1), (3, 0.2), (4, 0.25)] if FULL else [])]
+    ("seed", "scale", "length"),
+    [(0, 0.05, 4), (3, 0.1, 4), *([(0, 0.05, 5), (1, 0.1, 5), (3, 0.1, 5)] if FULL else [])],
 )
-def test_no_pair_goes_below_its_bound(seed, scale):
+def test_no_pair_goes_below_its_bound(seed, scale, length):
     """Every pair is cut, in one layer and across layers: the bound is below all of them."""
-    model, batch, label = small(seed, scale, length=5 if FULL else 4)
+    model, batch, label = small(seed, scale, length)
     proof = certify(model, batch, label, 2)
     least = {}
     for pair in itertools.combinations(free_units(model, batch), 2):
         layers = {unit[0] for unit in pair}
         place = layers.pop() if len(layers) == 1 else "across"
         least[place] = min(least.get(place, 1e9), margin(model, batch, label, pair))
-    assert any(bound is not None for bound in proof.layers)
+    assert proof.layers[0] is not None  # of the last layer only [CLS] is read: that is easy
     for layer, bound in enumerate(proof.layers):
         assert bound is None or bound <= least[layer] + 1e-9
     if proof.whole is not None:
@@ -125,6 +132,33 @@ def test_nothing_certified_is_flipped_in_the_box(hardened):
     assert not (outcome.flipped and (proof.holds or (outcome.masked == 1 and proof.alone > 0)))
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_benchmark_tries_what_is_proved_of_a_layer(seed):
+    """Units cut one by one, each the worst: as in loops, and never below the bound."""
+    model, batch, label = small(seed, 0.1, length=5)
+    proofs = certify_each(model, batch, label, [1, 2])
+    left = least_in_layers(model, batch, label, 2)
+    for layer, margins in enumerate(left):
+        units = [unit for unit in free_units(model, batch) if unit[0] == layer]
+        first = min(units, key=lambda unit: margin(model, batch, label, [unit]))
+        second = min(margin(model, batch, label, [first, unit]) for unit in units)
+        assert margins[0] == pytest.approx(margin(model, batch, label, [first]), abs=1e-9)
+        assert margins[1] == pytest.approx(second, abs=1e-9)
+    for place, proof in enumerate(proofs):
+        assert not Tried(proof, False, tuple(margins[place] for margins in left)).broken
+
+
+def test_the_benchmark_sees_a_promise_that_is_broken():
+    proof = Certificate("0", True, 2, 1.0, 0.9, 8, whole=0.5, layers=(0.8, None))
+    assert not Tried(proof, False, (0.8, -1.0)).broken
+    assert Tried(proof, False, (0.7, 0.9)).below == 1
+    assert Tried(proof, True, (0.9, 0.9)).broken
+    assert Tried(replace(proof, k=1), False, (0.85, 0.9)).below == 1
+    row_ = row("model", 2, [Tried(proof, False, (0.7, 0.9))], 1.0)
+    assert row_.met is False
+    assert "1 of 1 margins below their bound" in row_.details
+
+
 def test_the_classifier_written_out_is_the_model():
     model, batch, _ = small(5, 0.3)
     classifier = written_out(model)
@@ -152,5 +186,10 @@ def test_what_cannot_be_certified_is_said():
         certify(model, batch, label, 0)
     with pytest.raises(InputError, match="expected one text to certify, got 3"):
         certify(model, tiny_heads.texts(3), label)
+    padded = {name: value[2:] for name, value in tiny_heads.texts(3).items()}
+    with pytest.raises(InputError, match="expected a text without padding, got 2 of 11 tokens"):
+        certify(model, padded, label)
+    with pytest.raises(InputError, match="expected two classes or more to certify, got 1"):
+        certify(small(6, 0.1, classes=1)[0], batch, 0)
     with pytest.raises(InputError, match="expected a BERT classifier with gelu"):
         certify(tiny_heads.model("gpt2", "causal"), batch, label)

@@ -384,13 +384,30 @@ def test_attacks_say_what_they_cut():
     assert released(0.005).words == "0.5% of each head's attention cut, as released"
     magnitude = released(ranking="magnitude", scale="half", order="random head").words
     assert magnitude.endswith("as released, ranked by magnitude, random head order, half scale")
-    assert released(spare="special").words.endswith("cut, ranked by gradient")
-    assert HackAttend(schedule=Greedy()).words == "1% of each head's attention cut"
+    assert HackAttend().words == "1% of each head's attention cut"
+    assert HackAttend(spare="padding").words.endswith("attention cut, only padding spared")
     by_chance = HackAttend(ranking="random", scope="model")
     assert by_chance.words == "1% of all attention cut at random"
     assert by_chance.control
     assert HackAttend.random().control
     assert not released().control
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spare": "special", "order": "random", "scale": "half"},
+         "each head's attention cut, released schedule, random order, half scale, "
+         "special tokens spared"),
+        ({"scope": "model"}, "all attention cut, released schedule"),
+        ({"loss": "margin"}, "each head's attention cut, released schedule"),
+        ({"target": 1}, "each head's attention cut, released schedule"),
+        ({"least": 0}, "each head's attention cut, released schedule"),
+    ],
+)  # fmt: skip
+def test_only_what_the_released_code_does_is_called_as_released(changes, words):
+    assert HackAttend.as_released(**changes).words == f"1% of {words}"
+    assert "as released" not in HackAttend(schedule=Greedy()).words
 
 
 @pytest.mark.parametrize(

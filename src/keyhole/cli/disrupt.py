@@ -154,6 +154,7 @@ def disrupt(
             method=method, as_released=as_released or None, share=share, scope=scope,
             ranking=ranking, order=order, scale=scale, target=target, continuation=continuation,
             task=task, processes=processes or None, dask=dask, resume=resume, page=page,
+            seed=seed or None,
         )  # fmt: skip
         with interruptible(), bars("disrupt", "examples") as track:
             proofs = certify_all(
@@ -163,7 +164,8 @@ def disrupt(
             )  # fmt: skip
             if out is not None:
                 proofs.save(out)
-        words = f"{model}: up to {certify} units of attention cut\n{proofs.summary()}"
+        units = "one unit" if certify == 1 else f"up to {certify} units"
+        words = f"{model}: {units} of attention cut\n{proofs.summary()}"
         answer(proofs.to_dict(), words, as_json=as_json)
         raise typer.Exit(exit_code([proofs.outcome]))
     kept = f"what is finished is in {resume}: the same command resumes" if resume else ""

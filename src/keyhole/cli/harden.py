@@ -118,8 +118,11 @@ def harden(
         ),
     ] = None,
     flips: Annotated[
-        int, typer.Option(help="How many answers to the examples of --dev to try to flip.")
-    ] = 50,
+        int | None,
+        typer.Option(
+            help="How many answers to the examples of --dev to try to flip: 50 by default."
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(

@@ -2,7 +2,7 @@
 
 Three limits hold at once, for every example:
 - a head loses at most `⌊share · its units⌋` (scope "head", the paper's measure), or
-- the model at most `⌊share · all its units⌋` (scope "model", the paper's headline);
+- the model at most `⌊share · all its units⌋` (scope "model", ours);
 - a row of the softmax keeps at least one key: a softmax over nothing means nothing.
 
 The paper takes at least one unit a head, which breaks the stated share for inputs of ten tokens or

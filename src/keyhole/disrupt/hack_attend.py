@@ -35,6 +35,8 @@ Scope = Literal["head", "model"]
 HeadUnits = Literal["paper", "all"]
 Loss = Literal["margin", "cross-entropy"]
 Spare = Literal["special", "special keys", "first token", "padding"]
+_SPARED = {"special": "special tokens", "special keys": "special keys",
+           "first token": "the first token", "padding": "only padding"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,12 +141,27 @@ class HackAttend:
     def _how(self) -> str:
         if self.control:
             return " at random"
-        schedule = self.schedule
-        if not isinstance(schedule, Greedy) or self.spare != "first token":
-            return "" if self.ranking == "removal" else f", ranked by {self.ranking}"
-        ranked = "" if self.ranking == "gradient" else f", ranked by {self.ranking}"
-        order = "" if schedule.order == "importance" else f", {schedule.order} order"
-        return f", as released{ranked}{order}{', half scale' * (schedule.scale == 'half')}"
+        schedule, parts = self.schedule, list[str]()
+        usual, spared = "removal", "special"
+        if isinstance(schedule, Greedy):
+            usual, spared = "gradient", "first token"
+            parts.append("as released" if self._as_released else "released schedule")
+        if self.ranking != usual:
+            parts.append(f"ranked by {self.ranking}")
+        if isinstance(schedule, Greedy) and schedule.order != "importance":
+            parts.append(f"{schedule.order} order")
+        if isinstance(schedule, Greedy) and schedule.scale == "half":
+            parts.append("half scale")
+        if self.spare != spared:
+            parts.append(f"{_SPARED[self.spare]} spared")
+        return "".join(f", {part}" for part in parts)
+
+    @property
+    def _as_released(self) -> bool:
+        """Are budget, loss and what may be cut the released code's? Rankings are told apart."""
+        kept = HackAttend.as_released(self.share)
+        names = ("scope", "head_units", "least", "loss", "target", "spare")
+        return all(getattr(self, name) == getattr(kept, name) for name in names)
 
     @property
     def control(self) -> bool:

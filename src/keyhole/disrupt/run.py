@@ -73,6 +73,8 @@ def run(
     expect_count("--target", target, 0)
     expect_count("--continuation", continuation)
     expect_device(device)
+    if dask is not None and processes:
+        raise InputError("expected --processes or --dask, got both")
     if isinstance(method, str):
         method = ATTACKERS.make(
             method, share=share, scope=scope, ranking=ranking, order=order, scale=scale,
@@ -124,6 +126,9 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("expected --data with examples, got none")
+        for option, value in (("--text", text), ("--label", label), ("--classes", classes)):
+            if value:
+                raise InputError(f"expected --data with {option}, got none: it is of a file")
         return list(EXAMPLES[:limit])
     config = load_config(source.name)
     expect_names(classes, config)

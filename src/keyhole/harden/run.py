@@ -33,6 +33,7 @@ from keyhole.threads import largest_matrix, threads_for
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
+_FLIPS = 50  # answers to flip where nothing is said
 _TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
 
 
@@ -57,7 +58,7 @@ def run(
     longest: int = 128,
     amp: bool = False,
     dev: str | Path | None = None,
-    flips: int = 50,
+    flips: int | None = None,
     checkpoint: str | Path | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
@@ -75,7 +76,8 @@ def run(
     `rate`, `mode` and `weight` for those that have them, or a defence of your own; before it the
     model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
     model is a running mean of the weights, of which each step keeps so much. `dev` is a file
-    on which accuracy is measured, and the flips of its first `flips` examples, before and after.
+    on which accuracy is measured, and the flips of its first `flips` examples (50, if it is not
+    said), before and after.
     `checkpoint` is the folder that keeps each epoch, from which a run that was stopped goes on.
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
@@ -85,6 +87,8 @@ def run(
     }  # fmt: skip
     for option, value in counts.items():
         expect_count(option, value)
+    if flips is not None and dev is None:
+        raise InputError("expected --dev with --flips, got none: nothing would be measured")
     expect_number("--learning-rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
@@ -111,7 +115,7 @@ def run(
     course = _Course(
         str(model), chosen, method, settings, Path(out), device, allow_pickle,
         None if checkpoint is None else Path(checkpoint),
-        _Measure(held_out, flips, longest, seed, track), track,
+        _Measure(held_out, flips or _FLIPS, longest, seed, track), track,
     )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed

@@ -101,6 +101,12 @@ def certify_each(
             raise InputError(f"expected k of at least 1, got {k}")
     if len(batch["input_ids"]) != 1:
         raise InputError(f"expected one text to certify, got {len(batch['input_ids'])}")
+    real = batch.get("attention_mask")
+    if real is not None and not bool(real.all()):
+        padded = int((real == 0).sum())
+        raise InputError(
+            f"expected a text without padding, got {padded} of {real.shape[1]} tokens that are"
+        )
     classifier = written_out(model)
     question = ask(model, batch, torch.tensor([label]))
     units = survey(model, question, spare=spare)

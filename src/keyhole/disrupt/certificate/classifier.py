@@ -138,6 +138,8 @@ def written_out(model: Any) -> Classifier:
             f"expected a BERT classifier with gelu to certify, got {name} "
             f"with {getattr(model.config, 'hidden_act', 'another activation')}"
         )
+    if model.config.num_labels < 2:
+        raise InputError(f"expected two classes or more to certify, got {model.config.num_labels}")
     blocks = model.bert.encoder.layer
     count = int(model.config.num_attention_heads)
     return Classifier(

@@ -34,6 +34,8 @@ class Stages:
     @classmethod
     def plain_first(cls, share: float, defence: Defence) -> Defence:
         """Plain training for a share of the steps, then the defence; 0 is the defence alone."""
+        if share and isinstance(defence, Plain):
+            raise InputError(f"expected a defence after --plain-first {share:g}, got plain")
         return cls(((0.0, Plain()), (share, defence))) if share else defence
 
     def at(self, share: float) -> Defence:
