@@ -24,7 +24,7 @@ from keyhole.extract.extraction import Check, Extraction, Statement
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
+from keyhole.oracle.protocol import BudgetExhausted, NotFinite, Oracle, OracleError, ask
 from keyhole.oracle.storage import Planted
 from keyhole.percent import percent
 from keyhole.results import Status, Unsuccessful
@@ -284,6 +284,9 @@ def attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], S
             steps.append((counted.queries, step))
     except BudgetExhausted:
         return steps, Status.BUDGET, f"stopped after {counted.queries:,} queries"
+    except NotFinite:
+        reason = "no weights fit the answers: the next question would not be finite"
+        return steps, Status.MISMATCH, reason
     except (OracleError, InputError) as error:  # a target may also find its questions unfit
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:

@@ -121,7 +121,10 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     """
     d = oracle.dim
     if d < 2:
-        raise Unsuccessful(Status.NOT_APPLICABLE, "in one dimension all heads share one line")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "in one dimension all heads share one line, which no mask parts: SingleHead reads one",
+        )
     v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)
