@@ -177,7 +177,7 @@ def _check(
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
-    unfinished: list[TextRecovery] = []
+    first: list[TextRecovery] = []
     for precision in [name for name in line.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
         progress = track(f"{words}, {precision}")
@@ -188,10 +188,10 @@ def _check(
         )
         cells.append(Readings(line.kind, above, precision, readings))
         if len(cells) == 1:
-            unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
+            first = recoveries
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
-    if status is Status.UNSOLVED and unfinished:  # not kept: nobody came to the end of a search
-        status, reason = unfinished[0].status, f"{reason}; {unfinished[0].reason}"
+    if status is Status.UNSOLVED:
+        status, reason = _unread(first, reason)
     if line.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(
@@ -209,6 +209,16 @@ def _check(
         texts=tuple(cells),
     )
     return Checked((finding,))
+
+
+def _unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
+    """Why the texts were not read, where the attack says more than that."""
+    unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
+    if unfinished:  # not kept: nobody came to the end of a search
+        return unfinished[0].status, f"{reason}; {unfinished[0].reason}"
+    if all(recovery.status is Status.NOT_IDENTIFIABLE for recovery in recoveries):
+        return Status.NOT_IDENTIFIABLE, f"{reason}; {recoveries[0].reason}"
+    return Status.UNSOLVED, reason
 
 
 def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
