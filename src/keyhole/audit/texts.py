@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.aligned import aligned
+from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.layers import Layers, layers_of
 from keyhole.data import Example
@@ -186,9 +187,11 @@ def _check(
             reading_of(tokenizer, original, recovery)
             for original, recovery in zip(originals, recoveries, strict=True)
         )
-        cells.append(Readings(line.kind, above, precision, readings))
-        if len(cells) == 1:
+        chance = None
+        if not cells:
             first = recoveries
+            chance = share_by_chance(tokenizer, originals, recoveries, longest)
+        cells.append(Readings(line.kind, above, precision, readings, chance))
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
         status, reason = _unread(first, reason)
@@ -271,4 +274,8 @@ def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
         reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
     if exact or known >= _PARTLY:
         return Status.INEXACT, reason
+    if cells[0].kind != "pooled" and known:
+        reason = f"{reason}; guesses without the leak have {percent(cells[0].chance or 0)} right"
+        if not explained(cells[0]):
+            return Status.INEXACT, reason
     return Status.BUDGET if cells[0].kind == "pooled" else Status.UNSOLVED, reason
