@@ -6,7 +6,7 @@ model that makes this attack impossible, not a fault here, and nothing follows f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from keyhole.results import Status, Unsuccessful
 
 
 @contextmanager
-def solvable(model: nn.Module) -> Iterator[None]:
+def solvable(model: nn.Module) -> Generator[None]:
     """Ends the attack inside with a status where an equation has no solution."""
     try:
         yield
