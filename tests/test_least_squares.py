@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_function import normal
-from keyhole.least_squares import LinAlgError, least_squares
+from keyhole.least_squares import LinAlgError, least_squares, with_ridge
 
 
 @given(
@@ -55,3 +55,16 @@ def test_what_is_not_a_number_is_refused(bad):
         least_squares(A, B)
     with pytest.raises(LinAlgError, match="the answers overflow"):
         least_squares(B, A)
+
+
+def test_a_ridge_makes_any_gram_matrix_solvable():
+    stream = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, 5, generator=stream, dtype=torch.float64)
+    for size in (1.0, 1e-150, 1e150, 0.0):
+        square = (size * rows).mT @ (size * rows)
+        solved = torch.linalg.solve(with_ridge(square, 1e-5), square)
+        assert bool(solved.isfinite().all())
+        if size:
+            assert torch.allclose(rows @ solved, rows, rtol=0, atol=1e-3)
+        else:
+            assert not bool(solved.any())

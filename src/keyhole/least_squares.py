@@ -16,6 +16,16 @@ LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsa
 _DEPENDENT = 1e-10
 
 
+def with_ridge(square: Tensor, share: float) -> Tensor:
+    """A Gram matrix with `share` of its mean diagonal added, or 1 if it is zero.
+
+    Where nothing differs from its mean, as in a model whose tokens all have one embedding, the
+    matrix is zero, and so is any share of it. With 1 the solution is 0: nothing is explained.
+    """
+    size = share * square.diagonal().mean()
+    return square + torch.where(size == 0, 1.0, size) * torch.eye(len(square)).to(square)
+
+
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
     """`X` that minimises `‖AX − B‖`, of least norm; batches are allowed."""
     if not bool(torch.isfinite(A).all() & torch.isfinite(B).all()):

@@ -59,6 +59,29 @@ def test_nothing_given_away_is_none_and_what_nobody_knows_is_not():
     assert Severity.NONE.rank < Severity.UNKNOWN.rank < Severity.LOW.rank
 
 
+def partly(known: float, chance: float | None, status: Status) -> Finding:
+    return finding("text", status=status, known=known, queries=3,
+                   texts=(replace(cell(False, False), chance=chance),))  # fmt: skip
+
+
+def test_a_few_tokens_above_chance_are_medium_and_say_what_chance_gives():
+    scored = score(partly(0.18, 0.02, Status.INEXACT))
+    assert scored.severity is Severity.MEDIUM
+    assert scored.points == 4 + 0 + 2 + 0
+    assert "18% of it (guesses without the leak have 2% right)" in scored.why
+    assert score(partly(0.3, 0.02, Status.INEXACT)).severity is Severity.HIGH
+    proved = replace(partly(0.18, 0.02, Status.INEXACT), texts=(cell(True, False),))
+    assert score(proved).points == 4 + 1 + 2 + 1
+
+
+def test_tokens_that_chance_explains_are_none_and_say_so():
+    scored = score(partly(0.18, 0.16, Status.UNSOLVED))
+    assert scored.severity is Severity.NONE
+    assert "18% of the tokens are right, which chance explains" in scored.why
+    assert "guesses without the leak have 16% right" in scored.why
+    assert score(partly(0.0, 0.16, Status.UNSOLVED)).why == "nothing was given away"
+
+
 def test_a_control_is_no_exposure_whatever_it_achieves():
     assert score(finding("prediction", control=True, known=1.0)).severity is Severity.NONE
 

@@ -18,7 +18,9 @@ from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
 from keyhole.errors import InputError
 from keyhole.invert import recover_texts
 from keyhole.models import Loaded, identity
+from keyhole.models.capture import Exposure
 from keyhole.models.demo import TEXTS, load_demo
+from keyhole.progress import untracked
 from keyhole.recover.attack import Proposal
 from keyhole.recover.registry import ATTACKS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
@@ -53,6 +55,29 @@ def test_hidden_states_keys_and_maps_give_the_text_away(audited):
     (unordered,) = by_exposure["hidden states in no order of layer 1"].texts
     assert unordered.precision == PERMUTED
     assert "pooled embedding" in by_exposure
+
+
+@pytest.mark.parametrize("exposure", ["hidden:1", "kv:1", "maps:1"])
+def test_tokens_that_are_all_alike_are_not_identifiable(exposure):
+    blank = target("bert")
+    with torch.no_grad():
+        table = blank.loaded.model.get_input_embeddings().weight
+        table.copy_(table[7].clone().expand_as(table))
+    (check,) = texts.checks_of("it", blank, Exposure.parse(exposure), "float32", 0)
+    (finding,) = check.run(untracked).findings
+    assert finding.status is Status.NOT_IDENTIFIABLE
+    assert "tokens could be others" in finding.reason
+
+
+def test_a_model_that_computes_no_numbers_is_refused():
+    broken = target("bert")
+    with torch.no_grad():
+        broken.loaded.model.encoder.layer[0].attention.self.value.weight[0, 0] = torch.nan
+    checks = texts.checks_of("it", broken, Exposure("hidden", 2), "float32", 0)
+    with pytest.raises(
+        InputError, match=r"hold some, in encoder\.layer\.0\.attention\.self\.value"
+    ):
+        checks[0].run(untracked)
 
 
 def test_a_reading_says_which_tokens_are_right(audited):

@@ -7,6 +7,8 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.extract import Status
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 
 HONEST = oracle.plant(dim=5, rank=2, seed=9)
 
@@ -97,3 +99,28 @@ def test_a_lying_dimension_that_fits_the_tensor():
     result = extract.SingleHead()(Liar())
     assert result.status is Status.RECOVERED
     assert torch.allclose(result.model.W, HONEST.W[:3, :3], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_question_that_is_not_finite_is_not_the_oracles_fault(value):
+    asked = []
+
+    class Target:
+        dim = 5
+
+        def __call__(self, sequences):
+            asked.append(sequences)
+            return HONEST(sequences)
+
+    class Overflowing:
+        seed, tolerance = 0, 1e-8
+
+        def steps(self, target):
+            yield Step(HONEST, 1, 2)
+            oracle.ask(target, torch.full((1, 2, 5), value, dtype=torch.float64))
+
+    result = settle(Overflowing(), Target())
+    assert result.status is Status.MISMATCH
+    assert "the next question would not be finite" in result.reason
+    assert not asked
+    assert result.queries == 0

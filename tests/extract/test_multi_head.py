@@ -223,7 +223,38 @@ def test_bad_arguments(heads):
 
 
 def test_one_dimension_is_not_for_this():
-    assert extract.MultiHead()(plant(1, 2)).status is Status.NOT_APPLICABLE
+    for heads in (1, 2, 3):
+        result = extract.MultiHead()(plant(1, heads))
+        assert result.status is Status.NOT_APPLICABLE
+        assert "SingleHead reads one" in result.reason
+        assert result.queries == 0
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4])
+def test_two_dimensions_leave_no_direction_beside_v_and_g(heads):
+    for seed in range(4):
+        target = plant(2, heads, seed=seed)
+        result = extract.MultiHead(seed=seed)(target)
+        assert result.status is Status.RECOVERED, result.reason
+        assert worst(result.model, target) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["proportional", "proportional, parallel v", "three on one ray and one opposite", "W = 0"],
+)
+@pytest.mark.parametrize("d", [2, 3])
+def test_values_on_one_ray_that_fill_the_space(kind, d):
+    add, count = RELATED[kind]
+    target = plant(d, 2, seed=1)
+    more = add(target.W[0], target.v[0], values(d))
+    target = oracle.MultiHead(
+        [*target.W, *(W for W, _ in more)], [*target.v, *(v for _, v in more)]
+    )
+    result = extract.MultiHead(seed=1)(target)
+    assert result.status is Status.RECOVERED, result.reason
+    assert len(result.model.W) == count + 1
+    assert worst(result.model, canonical(target)) <= 1e-6
 
 
 def test_expected_queries():

@@ -36,7 +36,7 @@ def errors(found, head):
 
 
 def floor(d, accuracy):
-    return (d * d + d) * math.log2(1 / accuracy)
+    return (d * d + d - 1) * math.log2(1 / accuracy)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,15 +1,17 @@
 """How bad a finding is: a score from 0 to 10, in points that anybody can count, and its name.
 
     what is lost       text or inputs 4, weights 3, a prediction 2
-    how much of it     all 3, at least half 2, some 1
+    how much of it     all 3, at least half 2, some 1; less than a quarter, none of it proved, 0
     at what cost       up to 10,000 queries 2, up to a million 1, more 0
     proved             1 where the secret was checked against the target and agreed
 
     9 and 10 critical, 7 and 8 high, 5 and 6 medium, 1 to 4 low
 
-A finding that gave nothing away, and a control, score 0: none. What could not be checked has no
-score: unknown, which is never none. All of these figures are fields of `Scale`, and may be set
-otherwise; a policy may give a rule or a finding its severity outright (assess/policy.py).
+A finding that gave nothing away, and a control, score 0: none. Of a text, nothing was given away
+where guesses without the leak would have as much of it right (audit/chance.py). What could not be
+checked has no score: unknown, which is never none. All of these figures are fields of `Scale`, and
+may be set otherwise; a policy may give a rule or a finding its severity outright
+(assess/policy.py).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Scale:
     )  # fmt: skip
     all_of_it: float = 0.99  # of the secret
     most_of_it: float = 0.5
+    much_of_it: float = 0.25  # less than that is nearly nothing, unless it is proved
     cheap: int = 10_000  # queries
     affordable: int = 1_000_000
     names: Mapping[Severity, int] = field(
@@ -80,9 +83,10 @@ def score(finding: Finding, scale: Scale = USUAL) -> Score:
     if finding.outcome is Outcome.UNCHECKED:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
-        return Score(0, Severity.NONE, "nothing was given away")
+        return Score(0, Severity.NONE, f"nothing was given away{_guessed(finding)}")
     family, proved = family_of(finding), is_proved(finding)
-    much, how_much = _much(share(finding), scale)
+    much, how_much = _much(share(finding), proved, scale)
+    how_much += _chance(finding)
     cheap, cost_words = _cheap(finding, scale)
     points = scale.lost[family] + much + cheap + proved
     words = (_LOST[family], how_much, cost_words, "proved" if proved else "not proved")
@@ -132,10 +136,30 @@ def cost(finding: Finding) -> str:
     return f"{finding.queries:,} {single if finding.queries == 1 else several}"
 
 
-def _much(known: float, scale: Scale) -> tuple[int, str]:
+def _chance(finding: Finding) -> str:
+    """What guesses without the leak would have right, where little is known."""
+    chance = finding.texts[0].chance if finding.texts else None
+    if chance is None or share(finding) >= USUAL.most_of_it or exact(finding):
+        return ""
+    return f" (guesses without the leak have {percent(chance)} right)"
+
+
+def _guessed(finding: Finding) -> str:
+    """Why tokens that are right are not given away."""
+    chance = finding.texts[0].chance if finding.texts else None
+    if chance is None or not finding.known:
+        return ""
+    return (
+        f": {percent(finding.known)} of the tokens are right, which chance explains: guesses "
+        f"without the leak have {percent(chance)} right"
+    )
+
+
+def _much(known: float, proved: bool, scale: Scale) -> tuple[int, str]:
     if known >= scale.all_of_it:
         return 3, "all of it"
-    points = 2 if known >= scale.most_of_it else 1
+    little = 0 < known < scale.much_of_it and not proved
+    points = 2 if known >= scale.most_of_it else 0 if little else 1
     return points, f"{percent(known)} of it" if known > 0 else "some of it"
 
 

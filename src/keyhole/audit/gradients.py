@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget, reading_of
 from keyhole.data import NO_LABEL, Example
@@ -69,11 +70,15 @@ def _check(surface: str, target: TextTarget, track: Track) -> Checked:
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
+        nearest = [_nearest(original, recovery) for original in originals]
         readings = tuple(
-            reading_of(loaded.tokenizer, original, _nearest(original, recovery))
-            for original in originals
+            reading_of(loaded.tokenizer, original, text)
+            for original, text in zip(originals, nearest, strict=True)
         )
-        cells.append(Readings(KIND, 1, precision, readings))
+        chance = share_by_chance(loaded.tokenizer, originals, nearest, longest)
+        # The nearest of all that was read is taken for each text.
+        chance = min(1.0, chance * max(1, len(recovery.texts)))
+        cells.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(cells[-1].known)}")
         progress(number)
     status, exact = _status(cells), cells[0].exact if cells else 0
@@ -111,4 +116,5 @@ def _status(cells: Sequence[Readings]) -> Status:
         return Status.NOT_APPLICABLE
     if cells[0].exact == len(cells[0].readings):
         return Status.RECOVERED
-    return Status.INEXACT if cells[0].exact or cells[0].known >= 0.5 else Status.UNSOLVED
+    partly = cells[0].exact or cells[0].known >= 0.5 or not explained(cells[0])
+    return Status.INEXACT if partly else Status.UNSOLVED

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.aligned import aligned
+from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.layers import Layers, layers_of
 from keyhole.data import Example
@@ -177,7 +178,7 @@ def _check(
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []
-    unfinished: list[TextRecovery] = []
+    first: list[TextRecovery] = []
     for precision in [name for name in line.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
         progress = track(f"{words}, {precision}")
@@ -186,12 +187,14 @@ def _check(
             reading_of(tokenizer, original, recovery)
             for original, recovery in zip(originals, recoveries, strict=True)
         )
-        cells.append(Readings(line.kind, above, precision, readings))
-        if len(cells) == 1:
-            unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
+        chance = None
+        if not cells:
+            first = recoveries
+            chance = share_by_chance(tokenizer, originals, recoveries, longest)
+        cells.append(Readings(line.kind, above, precision, readings, chance))
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
-    if status is Status.UNSOLVED and unfinished:  # not kept: nobody came to the end of a search
-        status, reason = unfinished[0].status, f"{reason}; {unfinished[0].reason}"
+    if status is Status.UNSOLVED:
+        status, reason = _unread(first, reason)
     if line.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(
@@ -209,6 +212,16 @@ def _check(
         texts=tuple(cells),
     )
     return Checked((finding,))
+
+
+def _unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
+    """Why the texts were not read, where the attack says more than that."""
+    unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
+    if unfinished:  # not kept: nobody came to the end of a search
+        return unfinished[0].status, f"{reason}; {unfinished[0].reason}"
+    if all(recovery.status is Status.NOT_IDENTIFIABLE for recovery in recoveries):
+        return Status.NOT_IDENTIFIABLE, f"{reason}; {recoveries[0].reason}"
+    return Status.UNSOLVED, reason
 
 
 def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
@@ -261,4 +274,8 @@ def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
         reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
     if exact or known >= _PARTLY:
         return Status.INEXACT, reason
+    if cells[0].kind != "pooled" and known:
+        reason = f"{reason}; guesses without the leak have {percent(cells[0].chance or 0)} right"
+        if not explained(cells[0]):
+            return Status.INEXACT, reason
     return Status.BUDGET if cells[0].kind == "pooled" else Status.UNSOLVED, reason

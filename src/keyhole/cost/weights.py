@@ -59,7 +59,7 @@ def head(
 
 def _signs(what: str, d: int, method: SignOnly) -> Estimate:
     queries, accuracy = method.expected(d), method.accuracy
-    floor = math.ceil(d_and_d_squared(d) * math.log2(1 / accuracy))
+    floor = math.ceil((d_and_d_squared(d) - 1) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(
         f"{what}, from signs, to {accuracy:g}", "sign-only", queries, floor, *_sent(d, 0, queries),

@@ -23,7 +23,7 @@ FORMULAS: dict[str, tuple[str, str, str]] = {
     "rounded": ("d * d + 2 * d", "d * d + d", "2 * d * d + 2 * d"),
     "signs": (
         f"Math.ceil(d * d * {_BITS} + d * ({_BITS} + 6))",
-        "Math.ceil((d * d + d) * -Math.log2(e))",
+        "Math.ceil((d * d + d - 1) * -Math.log2(e))",
         f"2 * Math.ceil(d * d * {_BITS} + d * ({_BITS} + 6))",
     ),
     "vectors": ("2 * d + 2", "2 * d", "2 * d * d + 3 * d + 5"),

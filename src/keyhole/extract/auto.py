@@ -31,12 +31,13 @@ from keyhole.extract.domain import CHANGED, Witness
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
-from keyhole.extract.judge import NEARLY, Method, Step
+from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.links import find_link
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.sign_only import SignOnly
+from keyhole.extract.step import Step
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.counted import Counted

@@ -60,8 +60,11 @@ class Extraction(Result):
 
     `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
     free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
-    the numbers in an answer: no attack can do with fewer. `trace` holds (queries, worst fresh-query
-    error) along the way.
+    the numbers in an answer: no attack can do with fewer. Where it is still open, for want of a
+    rank, it is the most that there can be, or None. `known` is the share of the unknowns that the
+    answers settle at least, if the target is what the method takes it for: 0 where the answers
+    contradict that, and where nobody can tell how many unknowns there are. `trace` holds (queries,
+    worst fresh-query error) along the way.
     `domain` is where the model was tried and agrees: lengths of sequences, norms of tokens.
     `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
     one under the method's assumptions; None means that nothing is promised. `stated` is what the

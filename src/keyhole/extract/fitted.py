@@ -27,8 +27,9 @@ from keyhole.errors import InputError
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
+from keyhole.extract.judge import NEARLY, Exam, Examination, settle
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.step import Step
 from keyhole.least_squares import LinAlgError, least_squares
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError

@@ -23,7 +23,6 @@ computation.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +32,8 @@ from torch import Tensor
 
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.extract.vectors.head_values import separate_values
 from keyhole.extract.vectors.layer_forms import LayerForms
 from keyhole.extract.vectors.probe_sequences import Panel, open_panel
@@ -67,24 +67,25 @@ class FullOutput:
         return 2 * dim + 2
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        d = oracle.dim
         panel, total = open_panel(oracle)
         stream = torch.Generator().manual_seed(self.seed)
-        floor = d * d + d * panel.outputs
-        first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), floor)
-        for step in itertools.chain([first], self._search(panel, total, stream, floor)):
+        for step in self._search(panel, total, stream):
             # Where every token answers, one sequence could be long enough for everything.
-            numbers = step.floor if panel.every_token else panel.outputs
+            numbers = panel.outputs if not panel.every_token else step.floor or 1
             yield replace(step, numbers=numbers)
 
-    def _search(
-        self, panel: Panel, total: Tensor, stream: torch.Generator, floor: int
-    ) -> Iterator[Step]:
+    def _search(self, panel: Panel, total: Tensor, stream: torch.Generator) -> Iterator[Step]:
+        """One head if the answers can be one's, else several."""
+        d, floor = panel.dim, panel.dim * (panel.dim + panel.outputs)
+        # How many heads there are, and so how many unknowns, is open.
+        first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), None)
+        yield first
         single = _SingleHead(panel, total, stream, self.resolution)
         if single.possible():
             yield from single.steps(floor)
             if single.confirmed:
                 return
+            yield first  # nothing but the sum of the values is known after all
         yield from _several_heads(panel, total, stream, floor)
 
 
@@ -104,8 +105,9 @@ def _several_heads(
             if last or end.status is Status.NOT_IDENTIFIABLE:
                 raise
             continue
-        yield Step(layer, everything, everything)
+        yield Step(layer, everything, None)
         if _agrees(panel, layer, stream):
+            yield Step(layer, everything, everything)
             return
 
 
@@ -122,7 +124,8 @@ class _SingleHead:
     def possible(self) -> bool:
         """Could it be? With every token, wait for the forms; else ask one key and one query.
 
-        The answer to one key points where V says it does if there is one head.
+        The answer to one key points where V says it does if there is one head; but answers of one
+        number point nowhere else.
         """
         if not self._rank or self._panel.every_token:
             return bool(self._rank)
@@ -152,12 +155,15 @@ class _SingleHead:
                 yield Step(layer(Z[:d]), floor, floor)
             return
         Z = torch.empty(0, d, dtype=torch.float64)
+        told = floor if self._panel.outputs > 1 else None  # whether there is one head
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
-            yield Step(layer(Z), self._V.numel() + Z.numel(), floor)
+            yield Step(layer(Z), self._V.numel() + Z.numel(), told)
         self.confirmed = _agrees(self._panel, layer(Z), self._stream)
+        if self.confirmed:
+            yield Step(layer(Z), floor, floor)
 
 
 def key_basis(V: Tensor, resolution: float) -> tuple[Tensor, int]:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
-from keyhole.extract.extraction import Check, Extraction, Statement
+from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.step import Step
 from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
-from keyhole.oracle.storage import Planted
+from keyhole.oracle.protocol import BudgetExhausted, NotFinite, Oracle, OracleError, ask
 from keyhole.percent import percent
 from keyhole.results import Status, Unsuccessful
 
@@ -35,30 +35,6 @@ _PER_KIND = 4
 _FAINT = 1e-6
 _BEYOND = 1e99  # an infinite error, kept finite so that results can be written as JSON
 JUDGE_STREAM = 0x4A554447  # keeps the judge's questions apart from every attack's
-
-
-@dataclass(frozen=True)
-class Step:
-    """What an attack knows at some point: a model, and the number of unknowns it settles.
-
-    `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
-    proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
-    questions: how many answers speak against it, of how many. `numbers` is how many an answer
-    holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
-    found out besides the weights; it joins the reason of a judged result. `stated` is what the
-    method's theorem says in advance.
-    """
-
-    model: Planted
-    known: int
-    floor: int
-    guarantee: float | None = None
-    guarantee_v: float | None = None
-    numbers: int = 1
-    remark: str = ""
-    assumed: str = ""
-    confirm: Callable[[Oracle], tuple[int, int]] | None = None
-    stated: Statement | None = None
 
 
 class Method(Protocol):
@@ -230,8 +206,9 @@ def settle(
         check=checks[-1] if checks else None,
         domain=domain,
         remembered=free,
-        floor=math.ceil(last.floor / last.numbers) if last else None,
-        known=last.known / last.floor if last else 0.0,
+        floor=last.fewest if last else None,
+        # What the answers contradict is not known, however much of it there is.
+        known=last.share if last and status is not Status.MISMATCH else 0.0,
         trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
         guarantee=last.guarantee if last else None,
         guarantee_v=last.guarantee_v if last else None,
@@ -284,6 +261,9 @@ def attempt(method: Method, counted: Witness) -> tuple[list[tuple[int, Step]], S
             steps.append((counted.queries, step))
     except BudgetExhausted:
         return steps, Status.BUDGET, f"stopped after {counted.queries:,} queries"
+    except NotFinite:
+        reason = "no weights fit the answers: the next question would not be finite"
+        return steps, Status.MISMATCH, reason
     except (OracleError, InputError) as error:  # a target may also find its questions unfit
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
@@ -306,7 +286,9 @@ def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Sta
 def _explained(status: Status, reason: str, last: Step | None) -> str:
     """The reason, with what is known besides."""
     if status is Status.BUDGET:
-        share = f"{percent(last.known / last.floor)} of the unknowns are" if last else "nothing is"
+        if last and last.floor is None:
+            return f"{reason}; how many unknowns there are is not known yet"
+        share = f"{percent(last.share)} of the unknowns are" if last else "nothing is"
         return f"{reason}; {share} known"
     known = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
     if last is None or status not in (*known, Status.UNVERIFIED):

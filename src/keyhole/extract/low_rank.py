@@ -25,9 +25,10 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
-from keyhole.oracle.protocol import Oracle
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,22 @@ class LowRank:
         # One column of a matrix of rank 1 says little about the size of the others.
         cross = _Cross(BilinearForms(oracle, v, room=64), probes.deltas, X)
 
-        def known() -> Step:
-            k = len(cross.rows)
+        def known(rank: int) -> Step:
+            """What there is so far of a W of at most this rank."""
             columns, rows = cross.factors()
             W = probes.solve(columns) @ (rows @ X)
-            return Step(Head(W, v), known=unknowns(d, k), floor=unknowns(d, k))
+            return Step(Head(W, v), known=unknowns(d, len(cross.rows)), floor=unknowns(d, rank))
 
-        yield known()
-        while len(cross.rows) < limit and cross.grow(self.resolution):
-            # Looking costs d²k: at powers of two only, and at the end.
-            if len(cross.rows).bit_count() == 1:
-                yield known()
-        yield known()
+        yield known(limit)
+        try:
+            while len(cross.rows) < limit and cross.grow(self.resolution):
+                # Looking costs d²k: at powers of two only, and at the end.
+                if len(cross.rows).bit_count() == 1:
+                    yield known(limit)
+        except BudgetExhausted:
+            yield known(limit)
+            raise
+        yield known(len(cross.rows))
 
 
 def expect_rank(rank: int | None, d: int) -> None:
@@ -104,7 +109,10 @@ class _Cross:
         self.rows: list[int] = []
 
     def grow(self, resolution: float) -> bool:
-        """One more column and row; False if the column brought nothing new."""
+        """One more column and row; False if the column brought nothing new.
+
+        If the budget ends, what was there before stays as it was.
+        """
         j = self.columns
         self._fill([i for i in range(len(self._X)) if i not in self.rows], [j])
         self.columns += 1
@@ -114,15 +122,16 @@ class _Cross:
         norm = torch.linalg.vector_norm(fresh)
         if self._forms.largest == 0 or norm <= resolution * self._largest:
             return False  # nothing but rounding
-        self._span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
-        self.rows.append(self._pivot())
-        self._fill([self.rows[-1]], range(self.columns, len(self._X)))
+        span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
+        row = self._pivot(span)
+        self._fill([row], range(self.columns, len(self._X)))
+        self._span = span
+        self.rows.append(row)
         return True
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """`Z = columns @ rows`: an orthonormal basis, and its coefficients from the rows."""
-        k = len(self.rows)
-        basis = self._span[:k].mT
+        basis = self._span.mT
         return basis, torch.linalg.solve(basis[self.rows], self._Zt[:, self.rows].mT)
 
     def _outside(self, column: Tensor) -> Tensor:
@@ -131,9 +140,9 @@ class _Cross:
             column = column - (column @ self._span.mT) @ self._span
         return column
 
-    def _pivot(self) -> int:
+    def _pivot(self, span: Tensor) -> int:
         """The row where the newest direction sticks out of what the chosen rows explain."""
-        basis = self._span.mT
+        basis = span.mT
         k = len(self.rows)
         newest = basis[:, k]
         if k:

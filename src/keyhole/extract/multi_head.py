@@ -45,7 +45,8 @@ from keyhole.extract.heads.columns import Columns
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.near_field import Rays
 from keyhole.extract.heads.rays import find_rays
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.results import Status, Unsuccessful
@@ -81,7 +82,8 @@ class MultiHead:
         stream = torch.Generator().manual_seed(self.seed)
         v = _sum_of_values(oracle, stream)
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        yield Step(planted.MultiHead([nothing], [v]), d, (self.heads or 1) * (d * d + d))
+        floor = None if self.heads is None else self.heads * (d * d + d)
+        yield Step(planted.MultiHead([nothing], [v]), d, floor)
         best: Step | None = None
         reached, caution = math.inf, 1.0
         for attempt in range(_ATTEMPTS):
@@ -121,7 +123,10 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     """
     d = oracle.dim
     if d < 2:
-        raise Unsuccessful(Status.NOT_APPLICABLE, "in one dimension all heads share one line")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            "in one dimension all heads share one line, which no mask parts: SingleHead reads one",
+        )
     v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)

@@ -30,8 +30,9 @@ from torch import Tensor
 from keyhole.errors import InputError, MissingExtra
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
 from keyhole.extract.low_rank import expect_rank, unknowns
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
@@ -70,9 +71,11 @@ class NuclearNorm:
         floor = unknowns(d, self.rank)
         v = read_values(oracle)
         yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, floor=floor)
-        deltas, xs = self._draw(d, self._measurements(d))
+        count = self._measurements(d)
+        deltas, xs = self._draw(d, count)
         y = BilinearForms(oracle, v).pairs(deltas, xs)
-        yield Step(Head(self._program(deltas, xs, y), v), known=floor, floor=floor)
+        W = self._program(deltas, xs, y)
+        yield Step(Head(W, v), known=min(floor, d + count), floor=floor)
 
     def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
         """`m` independent pairs of standard Gaussian vectors."""

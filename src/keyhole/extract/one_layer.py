@@ -38,12 +38,13 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import scalar
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Method, Step, settle
+from keyhole.extract.judge import Method, settle
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu.absolute_terms import Folds, neurons
 from keyhole.extract.relu.head_steering import NotSteerable, Steered
 from keyhole.extract.relu_network import ReluNetwork
 from keyhole.extract.single_head import SingleHead
+from keyhole.extract.step import Step
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
@@ -97,11 +98,11 @@ class OneLayerTransformer:
     def _network_first(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        network, known, floor = ReluFfn(nothing[:0], nothing[:0, 0]), 0, 0
+        network, known, floor = ReluFfn(nothing[:0], nothing[:0, 0]), 0, None
         for step in self._network().steps(oracle):
             if isinstance(step.model, ReluFfn):
                 network, known, floor = step.model, step.known, step.floor
-                yield Step(OneLayer(nothing, network.A, network.w), known, floor + d * d)
+                yield Step(OneLayer(nothing, network.A, network.w), known, _sum(floor, d * d))
         for step in self.attention.steps(_as_head(oracle, network)):
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
@@ -109,7 +110,7 @@ class OneLayerTransformer:
                     f"expected a method for one head, got one for {step.model.kind}",
                 )
             model = OneLayer(step.model.W, network.A, network.w)
-            yield Step(model, known + step.known - d, floor + step.floor - d)
+            yield Step(model, known + step.known - d, _sum(floor, step.floor, -d))
 
     def _heads_first(self, oracle: Oracle) -> Iterator[Step]:
         _require_odd_part(oracle, self.seed)
@@ -119,22 +120,29 @@ class OneLayerTransformer:
             if isinstance(last.model, planted.MultiHead):
                 heads, v = list(last.model.W), torch.cat(list(last.model.v))
                 network, _ = neurons(Folds.none(len(v)), 0.5 * v)  # the odd part of F
-                floor = last.floor + len(v) * max(1, (self.width or 2) - 1)
+                width = None if self.width is None else len(v) * max(1, self.width - 1)
+                floor = _sum(last.floor, width)
                 yield Step(_join(heads, network), last.known, floor, remark=last.remark)
         if last is None:
             return
         inputs = len(heads) * oracle.dim
-        known, floor = last.known - inputs, last.floor - inputs  # v is in the network
+        known, floor = last.known - inputs, _sum(last.floor, -inputs)  # v is in the network
         try:
             features = Steered(oracle, torch.stack(heads), self.seed) if len(heads) > 1 else oracle
             for step in self._network().steps(features):
                 if isinstance(step.model, ReluFfn):
                     model = _join(heads, step.model)
-                    yield Step(model, known + step.known, floor + step.floor, remark=last.remark)
+                    every = _sum(floor, step.floor)
+                    yield Step(model, known + step.known, every, remark=last.remark)
         except NotSteerable as obstacle:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE, f"{last.remark}, but the network stays hidden: {obstacle}"
             ) from obstacle
+
+
+def _sum(*counts: int | None) -> int | None:
+    """How many unknowns there are together; None where some of them are not counted yet."""
+    return None if None in counts else sum(count for count in counts if count is not None)
 
 
 def _join(heads: list[Tensor], network: ReluFfn) -> OneLayer:

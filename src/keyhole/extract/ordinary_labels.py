@@ -27,7 +27,8 @@ from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.defended.ordinary_tokens import are_ordinary, usual_norm_of
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Extraction
-from keyhole.extract.judge import Examination, Step, settle
+from keyhole.extract.judge import Examination, settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 from keyhole.results import Status, Unsuccessful
@@ -109,7 +110,9 @@ class OrdinaryLabels:
                 X = torch.cat([X, asked])
                 y = torch.cat([y, 2 * ask_scores(oracle, asked) - 1])
             W, v = _fitted(X, y, W, v)
-            yield Step(Head(W, v), known=unknowns, floor=unknowns)
+            # Labels bring digits little by little: all that are wanted bring all of them.
+            known = unknowns * len(y) // self.expected(d)
+            yield Step(Head(W, v), known=known, floor=unknowns)
 
     def _doubtful(self, model: Head, count: int, factor: float, stream: torch.Generator) -> Tensor:
         """Of many questions those that the model is least sure of."""

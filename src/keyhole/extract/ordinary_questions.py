@@ -45,7 +45,8 @@ from keyhole.extract.domain import within_reach
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.inexact import gauss_newton
 from keyhole.extract.inexact.gauss_newton import Singles
-from keyhole.extract.judge import NEARLY, Exam, Examination, Step, settle
+from keyhole.extract.judge import NEARLY, Exam, Examination, settle
+from keyhole.extract.step import Step
 from keyhole.least_squares import least_squares
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -113,6 +114,10 @@ class OrdinaryQuestions:
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
+        if d < 2:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "in one dimension every token is along every other"
+            )
         state = _State(self, oracle)
         state.read_values()
         yield state.step()

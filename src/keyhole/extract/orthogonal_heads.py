@@ -20,7 +20,7 @@ figures, where this works and where it breaks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ from keyhole.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.files import read_tensors
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
@@ -118,7 +119,8 @@ class OrthogonalHeads:
             heads.append(_Growth(oracle, v, block, others, self.resolution))
             heads[-1].run(block.mT)
             yield _step(heads, v, self.resolution)
-        if not heads:  # nothing curves: W = 0, as the first step says
+        if not heads:  # nothing curves: W = 0
+            yield Step(MultiHead([nothing], [v]), known=d, floor=d)
             return
         # Directions that no row led to may still be columns of some W_h; but not those where a
         # head without scores would answer too.
@@ -127,7 +129,8 @@ class OrthogonalHeads:
         if len(left):
             for head in heads:
                 head.extend(left, stream)
-            yield _step(heads, v, self.resolution)
+        last = _step(heads, v, self.resolution)
+        yield replace(last, floor=last.known)
 
     @property
     def step(self) -> float:

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from keyhole.errors import InputError
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step
 from keyhole.extract.last_layer.answers import (
     Answers,
     ChosenTokens,
@@ -47,6 +46,7 @@ from keyhole.extract.last_layer.answers import (
 from keyhole.extract.last_layer.described import LastLayer
 from keyhole.extract.last_layer.judge import LayerStep, settle
 from keyhole.extract.last_layer.spectrum import Cliff, cliff, decimals_of
+from keyhole.extract.step import Step
 from keyhole.oracle.output_matrix import OutputMatrix
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by

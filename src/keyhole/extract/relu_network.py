@@ -37,9 +37,10 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Exam, Step, settle
+from keyhole.extract.judge import Exam, settle
 from keyhole.extract.relu.absolute_terms import Folds, neurons
 from keyhole.extract.relu.half_circle import Pieces, find_pieces
+from keyhole.extract.step import Step
 from keyhole.least_squares import least_squares
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
@@ -92,7 +93,7 @@ class ReluNetwork:
         stream = torch.Generator().manual_seed(self.seed)
         frame = random_orthogonal(d, stream)
         target = _Target.meet(oracle, frame, self.resolution)
-        yield _partial(target, known=d, floor=d * max(2, self.width or 2))
+        yield _partial(target, d, None if self.width is None else d * max(2, self.width))
         for _ in range(_ROUNDS):
             folds = yield from self._round(target, frame, stream)
             target = replace(target, folds=target.folds.joined(folds))
@@ -151,7 +152,7 @@ def _one_token(oracle: Oracle, seed: int, step: Step) -> Exam:  # noqa: ARG001
     return Exam.draw(oracle, seed, _LENGTHS)
 
 
-def _partial(target: _Target, known: int, floor: int) -> Step:
+def _partial(target: _Target, known: int, floor: int | None) -> Step:
     return Step(target.network(orient=False)[0], known=known, floor=floor)
 
 

@@ -21,7 +21,7 @@ sign_only_as_published.py has the theorem as it stands. Departures:
   scale: no bound is needed, no level is spent on an empty range, outliers take a few more.
 - `accuracy` is promised for every entry of W and of v: widths of brackets and the error of v are
   carried through to `guarantee`. That costs up to log₂ d bits an entry above the floor, which is
-  (d² + d)·log₂(1/ε) queries for entries of size 1.
+  (d² + d − 1)·log₂(1/ε) queries for entries of size 1, since the length of v stays open.
 - Wrong labels. One is enough to send a bisection to the wrong half, and its bracket then ends at
   that label. So the judge has both ends of every bracket asked twice more, in other words: a token
   twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`, which mean the
@@ -54,7 +54,8 @@ from keyhole.extract.inexact.halfspace import (
     signs,
 )
 from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.judge import Examination, Step, settle
+from keyhole.extract.judge import Examination, settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.percent import percent
@@ -139,7 +140,7 @@ class SignOnly:
         W, error = forms.solve()
         d = len(W)
         bits = math.log2(1 / self.accuracy)
-        known = d * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
+        known = (d - 1) * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
         finite = math.isfinite(error)
         assumed, remark = "no label is wrong", ""
         if isinstance(direction, Average):
@@ -150,8 +151,8 @@ class SignOnly:
             )
         return Step(
             Head(W, direction.v),
-            known=round(known),
-            floor=math.ceil((d * d + d) * bits),
+            known=math.ceil(known),
+            floor=math.ceil((d * d + d - 1) * bits),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
             remark=remark,

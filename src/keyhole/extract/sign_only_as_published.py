@@ -46,7 +46,8 @@ from keyhole.extract.inexact.halfspace import (
 )
 from keyhole.extract.inexact.intervals import Interval
 from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.judge import Examination, Step, settle
+from keyhole.extract.judge import Examination, settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.percent import percent
@@ -165,12 +166,12 @@ class SignOnlyAsPublished:
     def _step(self, direction: Average, entries: _Entries, d: int) -> Step:
         W, interval = entries.solve()
         bits = math.log2(1 / self.accuracy)
-        known = d * bits + float((-entries.relative_width.log2()).clamp(0, bits).sum())
+        known = (d - 1) * bits + float((-entries.relative_width.log2()).clamp(0, bits).sum())
         stated = self.stated(d)
         return Step(
             Head(W, entries.v),
-            known=round(known),
-            floor=math.ceil((d * d + d) * bits),
+            known=math.ceil(known),
+            floor=math.ceil((d * d + d - 1) * bits),  # ‖v‖ stays open
             guarantee=interval.furthest(W),
             guarantee_v=entries.plan.values_error,
             assumed=stated.provided,

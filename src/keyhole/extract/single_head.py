@@ -21,7 +21,8 @@ import torch
 
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 

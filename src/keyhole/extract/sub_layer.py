@@ -43,7 +43,8 @@ from torch import Tensor
 
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Extraction
-from keyhole.extract.judge import Step, settle
+from keyhole.extract.judge import settle
+from keyhole.extract.step import Step
 from keyhole.extract.sub_layers.attention_weights import Reader
 from keyhole.extract.sub_layers.head_groups import Values
 from keyhole.extract.sub_layers.score_factors import Factors, read_factors

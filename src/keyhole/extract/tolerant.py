@@ -44,7 +44,8 @@ from keyhole.extract.inexact.asked_again import asked_again
 from keyhole.extract.inexact.gauss_newton import Pairs, Singles
 from keyhole.extract.inexact.intervals import Forms, Interval, weights_named
 from keyhole.extract.inexact.judge import AmplifiedExam
-from keyhole.extract.judge import Examination, Step, settle
+from keyhole.extract.judge import Examination, settle
+from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 from keyhole.results import Status, Unsuccessful

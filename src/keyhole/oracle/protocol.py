@@ -36,6 +36,13 @@ class OracleError(KeyholeError):
         self.answers = answers
 
 
+class NotFinite(InputError):
+    """A question that holds NaN or infinity: whoever asks it is at fault, not the oracle."""
+
+    def __init__(self) -> None:
+        super().__init__("expected finite sequences, got NaN or infinity in the question")
+
+
 class BudgetExhausted(KeyholeError):
     """No queries are left. `answers` holds what was still paid for of the batch, in order."""
 
@@ -54,8 +61,13 @@ def check_sequences(sequences: object, dim: int) -> Tensor:
         raise InputError(f"expected sequences of shape (batch, n, {dim}), got {shape}")
     if sequences.dtype != torch.float64:
         raise InputError(f"expected float64 sequences, got {sequences.dtype}: use .double()")
+    return finite(sequences)
+
+
+def finite(sequences: Tensor) -> Tensor:
+    """The question itself, unless no oracle could answer it."""
     if not _finite(sequences):
-        raise InputError("expected finite sequences, got NaN or infinity in the question")
+        raise NotFinite
     return sequences
 
 

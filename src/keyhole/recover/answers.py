@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from keyhole.least_squares import with_ridge
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 
@@ -75,8 +76,7 @@ def _fit(target: Target, exposure: Exposure) -> Answers:
         rows.append(given[..., len(opening), :].flatten(1).double())
     words = table[tokens.to(table.device)].double()
     words, answers = words - words.mean(0), torch.cat(rows)
-    ridge = _RIDGE * words.square().sum() / table.shape[1]
-    square = words.T @ words + ridge * torch.eye(table.shape[1]).to(words)
+    square = with_ridge(words.T @ words, _RIDGE)
     linear = torch.linalg.solve(square, words.T @ (answers - answers.mean(0))).to(table)
     heads = target.parts.key_heads if exposure.kind == "kv" else 1
     return Answers(linear, (table @ linear).square().sum(-1), heads)

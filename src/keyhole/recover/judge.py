@@ -135,8 +135,7 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     """Decide what `ids` are worth as an explanation of a leak."""
     if len(ids) != (leak.length or len(ids)) or not ids:
         reason = f"{len(ids)} tokens proposed for {leak.length} positions"
-        marks = (Mark.UNKNOWN,) * len(ids)
-        return Verdict(Status.UNSOLVED, reason, False, None, None, marks)
+        return _without_fit(Status.UNSOLVED, reason, ids)
     if isinstance(leak, Pooled):
         return judge_vector(target, leak, ids)
     device = target.parts.device
@@ -147,11 +146,19 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     if own and leak.mask is not None:
         padding = leak.mask.to(device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
+    numbers = leaked[leaked.isfinite()]
+    if bool((numbers == numbers[:1]).all()):
+        reason = "every number of the leak is the same: it tells no tokens apart"
+        return _without_fit(Status.NOT_IDENTIFIABLE, reason, ids)
     given = exposed_rows(target, leak, text[None])[0]
     matched = in_best_order(leak, given) if isinstance(leak, HiddenStates) else None
     if matched is not None:
         leak, leaked = matched, matched.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
+    if not math.isfinite(fit.residual):
+        return _without_fit(
+            Status.NOT_APPLICABLE, "the leak's numbers are too large to compare", ids
+        )
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
@@ -179,6 +186,11 @@ def judge(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     verified = status is Status.RECOVERED
     reason += more_words + doubt
     return Verdict(status, reason, verified, fit.residual, fit.level, marks, forwards)
+
+
+def _without_fit(status: Status, reason: str, ids: list[int]) -> Verdict:
+    """What is left to say where a text cannot be compared with the leak."""
+    return Verdict(status, reason, False, None, None, (Mark.UNKNOWN,) * len(ids))
 
 
 def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:

@@ -23,6 +23,7 @@ from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.recover.served import with_served_noise
+from keyhole.recover.solvable import solvable
 from keyhole.results import Status, Unsuccessful
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
@@ -110,13 +111,14 @@ def recovering(
     try:
         attack = method or _default(target, texts[0])
         name = type(attack).__name__
-        for number, proposal in attack(target, texts):
-            left.discard(number)
-            clock.share(number)
-            recovery = _judged(target, texts[number], proposal, name)
-            target.count.set(number, len(recovery.ids))
-            yield number, replace(recovery, seconds=clock.seconds(number))
-            clock.go_on()
+        with solvable(target.model):
+            for number, proposal in attack(target, texts):
+                clock.share(number)
+                recovery = _judged(target, texts[number], proposal, name)
+                left.discard(number)
+                target.count.set(number, len(recovery.ids))
+                yield number, replace(recovery, seconds=clock.seconds(number))
+                clock.go_on()
     except Unsuccessful as end:
         clock.share(*left)
         for number in sorted(left):

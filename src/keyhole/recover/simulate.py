@@ -25,6 +25,7 @@ from keyhole.recover.base_leak import PRECISIONS
 from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits, Pooled
 from keyhole.recover.scrambled import FORMS as SECRET_FORMS
 from keyhole.recover.scrambled import hidden_behind
+from keyhole.recover.solvable import expect_numbers
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
@@ -59,6 +60,7 @@ def leak_of(
         raise InputError("expected one token or more, got none")
     with torch.no_grad():
         given = capture(model, exposure, ids=torch.tensor([ids], device=parts.device))
+    expect_numbers(model, given.values())
     tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
     about: dict[str, Any] = {"model": identity(model)}
     if exposure.kind == "pooled":

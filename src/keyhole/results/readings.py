@@ -51,12 +51,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readings:
-    """The texts read from one exposure in one precision: a cell of the exposure matrix."""
+    """The texts read from one exposure in one precision: a cell of the exposure matrix.
+
+    `chance` is the share of tokens that guesses without the leak would have right, where that was
+    looked at.
+    """
 
     kind: str
     layer: int
     precision: str
     readings: tuple[Reading, ...]
+    chance: float | None = None
 
     @property
     def known(self) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from keyhole import oracle
 from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.judge import Step
+from keyhole.extract.step import Step
 
 HEAD = oracle.plant(dim=5, seed=0)
 

@@ -95,13 +95,16 @@ class Columns:
 
     @property
     def known(self) -> int:
-        """How many of them are measured."""
+        """How many of them are measured.
+
+        Of a W of rank r, m columns are r numbers each once their span, r(d − r) more, is known.
+        """
         d = len(self._rays.x)
         if self.complete:
             return self.floor
-        full = torch.minimum(self._stop, torch.tensor(self.done))
+        full = torch.minimum(self._stop, torch.tensor(self.done)).tolist()
         return sum(
-            min(d + d * int(m), unknowns(d, int(r))) for m, r in zip(full, self.rank, strict=True)
+            d + min(d * m, r * (d - r + m)) for m, r in zip(full, self.rank.tolist(), strict=True)
         )
 
     def grow(self) -> None:

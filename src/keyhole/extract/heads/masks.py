@@ -239,12 +239,18 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
 def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator) -> Tensor:
     """Probes (R, k, d) that pull at every other head and do nothing at their own ray.
 
-    Own values and own gᵀω are 0. Where there is room g_kᵀω has one sign for all k, and one answer
+    Own values are 0, and own gᵀω where that leaves a direction: in two dimensions none is at right
+    angles to v and g. Where there is room g_kᵀω has one sign for all k, and one answer
     proves a mask and is its baseline (k = 1). Where there is not, as with opposite heads, or own
-    values are not exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3).
+    values are not exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3). Where
+    own values leave no direction at all only the baseline is left, 0, and what a mask lets through
+    shows in the test of the whole model.
     """
     rays, slots, d = V.shape
-    own = torch.linalg.qr(torch.cat([V, g.unsqueeze(1)], 1).mT).Q
+    if slots >= d:
+        return torch.zeros(rays, 1, d, dtype=torch.float64)
+    own = torch.cat([V, g.unsqueeze(1)], 1) if slots + 1 < d else V
+    own = torch.linalg.qr(own.mT).Q
     if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
         wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check
-from keyhole.extract.judge import LENGTHS, NEARLY, Step, verdict
+from keyhole.extract.judge import LENGTHS, NEARLY, verdict
+from keyhole.extract.step import Step
 from keyhole.oracle.degraded import SignOnly
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, ask

@@ -16,9 +16,10 @@ from torch import Tensor
 from keyhole.errors import InputError
 from keyhole.extract.domain import Witness
 from keyhole.extract.extraction import Check, Extraction
-from keyhole.extract.judge import JUDGE_STREAM, Method, Step, attempt, verdict
+from keyhole.extract.judge import JUDGE_STREAM, Method, attempt, verdict
 from keyhole.extract.last_layer.answers import Answers, Prompts
 from keyhole.extract.last_layer.described import LastLayer
+from keyhole.extract.step import Step
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
 from keyhole.oracle.output_matrix import OutputMatrix
@@ -75,7 +76,7 @@ def settle(method: Method, oracle: Oracle, length: int) -> Extraction:
         check=check,
         remembered=free,
         floor=last.floor,
-        known=last.known / last.floor,
+        known=last.share if status is not Status.MISMATCH else 0.0,
         layer=last.layer,
     )
 

@@ -145,7 +145,7 @@ def bounds(
     sizes = norms(problem, X)
     R = max(1.0, *sizes.values()) if R is None else R
     here = hessian(problem, X)
-    eigenvalues = torch.linalg.eigvalsh(here)
+    eigenvalues = _eigenvalues(here)
     unknowns = float(X.numel())
     without = stated_radius(problem)
     return Bounds(
@@ -240,9 +240,18 @@ def _steepest(
         if length == 0.0:
             break
         step = _inward(X, away * (_RADII[number % len(_RADII)] * size / length), R)
-        change = torch.linalg.eigvalsh(hessian(problem, X + step) - here).abs().max()
+        change = _eigenvalues(hessian(problem, X + step) - here).abs().max()
         steepest = max(steepest, float(change / step.norm()))
     return steepest
+
+
+def _eigenvalues(H: Tensor) -> Tensor:
+    if not bool(H.isfinite().all()):
+        raise InputError(
+            "expected weights, output and input whose second derivatives are finite, got some that "
+            "overflow: scale them down"
+        )
+    return torch.linalg.eigvalsh(H)
 
 
 def _inward(X: Tensor, step: Tensor, R: float) -> Tensor:

@@ -180,7 +180,8 @@ class Multistart:
         # In this order: Ctrl-C between the two must not leave an age without its loss.
         self.history[torch.arange(len(self.owner)), self.age + 1] = loss
         self.age += 1
-        target = equations.B[0].numel() * (2 * _EPS * self.scale) ** 2
+        small = 2 * _EPS * self.scale
+        target = equations.B[0].numel() * small * small  # a power would raise where this overflows
         over = (loss <= target) | self.state.stalled.cpu() | (self.age >= self.method.steps)
         over |= ~loss.isfinite()
         if over.any():
@@ -214,7 +215,8 @@ class Multistart:
             record = self.records[int(self.owner[row])]
             record.iterations += int(self.age[row])
             value = float(loss[row])
-            promising = value <= (_PROMISING * self.scale) ** 2 * self.equations.B[0].numel()
+            near = _PROMISING * self.scale
+            promising = value <= near * near * self.equations.B[0].numel()
             if not (promising or value < record.best_loss):
                 continue
             X = self.state.X[row]

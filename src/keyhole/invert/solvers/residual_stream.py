@@ -23,7 +23,7 @@ from keyhole.invert.derivatives.equations import Equations, Linearised
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.newton_cg import NewtonCG
-from keyhole.least_squares import least_squares
+from keyhole.least_squares import LinAlgError, least_squares
 from keyhole.progress import Progress, silent
 
 _CONVERGED = 1e-11
@@ -94,7 +94,10 @@ def corrected(equations: Equations, X: Tensor, corrections: int = 8) -> Tensor |
         if not size < 0.5 * before:
             return None
         before = size
-        X = X - gmres(equations.linearised(X), r, max(1e-8, min(1e-3, size / scale)))
+        try:
+            X = X - gmres(equations.linearised(X), r, max(1e-8, min(1e-3, size / scale)))
+        except LinAlgError:  # the products overflow
+            return None
     return None
 
 

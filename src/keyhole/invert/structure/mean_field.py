@@ -43,6 +43,8 @@ def mean_field(problem: Problem) -> Tensor | None:
         centre = Y.mean(0)
         E = Y - centre
         Q = _span(E)
+        if not Q.shape[1]:  # all tokens have one output: their scores do not show
+            return None
         inside = Q.mT @ W @ Q
         covariance = _covariance(inside, (E @ Q).mT @ (E @ Q) / problem.length)
         D = torch.linalg.solve(inside @ covariance, E @ Q, left=False) @ Q.mT

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.least_squares import with_ridge
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 _DRAWN = 8.0  # texts that the guess from the token alone is worth
@@ -54,8 +55,7 @@ class Bag:
         means = sums / held.clamp(min=1)[:, None]
         expected = _fitted(own.double(), means, held)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
-        covariance = centred.T @ centred / len(centred)
-        covariance.diagonal().add_(_RIDGE * covariance.diagonal().mean())
+        covariance = with_ridge(centred.T @ centred / len(centred), _RIDGE)
         weights = torch.linalg.solve(covariance, offsets.T)
         share = ((held + _SEEN) / len(texts)).log()
         offset = share - (offsets.T * weights).sum(0) / 2 - middle @ weights

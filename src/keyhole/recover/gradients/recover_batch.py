@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from keyhole.recover.gradients.span import Span, inputs_last, map_rows, span_of
 from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
 from keyhole.recover.gradients.update import Update
 from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.results import Status
+from keyhole.recover.solvable import solvable
+from keyhole.results import Status, Unsuccessful
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
@@ -99,6 +100,15 @@ def recover_batch(
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
     _check(target, update)
+    try:
+        with solvable(model):
+            return _recovered(target, update, search or Search(), started)
+    except Unsuccessful as end:
+        return replace(_nothing(end.reason, started), status=end.status)
+
+
+def _recovered(target: Target, update: Update, search: Search, started: float) -> BatchRecovery:
+    model = target.model
     names = {id(each): name for name, each in model.named_parameters()}
     known = _Knowledge(target, update, names, Errors.of(update, model))
     first, second = known.span(known.maps(1)), known.span(known.maps(2))
@@ -112,7 +122,7 @@ def recover_batch(
         return _nothing("no token's input lies in the span of the gradient", started)
     if not second.says:
         return _too_many(target, second, _flags(target, tokens), started)
-    texts = _texts(known, second, inputs, tokens, search or Search())
+    texts = _texts(known, second, inputs, tokens, search)
     if not texts:
         return _nothing("no text of these tokens fits the gradient", started, tokens)
     batch = labelled(target, update, names, [ids for ids, _ in texts])

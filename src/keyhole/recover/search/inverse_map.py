@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from keyhole.least_squares import with_ridge
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
@@ -104,8 +105,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
 
 
 def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int) -> InverseMap:
-    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-    weights = torch.linalg.solve(gram + ridge, cross)
+    weights = torch.linalg.solve(with_ridge(gram, _RIDGE), cross)
     left = energy - weights.T @ cross - cross.T @ weights + weights.T @ gram @ weights
     sizes, axes = torch.linalg.eigh(left / samples)
     root = (axes * sizes.clamp(min=float(1e-3 * sizes.max())).sqrt()) @ axes.T

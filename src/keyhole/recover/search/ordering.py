@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from keyhole.least_squares import LinAlgError
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.rotary import unrotate
 from keyhole.recover.attack import Target
@@ -224,6 +225,8 @@ def _regress(table: Tensor, known: Tensor, inputs: Tensor | None, rows: Tensor, 
     """Fit `A`, `μ` and the errors to rows (n, f) of tokens with table entries `known` (n, e)."""
     size = rows.square().mean(-1)
     kept = size <= 25 * size.median()  # a few random tokens become attention sinks of their own
+    if not bool(kept.any()):
+        raise LinAlgError("what the model gives of random texts is not finite")
     x, y = known[kept].double(), rows[kept].double()
     middle, centre = x.mean(0), y.mean(0)
     x, y = x - middle, y - centre

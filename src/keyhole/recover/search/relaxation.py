@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.least_squares import LinAlgError
 from keyhole.recover.attack import Target
 from keyhole.recover.search.comparison import Comparison
 
@@ -122,6 +123,8 @@ def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> t
         spent += 1
         search.zero_grad()
         loss = comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
+        if spent == 1 and not bool(loss.isfinite()):
+            raise LinAlgError("what the model gives of its own embeddings is not finite")
         loss.backward()
         return loss
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.least_squares import with_ridge
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.search.inverse_map import random_texts
@@ -144,8 +145,7 @@ def _left_over(
 
 
 def _inverse(covariance: Tensor) -> Tensor:
-    ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
-    return torch.linalg.inv(covariance + ridge)
+    return torch.linalg.inv(with_ridge(covariance, _RIDGE))
 
 
 def _exchanged(

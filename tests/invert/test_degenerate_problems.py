@@ -1,0 +1,57 @@
+"""Weights and outputs that are zero, all alike or near overflow: every method ends in a status."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from keyhole import invert
+from keyhole.errors import InputError
+from keyhole.invert.registry import METHODS
+from keyhole.results import Status
+
+N, D = 3, 4
+FEW = {"starts": 2, "steps": 4}
+
+
+def drawn(*shape, seed=0):
+    stream = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+
+W, V, B = drawn(D, D), drawn(D, D, seed=1), drawn(N, D, seed=2)
+PROBLEMS = {
+    "one output for all tokens": {"B": B[:1].expand(N, D).clone()},
+    "no values": {"V": 0 * V},
+    "no scores": {"W": 0 * W},
+    "nothing": {"W": 0 * W, "V": 0 * V, "B": 0 * B},
+    "a huge output": {"B": 1e300 * B},
+    "tiny values": {"V": 1e-200 * V},
+    "values smaller than any": {"V": 1e-310 * V},
+    "huge values beside the input": {"V": 1e300 * V, "residual": True},
+    "huge scores": {"W": 1e300 * W},
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_method_ends_in_a_status_or_a_line(name):
+    problem = invert.Problem(**{"W": W, "V": V, "B": B, **PROBLEMS[name]})
+    for entry in METHODS:
+        method = METHODS.make(entry)
+        few = {each.name: FEW[each.name] for each in fields(method) if each.name in FEW}
+        try:
+            inversion = replace(method, **few)(problem)
+        except InputError:  # needs maps, or a regulariser that is finite
+            continue
+        assert isinstance(inversion.status, Status)
+        if inversion.status is Status.RECOVERED:
+            assert float((problem.output(inversion.X) - problem.B).abs().max()) <= 1e-8
+
+
+@pytest.mark.parametrize("size", [1e150, 1e300])
+def test_bounds_that_overflow_are_refused_in_a_line(size):
+    problem = invert.Problem(W=size * W, V=size * V, B=size * B)
+    with pytest.raises(InputError, match="second derivatives are finite, got some that overflow"):
+        invert.bounds(problem, drawn(N, D, seed=3))
