@@ -34,6 +34,7 @@ print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
         "from keyhole.cli import app; app(['--version'])",
         "from keyhole.cli import app; app(['frobnicate'])",
         "from keyhole.cli import app; app(['check-config', '.'])",
+        "import keyhole.report.formats",
     ],
 )
 def test_what_needs_no_torch_does_not_load_it(work, tmp_path):

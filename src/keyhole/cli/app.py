@@ -23,6 +23,7 @@ from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
+from keyhole.files import expect_writable, is_file, is_folder
 from keyhole.version import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
@@ -228,8 +229,6 @@ def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
 
 def expect_folder(*files: Path | None) -> None:
     """Said before hours of work, not after: what is to be written has a folder to be written in."""
-    from keyhole.files import expect_writable  # loads torch
-
     for file in files:
         if file is not None:
             expect_writable(file)
@@ -245,8 +244,6 @@ def expect_new(*files: Path | None, force: bool) -> None:
 
     Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
     """
-    from keyhole.files import is_file, is_folder  # loads torch
-
     for file in files:
         if file is not None and is_folder(file):
             raise InputError(f"expected a file to write, got {file}: it is a folder")
