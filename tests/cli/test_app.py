@@ -33,7 +33,7 @@ print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
         "from keyhole.cli import app; app(['--help'])",
         "from keyhole.cli import app; app(['--version'])",
         "from keyhole.cli import app; app(['frobnicate'])",
-        "from keyhole.cli import app; app(['check-config', '.'])",
+        "from keyhole.cli import app; app(['check-config', '.', '--output', 'sarif=x'])",
         "import keyhole.report.formats",
     ],
 )

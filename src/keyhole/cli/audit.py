@@ -40,6 +40,7 @@ from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.report import json_form
+from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
 from keyhole.resume import records_in
 
@@ -214,7 +215,7 @@ def audit(
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
-    wanted = Outputs.of(outputs, (json_file, page), force=force, as_json=as_json)
+    wanted = Outputs.of(outputs, (json_file, page), FORMATS, force=force, as_json=as_json)
     with (
         interruptible(lambda: _kept(journal, ledger)),
         bars("audit", "checks") as track,
