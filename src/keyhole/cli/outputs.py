@@ -58,6 +58,11 @@ class Outputs(Generic[_Result]):
         expect_new(*paths, force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
 
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of all formats that were asked for."""
+        return frozenset(name for name, _ in self.files) | {self.stdout or ""}
+
     def write(self, result: _Result) -> None:
         """Every file; what goes to stdout is `printed`."""
         for name, path in self.files:

@@ -107,7 +107,8 @@ def as_markdown(checked: Checked, least: Level) -> str:
     ]  # fmt: skip
     unread = [f"{file.path}: {file.reason}" for file in checked.unread]
     bottom = markdown.folded("could not be read, which is not clean", unread)
-    return markdown.fitted(top, "Opened", _HEAD, [_row(finding) for finding in ordered], bottom)
+    opened = markdown.Table("Opened", "findings", _HEAD, [_row(finding) for finding in ordered])
+    return markdown.fitted(top, [opened], bottom)
 
 
 CONFIG_FORMATS: Mapping[str, Callable[[Checked, Level], str]] = {

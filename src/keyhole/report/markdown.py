@@ -8,6 +8,7 @@ that do not fit are counted instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from keyhole.assess import Assessment, Card, Item
@@ -38,18 +39,30 @@ def render(assessment: Assessment) -> str:
     rows = [row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
     bottom = [*_unchecked(assessment), *_gone(assessment), *_again(assessment)]
-    return fitted(top, "Given away", HEAD, rows, bottom)
+    return fitted(top, [Table("Given away", "findings", HEAD, rows)], bottom)
 
 
-def fitted(
-    top: Sequence[str], title: str, head: Sequence[str], rows: Sequence[str], bottom: Sequence[str]
-) -> str:
-    """A comment around a table, of which as many rows are shown as there is room for."""
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title; `noun` is what they are called where some do not fit."""
+
+    title: str
+    noun: str
+    head: Sequence[str]
+    rows: Sequence[str]
+
+
+def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -> str:
+    """A comment around tables, of which as many rows are shown as there is room for."""
     room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
-    sizes = accumulate(len(line) + 1 for line in rows)
-    fitting = rows[: sum(size <= room for size in sizes)]
-    lines = [*top, *_table(title, head, fitting), *_left_out(len(rows) - len(fitting)), *bottom]
-    return "\n".join(lines) + "\n"
+    shown: list[str] = []
+    for table in tables:
+        sizes = list(accumulate(len(line) + 1 for line in table.rows))
+        fitting = sum(size <= room for size in sizes)
+        room -= sizes[fitting - 1] if fitting else 0
+        left_out = _left_out(len(table.rows) - fitting, table.noun)
+        shown += [*_folded_table(table, table.rows[:fitting]), *left_out]
+    return "\n".join([*top, *shown, *bottom]) + "\n"
 
 
 def _title(assessment: Assessment) -> list[str]:
@@ -83,7 +96,8 @@ def _decision(assessment: Assessment) -> list[str]:
     return [f"By the policy {source} this **{end}**: {words}", ""]
 
 
-def row(item: Item) -> str:
+def row(item: Item, of: str = "") -> str:
+    """A finding; `of` is what stands before its exposure."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
     ignored = ""
@@ -92,26 +106,26 @@ def row(item: Item) -> str:
         ignored = f"<br>ignored until {item.ignored.until}: {reason}"
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
-        f"{as_code(item.of, CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
+        f"{of}{as_code(item.of, CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
         f"{cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[str]) -> list[str]:
+def _folded_table(table: Table, rows: Sequence[str]) -> list[str]:
     if not rows:
         return []
-    lines = [f"### {title}", "", *head, *rows[:SHOWN], ""]
+    lines = [f"### {table.title}", "", *table.head, *rows[:SHOWN], ""]
     more = rows[SHOWN:]
     if more:
-        lines += [f"<details><summary>{len(more)} more</summary>", "", *head, *more, ""]
+        lines += [f"<details><summary>{len(more)} more</summary>", "", *table.head, *more, ""]
         lines += ["</details>", ""]
     return lines
 
 
-def _left_out(count: int) -> list[str]:
+def _left_out(count: int, noun: str) -> list[str]:
     if not count:
         return []
-    return [f"{count} more findings do not fit here: the JSON file has all of them.", ""]
+    return [f"{count} more {noun} do not fit here: the JSON file has all of them.", ""]
 
 
 def _unchecked(assessment: Assessment) -> list[str]:
