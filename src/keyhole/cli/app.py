@@ -21,6 +21,7 @@ import typer.main
 
 from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
+from keyhole.cli.described import described
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
 from keyhole.files import expect_writable, is_file, is_folder
@@ -57,6 +58,8 @@ _Usage = cast("type[Exception]", typer.BadParameter.__base__)
 class _OnDemand(typer.core.TyperGroup):
     """Imports a command when it is called: torch takes seconds to load, help should not wait.
 
+    What `--help` says, and what the Tab key completes, is in tables (described.py, completion.py).
+
     Whatever a command raises ends here, so that it ends alike in a shell, a test and a notebook.
     """
 
@@ -84,6 +87,8 @@ class _OnDemand(typer.core.TyperGroup):
         if args and args[0] in COMMANDS and ctx.resilient_parsing:  # Tab was pressed
             return args[0], Completing(args[0]), args[1:]
         if args and args[0] in COMMANDS:
+            if (stand_in := described(args[0], args[1:])) is not None:
+                return stand_in.name, stand_in, ["--help"]
             return args[0], command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
