@@ -1,7 +1,7 @@
 """How long people wait before anything happens: imports, help, and the Tab key.
 
 Each is a process of its own, the best of several, beside Python's own start in the same run. What
-is imported on the way is tested (`tests/cli/test_app.py`): torch is not.
+is imported on the way is tested (`tests/cli/test_app.py`, `test_described.py`): torch is not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 import show
+from keyhole.cli.described import table
 from show import Row
 
 TAB = {
@@ -38,7 +39,10 @@ STARTS = (
     Start("keyhole --help", ("-m", "keyhole", "--help"), 0.5),
     Start("keyhole --version", ("-m", "keyhole", "--version"), 0.5),
     Start("keyhole extract --method sin<Tab>", ("-m", "keyhole"), 0.5, TAB),
-    Start("keyhole audit --help", ("-m", "keyhole", "audit", "--help")),
+    *(
+        Start(f"keyhole {name} --help", ("-m", "keyhole", *name.split(), "--help"), 0.5)
+        for name in table()
+    ),
 )
 
 

@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 from keyhole.cli import app
 from keyhole.cli.app import COMMANDS, command
+from keyhole.cli.described import entry_of
 from keyhole.report import figure
 from keyhole.results import Finding
 
@@ -59,6 +60,7 @@ def cli_reference() -> str:
         "Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, "
         "3 could not check.\n",
     ]
+    _commands()  # loaded, they speak for themselves; else their help would be that of the table
     for name in ("", *ORDER):
         title = f"keyhole {name}".strip()
         out = io.StringIO()  # in this process: each of its own would load torch again
@@ -70,13 +72,6 @@ def cli_reference() -> str:
 
 def completion_table() -> str:
     """The options of every command and their values, for the Tab key (cli/completion.py)."""
-    made = {name: command(name) for name in COMMANDS}
-    inner = {
-        f"{name} {part}": whole.commands[part]
-        for name, whole in made.items()
-        for part in getattr(whole, "commands", ())
-    }
-    plain = {name: whole for name, whole in made.items() if not hasattr(whole, "commands")}
     table = {
         name: {
             option: _values(parameter)
@@ -84,9 +79,27 @@ def completion_table() -> str:
             for option in (*parameter.opts, *parameter.secondary_opts)
             if option.startswith("-")
         }
-        for name, part in sorted({**plain, **inner}.items())
+        for name, part in sorted(_commands().items())
+        if not hasattr(part, "commands")
     }
     return json.dumps(table, indent=1) + "\n"
+
+
+def help_table() -> str:
+    """What every command says of itself, for `--help` without torch (cli/described.py)."""
+    table = {name: entry_of(part, name) for name, part in _commands().items()}
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
+def _commands() -> dict[str, Any]:
+    """Every command and group, and the commands of each group, by name."""
+    made = {name: command(name) for name in COMMANDS}
+    inner = {
+        f"{name} {part}": whole.commands[part]
+        for name, whole in made.items()
+        for part in getattr(whole, "commands", ())
+    }
+    return {**made, **inner}
 
 
 def _values(parameter: Any) -> list[str] | None:
@@ -257,6 +270,7 @@ TEXTS = {
     "cli.md": cli_reference,
     "methods.md": methods_reference,
     "../src/keyhole/cli/completion.json": completion_table,
+    "../src/keyhole/cli/help.json": help_table,
     "benchmarks.md": benchmarks_page,
     **{
         f"drawings/{name}.svg": lambda draw=draw: draw().svg()

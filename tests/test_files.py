@@ -39,7 +39,7 @@ def test_nothing_half_written(tmp_path, monkeypatch, kind):
         where.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("keyhole.files.save_file", lambda _, where, **__: fail(where))
+    monkeypatch.setattr("safetensors.torch.save_file", lambda _, where, **__: fail(where))
     monkeypatch.setattr("pathlib.Path.write_text", fail)
     with pytest.raises(InputError, match="disk full"):
         write(2)

@@ -1,6 +1,6 @@
 """Every command, killed and interrupted on its way: nothing lost, nothing half, nothing left.
 
-`make test` kills each once and interrupts four; with KEYHOLE_FULL=1 each is killed at 20 points
+`make test` kills each once and interrupts five; with KEYHOLE_FULL=1 each is killed at 20 points
 and interrupted at 5.
 """
 
@@ -64,6 +64,8 @@ def place(tmp_path_factory):
     oracle.save(oracle.plant("attention", dim=4, every_token=True), folder / "layer.safetensors")
     oracle.save(oracle.plant(dim=128, seed=1), folder / "head.safetensors")
     invert.plant(5, 5, scale=1.5, seed=1)[0].save(folder / "problem.safetensors")
+    stack, _ = invert.plant_layers(4, 4, 3, residual=True, seed=3)
+    invert.save_layers(stack, folder / "stack.safetensors")
     classifier(folder, 32)
     tiny_models.save("bert", folder / "model")
     words = [" ".join(f"w{(7 * i + 3 * j) % 190}" for j in range(24)) for i in range(24)]
@@ -90,6 +92,10 @@ def fleet_checks(folder):
 def answers_remembered(folder, words):
     result = json.loads((folder / "stolen.json").read_text())
     return result["remembered"] + result["check"]["remembered"]
+
+
+def searches_done(folder, words):
+    return int(re.search(r"^resuming: (\d+) searches are done$", words, re.M)[1])
 
 
 def epochs_resumed(folder, words):
@@ -136,6 +142,13 @@ def cases(place):
              "levenberg-marquardt", "--solutions", 64, "--out", "input.json"),
             ("input.json", "input.safetensors"),
         ),
+        "invert layers": Case(
+            ("invert", "layers", place / "stack.safetensors", "--starts", 48, "--solutions", 48,
+             "--branches", 2, "--out", "first.json"),
+            ("first.json", "first.safetensors"), records("first.json.journal"),
+            r"\d+ finished searches are in first.json.journal: the same command resumes",
+            taken_over=searches_done,
+        ),
         "invert text": Case(
             ("invert", "text", place / "model", place / "leaks", "--out", "texts.jsonl"),
             ("texts.jsonl",), records("texts.jsonl"),
@@ -165,7 +178,7 @@ def cases(place):
 
 NAMES = tuple(cases(Path()))
 INTERRUPTED = NAMES if FULL else (
-    "audit of a model", "extract", "disrupt", "harden",
+    "audit of a model", "extract", "invert layers", "disrupt", "harden",
 )  # fmt: skip
 
 

@@ -17,13 +17,15 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
-from torch import Tensor
 
 from keyhole.errors import InputError, KeyholeError
 from keyhole.memory import expect_room
+
+if TYPE_CHECKING:  # torch takes seconds to load: texts are read and written without it
+    from torch import Tensor
 
 # What the machine is at fault for; everything else is a wrong name.
 _MACHINE = frozenset({
@@ -47,6 +49,8 @@ def write_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a whole .safetensors file or leave the old one."""
+    from safetensors.torch import save, save_file
+
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = None if metadata is None else dict(metadata)
     _whole(

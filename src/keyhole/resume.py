@@ -14,9 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
 from keyhole.errors import InputError
@@ -60,6 +63,32 @@ def _apart(name: str, here: Any, there: Any) -> tuple[str, str]:
             if ours.get(key) != others.get(key):
                 return _apart(f"{name} {key}", ours.get(key), others.get(key))
     return f"{name} {here}", f"{name} {there}"
+
+
+@contextmanager
+def stopping_on_ctrl_c() -> Generator[None]:
+    """A solver takes Ctrl-C and hands over what it has by then; the person means the whole run.
+
+    What an interrupted piece of work gave is not kept: it would not be the same another time.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    heard = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = True
+        usual(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def records_in(path: Path) -> int:

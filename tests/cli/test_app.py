@@ -12,6 +12,7 @@ import keyhole
 from command_line import PYTHON, finished, parts
 from keyhole.cli.app import COMMANDS, command
 from keyhole.errors import InputError
+from sample_audits import whole
 
 HEAVY = ("torch", "transformers", "numpy", "plotly")
 LOADED = """
@@ -33,13 +34,22 @@ print(json.dumps([name for name in sys.argv[1:] if name in sys.modules]))
         "from keyhole.cli import app; app(['--help'])",
         "from keyhole.cli import app; app(['--version'])",
         "from keyhole.cli import app; app(['frobnicate'])",
-        "from keyhole.cli import app; app(['check-config', '.'])",
+        "from keyhole.cli import app; app(['check-config', '.', '--output', 'sarif=x'])",
+        "import keyhole.report.formats",
     ],
 )
 def test_what_needs_no_torch_does_not_load_it(work, tmp_path):
     done = finished([*PYTHON, "-c", LOADED, *HEAVY, work], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_reports_and_policies_are_made_without_torch(tmp_path):
+    whole().save(tmp_path / "audit.json")
+    for words in (["report", "audit.json", "--output=junit=-"], ["policy", "check", "audit.json"]):
+        work = f"from keyhole.cli import app; app({words})"
+        done = finished([*PYTHON, "-c", LOADED, *HEAVY, work], cwd=tmp_path)
+        assert json.loads(done.stdout.splitlines()[-1]) == [], done.stderr
 
 
 def test_help_lists_every_command_and_what_it_does(tmp_path):

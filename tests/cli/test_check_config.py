@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from command_line import inside
+from keyhole.report.configurations import CONFIG_FORMATS
 
 
 @pytest.fixture
@@ -51,3 +52,30 @@ def test_what_could_not_be_read_and_what_is_wrong(tmp_path, here):
 def test_what_a_file_says_does_not_steer_the_terminal(tmp_path, here):
     (tmp_path / "run.sh").write_text("llama-server --slot-save-path '\x1b[2J'")
     assert "\x1b" not in here(".").stdout
+
+
+def test_reports_for_pipelines(tmp_path, here):
+    (tmp_path / "run.sh").write_text("\nllama-server --slot-save-path /slots --metrics\n")
+    words = [f"--output={name}=out.{name}" for name in CONFIG_FORMATS]
+    done = here("run.sh", *words)
+    assert done.returncode == 1
+    assert done.stdout.endswith("2 findings in 1 files\n")
+    assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in CONFIG_FORMATS]
+    (run,) = json.loads((tmp_path / "out.sarif-github").read_text())["runs"]
+    places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
+    assert places == [
+        {"artifactLocation": {"uri": "run.sh"}, "region": {"startLine": 2}} for _ in range(2)
+    ]
+    again = here("run.sh", "--output=junit=out.junit")
+    assert again.returncode == 2
+    assert "give --force to replace it" in again.stderr
+    printed = here("run.sh", "--output=junit=-")
+    assert printed.stdout == (tmp_path / "out.junit").read_text("utf-8")
+
+
+def test_formats_that_say_nothing_of_a_configuration(tmp_path, here):
+    (tmp_path / "run.sh").write_text("llama-server --metrics")
+    for name in ("html", "cyclonedx"):
+        done = here("run.sh", f"--output={name}=x")
+        assert done.returncode == 2
+        assert "expected --output as FORMAT=FILE with one of json, sarif" in done.stderr

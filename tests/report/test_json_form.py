@@ -70,7 +70,7 @@ def test_the_schema_has_the_fields_of_the_types():
     for name, kind in parts.items():
         assert list(PARTS[name]["properties"]) == [field.name for field in fields(kind)], name
     own = {field.name for field in fields(Audit)}
-    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "assessment"}
+    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "name", "assessment"}
 
 
 def test_the_schema_has_the_words_of_the_enumerations():

@@ -7,6 +7,7 @@ from the `Assessment` that it gives, so no two of them can disagree.
 from keyhole.assess.assessment import Assessment, Card, Level, assess
 from keyhole.assess.baseline import compared
 from keyhole.assess.decision import decided
+from keyhole.assess.fleet import FleetAssessment, assess_fleet
 from keyhole.assess.item import Ignore, Item, State
 from keyhole.assess.policy import Policy, find_policy, read_policy
 from keyhole.assess.rules import RULES, Family, Rule, family_of, rule_of
@@ -14,7 +15,8 @@ from keyhole.assess.ruling import Decision, Ruled, Ruling
 from keyhole.assess.severity import Scale, Score, Severity, score
 
 __all__ = [
-    "RULES", "Assessment", "Card", "Decision", "Family", "Ignore", "Item", "Level", "Policy",
-    "Rule", "Ruled", "Ruling", "Scale", "Score", "Severity", "State", "assess", "compared",
-    "decided", "family_of", "find_policy", "read_policy", "rule_of", "score",
+    "RULES", "Assessment", "Card", "Decision", "Family", "FleetAssessment", "Ignore", "Item",
+    "Level", "Policy", "Rule", "Ruled", "Ruling", "Scale", "Score", "Severity", "State", "assess",
+    "assess_fleet", "compared", "decided", "family_of", "find_policy", "read_policy", "rule_of",
+    "score",
 ]  # fmt: skip

@@ -6,12 +6,8 @@ so an audit that was stopped goes on with those that are not done (journal.py).
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any
 
 from keyhole.progress import Track
@@ -58,32 +54,6 @@ class Check:
 def nothing_to_try(name: str, *skips: Skip) -> Check:
     """A check whose outcome is known before it is made: there is nothing to try."""
     return Check(name, lambda _: Checked(skips=skips))
-
-
-@contextmanager
-def stopping_on_ctrl_c() -> Generator[None]:
-    """A solver takes Ctrl-C and hands over what it has by then; the person means the whole audit.
-
-    What an interrupted check gave is no finding: it would not be the same another time.
-    """
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-    heard = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard = True
-        usual(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    if heard:
-        raise KeyboardInterrupt
 
 
 def joined(parts: Iterable[Checked]) -> Checked:

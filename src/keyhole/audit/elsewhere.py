@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from keyhole.audit.check import Check, Checked, stopping_on_ctrl_c
+from keyhole.audit.check import Check, Checked
 from keyhole.audit.journal import what_determines
 from keyhole.audit.opening import Opening
 from keyhole.audit.plan import Plan, checks_of, numbered
@@ -20,6 +20,7 @@ from keyhole.errors import InputError
 from keyhole.oracle.address import without_password
 from keyhole.oracle.session import session
 from keyhole.progress import Track, untracked
+from keyhole.resume import stopping_on_ctrl_c
 
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 

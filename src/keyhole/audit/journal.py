@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, joined, stopping_on_ctrl_c
+from keyhole.audit.check import Check, Checked, joined
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
@@ -28,7 +28,7 @@ from keyhole.recover.attack import Counts
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.results import environment
-from keyhole.resume import Journal, Run, digest
+from keyhole.resume import Journal, Run, digest, stopping_on_ctrl_c
 
 Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
 

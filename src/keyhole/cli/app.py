@@ -21,8 +21,10 @@ import typer.main
 
 from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
+from keyhole.cli.described import described
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
 from keyhole.errors import InputError
+from keyhole.files import expect_writable, is_file, is_folder
 from keyhole.version import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
@@ -56,6 +58,8 @@ _Usage = cast("type[Exception]", typer.BadParameter.__base__)
 class _OnDemand(typer.core.TyperGroup):
     """Imports a command when it is called: torch takes seconds to load, help should not wait.
 
+    What `--help` says, and what the Tab key completes, is in tables (described.py, completion.py).
+
     Whatever a command raises ends here, so that it ends alike in a shell, a test and a notebook.
     """
 
@@ -83,6 +87,8 @@ class _OnDemand(typer.core.TyperGroup):
         if args and args[0] in COMMANDS and ctx.resilient_parsing:  # Tab was pressed
             return args[0], Completing(args[0]), args[1:]
         if args and args[0] in COMMANDS:
+            if (stand_in := described(args[0], args[1:])) is not None:
+                return stand_in.name, stand_in, ["--help"]
             return args[0], command(args[0]), args[1:]
         return super().resolve_command(ctx, args)
 
@@ -228,8 +234,6 @@ def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
 
 def expect_folder(*files: Path | None) -> None:
     """Said before hours of work, not after: what is to be written has a folder to be written in."""
-    from keyhole.files import expect_writable  # loads torch
-
     for file in files:
         if file is not None:
             expect_writable(file)
@@ -245,8 +249,6 @@ def expect_new(*files: Path | None, force: bool) -> None:
 
     Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
     """
-    from keyhole.files import is_file, is_folder  # loads torch
-
     for file in files:
         if file is not None and is_folder(file):
             raise InputError(f"expected a file to write, got {file}: it is a folder")

@@ -32,14 +32,16 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
 from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
-from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
-from keyhole.cli.outputs import OutputFiles, Outputs
+from keyhole.cli.judging import Environment, Judge, PolicyFile
+from keyhole.cli.outputs import Outputs, output_option
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.report import json_form
+from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
 from keyhole.resume import records_in
 
@@ -152,7 +154,10 @@ def audit(
     json_file: Annotated[
         Path, typer.Option(metavar="FILE", help="Where to write the findings for a pipeline.")
     ] = FINDINGS,
-    outputs: OutputFiles = None,
+    outputs: Annotated[
+        list[str] | None,
+        output_option(FORMATS, f" (of a fleet, one file for all: {', '.join(FLEET_FORMATS)})"),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -163,7 +168,14 @@ def audit(
     ] = None,
     policy: PolicyFile = None,
     environment: Environment = None,
-    baseline: BaselineFile = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="AUDIT.json|FOLDER",
+            help="An earlier audit of the same target: what is no worse than there does not fail. "
+            "With --targets, the folder of --out of an earlier fleet.",
+        ),
+    ] = None,
     ledger: LedgerFile = None,
     force: Force = False,
     against_defences: Annotated[
@@ -182,7 +194,7 @@ def audit(
     Every finished check is kept in a journal beside the findings until those are written; the same
     command goes on from there. Without TARGET the policy's targets are audited.
     """
-    judge = Judge.of(policy, environment, baseline)
+    judge = Judge.of(policy, environment, None)
     chosen = tuple(only or judge.policy.exposures)
     named = judge.policy.targets if target is None and targets is None else ()
     if named and judge.policy.data is not None:
@@ -192,8 +204,7 @@ def audit(
     fleet = targets or (named if len(named) > 1 else ())
     if fleet:
         own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
-               "--json-file": json_file != FINDINGS, "--output": bool(outputs),
-               "--baseline": baseline is not None}  # fmt: skip
+               "--json-file": json_file != FINDINGS,}  # fmt: skip
         expect_none_of(own)
         base = Opening(
             "", tuple(model or ()), known and str(known), corpus and str(corpus),
@@ -203,18 +214,20 @@ def audit(
         )  # fmt: skip
         raise typer.Exit(
             audit_fleet(
-                fleet, judge, base.anywhere(), out or FOLDER, processes=processes, dask=dask,
-                force=force, as_json=as_json,
+                fleet, judge, base.anywhere(), out or FOLDER, baseline=baseline, outputs=outputs,
+                processes=processes, dask=dask, force=force, as_json=as_json,
             )
         )  # fmt: skip
     if target is None:
         raise InputError("expected TARGET, --targets FILE, or a policy with targets, got none")
     if out is not None:
         raise InputError(f"expected --out with --targets, got {without_password(target)}")
+    if baseline is not None:
+        judge = judge.against(Audit.load(baseline))
     journal = json_file.with_name(f"{json_file.name}.journal")
     expect_folder(json_file, page)
     expect_new(json_file, page, force=force)
-    wanted = Outputs.of(outputs, (json_file, page), force=force, as_json=as_json)
+    wanted = Outputs.of(outputs, (json_file, page), FORMATS, force=force, as_json=as_json)
     with (
         interruptible(lambda: _kept(journal, ledger)),
         bars("audit", "checks") as track,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from keyhole.cli.app import Json, app
-from keyhole.cli.console import show
-from keyhole.configs import Level, check
+from keyhole.cli.answers import answer
+from keyhole.cli.app import Force, Json, app
+from keyhole.cli.outputs import Outputs, output_option
+from keyhole.configs import Checked, Level, check
 from keyhole.errors import InputError
+from keyhole.report.configurations import CONFIG_FORMATS
 
 
 def _level(name: str | Level) -> Level:
@@ -23,9 +25,14 @@ def _level(name: str | Level) -> Level:
     return Level[name.upper()]
 
 
+def _at(least: Level, render: Callable[[Checked, Level], str]) -> Callable[[Checked], str]:
+    return lambda checked: render(checked, least)
+
+
 @app.command(
     "check-config",
-    epilog="\b\nExample:\n  keyhole check-config . --fail-on high",
+    epilog="\b\nExample:\n  keyhole check-config . --fail-on high\n"
+    "  keyhole check-config . --output sarif-github=keyhole.sarif",
 )
 def check_config(
     paths: Annotated[
@@ -48,6 +55,8 @@ def check_config(
         list[str] | None,
         typer.Option(metavar="RULE", help="A rule not to report; may be given several times."),
     ] = None,
+    outputs: Annotated[list[str] | None, output_option(CONFIG_FORMATS)] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Look for settings that open what attacks need; nothing is run.
@@ -56,9 +65,10 @@ def check_config(
     real. Exit codes: 0 nothing of the level, 1 something is opened, 2 wrong input, 3 a file could
     not be read.
     """
+    formats = {name: _at(fail_on, render) for name, render in CONFIG_FORMATS.items()}
+    wanted = Outputs.of(outputs, (), formats, force=force, as_json=as_json)
     checked = check(paths, ignore or ())
-    if as_json:
-        typer.echo(json.dumps(checked.to_dict(fail_on), indent=2))
-    else:
-        show("\n".join(checked.lines()))
+    wanted.write(checked)
+    if not wanted.printed(checked):
+        answer(checked.to_dict(fail_on), "\n".join(checked.lines()), as_json=as_json)
     raise typer.Exit(checked.exit_code(fail_on))

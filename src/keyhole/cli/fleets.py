@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keyhole import report
-from keyhole.assess import Assessment
+from keyhole.assess import Assessment, FleetAssessment, assess_fleet
 from keyhole.audit import Member, Opening, fleet, read_fleet
 from keyhole.audit.check import Checked
 from keyhole.audit.fleet_file import members_of
@@ -15,10 +15,12 @@ from keyhole.cli.app import expect_new, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.judging import Judge
+from keyhole.cli.outputs import Outputs
 from keyhole.errors import InputError
 from keyhole.files import exists, is_folder, trouble, write_text
 from keyhole.report import json_form
-from keyhole.results import Fleet
+from keyhole.report.fleet_formats import FLEET_FORMATS, MOST_RUNS, document
+from keyhole.results import Audit, Fleet, read
 from keyhole.resume import records_in
 
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
@@ -35,31 +37,82 @@ def expect_none_of(given: Mapping[str, bool]) -> None:
 
 
 def audit_fleet(
-    targets: Path | Sequence[str], judge: Judge, base: Opening, out: Path, *, processes: int,
-    dask: str | None, force: bool, as_json: bool,
+    targets: Path | Sequence[str], judge: Judge, base: Opening, out: Path, *,
+    baseline: Path | None, outputs: Sequence[str] | None, processes: int, dask: str | None,
+    force: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Audit every target of a file into a folder; the exit code of all of them together."""
     members = read_fleet(targets, base) if isinstance(targets, Path) else members_of(targets, base)
     pages = {member.name: f"{member.stem}.html" for member in members}
     journal, index = out / JOURNAL, out / INDEX
+    judges = _judges(judge, members, baseline, out)
     _expect_folder(out)
-    if not exists(journal):  # else: the same command goes on, and writes its own files again
-        files = [name for member in members for name in _files(out, member)]
-        expect_new(index, *files, force=force)
+    files = [name for member in members for name in _files(out, member)]
+    resumes = exists(journal)  # the same command goes on, and writes its own files again
+    expect_new(*(() if resumes else (index, *files)), force=force)
+    wanted = Outputs.of(
+        outputs, (index, *files), FLEET_FORMATS, force=force or resumes, as_json=as_json
+    )
+    _expect_few_runs(wanted, len(members))
     with interruptible(lambda: _kept(journal)), bars("audit", "checks") as track:
         result = fleet(
             members, processes=processes, dask=dask, journal=journal, force=force, track=track,
             resuming=_say_resuming,
-            finished=lambda member, audit: _write(out, member, judge(audit)),
+            finished=lambda member, audit: _write(out, member, judges[member.name](audit)),
         )  # fmt: skip
-        write_text(index, report.render_fleet(result, pages, judge))
+        assessment = assess_fleet(result, lambda name, audit: judges[name](audit))
+        write_text(index, report.render_fleet(result, pages, assessment))
+        wanted.write(assessment)
     again = _unanswered(result, journal)
-    answer(result.to_dict(), report.fleet_table(result, judge), as_json=as_json)
+    if not wanted.printed(assessment):
+        answer(document(assessment), report.fleet_table(result, assessment), as_json=as_json)
     say(f"page: {index}   findings: {out}/*.json")
     if again:
         say(again)
-    codes = {judge(audit).exit_code for audit in result.audits.values()}
-    return next(code for code in (1, 3, 0) if code in codes)
+    return assessment.exit_code
+
+
+def _judges(
+    judge: Judge, members: Sequence[Member], baseline: Path | None, out: Path
+) -> dict[str, Judge]:
+    """A judge for each target: where there is a baseline, what is not in it is new."""
+    if baseline is None:
+        return {member.name: judge for member in members}
+    if not is_folder(baseline):
+        raise InputError(
+            "expected --baseline as the folder of --out of an earlier fleet, got "
+            f"{baseline}: there is no such folder"
+        )
+    if exists(out) and baseline.samefile(out):
+        raise InputError(f"expected --baseline in another folder than --out, got {out} for both")
+    earlier = _named_audits(baseline)
+    missing = [member.name for member in members if member.name not in earlier]
+    if len(missing) == len(members):
+        raise InputError(f"expected findings of these targets in {baseline}, got none")
+    if missing:
+        say(f"not in the baseline: {', '.join(missing)}")
+    nothing = Audit(target="", identity="", findings=())
+    return {member.name: judge.against(earlier.get(member.name, nothing)) for member in members}
+
+
+def _named_audits(folder: Path) -> dict[str, Audit]:
+    """What an earlier fleet wrote there, by the names of its targets."""
+    audits: dict[str, Audit] = {}
+    for path in sorted(folder.glob("*.json")):
+        data = read(path)
+        name = data.get("name")
+        if data.get("kind") == Audit.kind and isinstance(name, str):
+            audits[name] = Audit.load(path)
+    return audits
+
+
+def _expect_few_runs(wanted: Outputs[FleetAssessment], targets: int) -> None:
+    """Said before hours of work: GitHub refuses a file of more runs as a whole."""
+    if "sarif-github" in wanted.asked and targets > MOST_RUNS:
+        raise InputError(
+            f"expected at most {MOST_RUNS} targets for sarif-github, got {targets}: GitHub takes "
+            "no more runs in a file; write sarif, or make several fleets of it"
+        )
 
 
 def _files(out: Path, member: Member) -> tuple[Path, Path]:
@@ -68,7 +121,7 @@ def _files(out: Path, member: Member) -> tuple[Path, Path]:
 
 def _write(out: Path, member: Member, assessment: Assessment) -> None:
     findings, page = _files(out, member)
-    write_text(findings, json_form.render(assessment))
+    write_text(findings, json_form.render(assessment, member.name))
     write_text(page, report.render(assessment.audit, assessment))
 
 

@@ -26,6 +26,7 @@ from keyhole.invert.run import run_layers
 from keyhole.invert.structure.layers_file import load_layers
 from keyhole.progress import Progress
 from keyhole.results import exit_code
+from keyhole.resume import records_in
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -63,7 +64,11 @@ def invert_layers(
     device: Device = "cpu",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Save the result as JSON, the inputs beside it."),
+        typer.Option(
+            metavar="FILE",
+            help="Save the result as JSON, the inputs beside it. Until then every finished search "
+            "is kept in FILE.journal, and the same command resumes.",
+        ),
     ] = None,
     force: Force = False,
     seed: Seed = 0,
@@ -72,7 +77,8 @@ def invert_layers(
     """Read the input of several layers back from their weights and the last output."""
     expect_folder(out)
     expect_new(*and_tensors(out), force=force)
-    with interruptible(), bars("invert layers", each=False) as track:
+    journal = None if out is None else out.with_name(f"{out.name}.journal")
+    with interruptible(lambda: _kept(journal)), bars("invert layers", each=False) as track:
         asked = load_layers(stack)
 
         def begun(name: str, total: int | None = None) -> Progress:
@@ -82,9 +88,20 @@ def invert_layers(
 
         result = run_layers(
             asked, method, starts=starts, solutions=solutions, branches=branches,
-            seconds=seconds, device=device, seed=seed, track=begun,
+            seconds=seconds, device=device, seed=seed, journal=journal, force=force, track=begun,
+            resuming=lambda done: say(f"resuming: {done} searches are done"),
         )  # fmt: skip
         if out is not None:
             result.save(out)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
     answer(result.to_dict(), result.summary(), as_json=as_json)
     raise typer.Exit(exit_code([result.status]))
+
+
+def _kept(journal: Path | None) -> str:
+    """What a stopped run has behind it."""
+    searches = 0 if journal is None else records_in(journal)
+    if not searches:
+        return ""
+    return f"{searches} finished searches are in {journal}: the same command resumes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +52,10 @@ class Judge:
             )
         read = Policy() if chosen is None else read_policy(chosen, environment)
         return cls(read, None if baseline is None else Audit.load(baseline))
+
+    def against(self, baseline: Audit | None) -> Judge:
+        """The same policy, with another baseline."""
+        return replace(self, baseline=baseline)
 
     def __call__(self, audit: Audit) -> Assessment:
         assessment = assess(audit, override=self.policy.severity)

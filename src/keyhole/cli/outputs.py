@@ -1,45 +1,50 @@
-"""Reports in any format, as many as are asked for: `--output FORMAT=FILE`, `-` for stdout."""
+"""Results in any format, as many as are asked for: `--output FORMAT=FILE`, `-` for stdout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 
-from keyhole.assess import Assessment
 from keyhole.cli.app import expect_folder, expect_new
 from keyhole.cli.console import say
 from keyhole.errors import InputError
 from keyhole.files import write_text
 from keyhole.report.formats import FORMATS
 
-OutputFiles = Annotated[
-    list[str] | None,
-    typer.Option(
+
+def output_option(formats: Iterable[str], more: str = "") -> Any:
+    """`--output`, with the formats that it takes; `more` is said of them."""
+    return typer.Option(
         "--output",
         metavar="FORMAT=FILE",
-        help=f"Also write the report as one of {', '.join(FORMATS)}; - is stdout. May be given "
-        "several times.",
-    ),
-]
+        help=f"Also write the report as one of {', '.join(formats)}{more}; - is stdout. May be "
+        "given several times.",
+    )
+
+
+_Result = TypeVar("_Result")
+OutputFiles = Annotated[list[str] | None, output_option(FORMATS)]
 
 
 @dataclass(frozen=True)
-class Outputs:
+class Outputs(Generic[_Result]):
     """What to write and where; `stdout` is the format that goes there, if one does."""
 
+    formats: Mapping[str, Callable[[_Result], str]]
     files: tuple[tuple[str, Path], ...] = ()
     stdout: str | None = None
 
     @classmethod
     def of(
-        cls, words: Sequence[str] | None, others: Sequence[Path], *, force: bool, as_json: bool
-    ) -> Outputs:
+        cls, words: Sequence[str] | None, others: Sequence[Path],
+        formats: Mapping[str, Callable[[_Result], str]], *, force: bool, as_json: bool,
+    ) -> Outputs[_Result]:  # fmt: skip
         """What was asked for, checked before any work; `others` are files written besides."""
-        pairs = [_pair(word) for word in words or ()]
+        pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"]
         if len(on_stdout) + as_json > 1:
             raise InputError("expected one thing to print, got several: --output …=- and --json")
@@ -51,27 +56,32 @@ class Outputs:
         paths = [path for _, path in files]
         expect_folder(*paths)
         expect_new(*paths, force=force)
-        return cls(files, on_stdout[0] if on_stdout else None)
+        return cls(formats, files, on_stdout[0] if on_stdout else None)
 
-    def write(self, assessment: Assessment) -> None:
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of all formats that were asked for."""
+        return frozenset(name for name, _ in self.files) | {self.stdout or ""}
+
+    def write(self, result: _Result) -> None:
         """Every file; what goes to stdout is `printed`."""
         for name, path in self.files:
-            write_text(path, FORMATS[name](assessment))
+            write_text(path, self.formats[name](result))
             say(f"{name}: {path}")
 
-    def printed(self, assessment: Assessment) -> bool:
+    def printed(self, result: _Result) -> bool:
         """Print what was asked for on stdout; was anything?"""
         if self.stdout is None:
             return False
         # The bytes that the file would have: an XML file says itself that it is UTF-8.
-        typer.echo(FORMATS[self.stdout](assessment).encode("utf-8", "replace"), nl=False)
+        typer.echo(self.formats[self.stdout](result).encode("utf-8", "replace"), nl=False)
         return True
 
 
-def _pair(word: str) -> tuple[str, str]:
+def _pair(word: str, formats: Iterable[str]) -> tuple[str, str]:
     name, equals, file = word.partition("=")
-    if not equals or not file or name not in FORMATS:
+    if not equals or not file or name not in formats:
         raise InputError(
-            f"expected --output as FORMAT=FILE with one of {', '.join(FORMATS)}, got {word[:80]!r}"
+            f"expected --output as FORMAT=FILE with one of {', '.join(formats)}, got {word[:80]!r}"
         )
     return name, file

@@ -15,6 +15,7 @@ from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.files import write_text
 from keyhole.report import json_form
+from keyhole.report.formats import FORMATS
 from keyhole.results import Audit
 
 _PAGE = Path("keyhole-report.html")
@@ -66,7 +67,7 @@ def report(
     expect_folder(chosen)
     expect_new(chosen, force=force)
     pages = () if chosen is None else (chosen,)
-    wanted = Outputs.of(outputs, pages, force=force, as_json=as_json)
+    wanted = Outputs.of(outputs, pages, FORMATS, force=force, as_json=as_json)
     judge = Judge.of(policy, environment, baseline)
     audit = Audit.load(findings)
     assessment = judge(audit)

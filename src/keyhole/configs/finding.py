@@ -76,11 +76,15 @@ class Unread:
 
 @dataclass(frozen=True)
 class Checked:
-    """All findings, by file and line; `files` is how many files were looked at."""
+    """All findings, by file and line; `files` is how many were looked at.
+
+    `ignored` are the rules that were not looked for.
+    """
 
     findings: tuple[Finding, ...]
     unread: tuple[Unread, ...]
     files: int
+    ignored: tuple[str, ...] = ()
 
     def failing(self, least: Level = Level.MEDIUM) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.rule.level >= least)
@@ -97,6 +101,7 @@ class Checked:
             "kind": "check-config",
             "files": self.files,
             "fail_on": str(least),
+            "ignored": list(self.ignored),
             "exit_code": self.exit_code(least),
             "findings": [finding.to_dict() for finding in self.findings],
             "unread": [{"path": file.path, "reason": file.reason} for file in self.unread],

@@ -53,7 +53,7 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
             for _, hit in sorted(hits.items())
             if hit.rule.id not in ignored
         ]
-    return Checked(tuple(findings), tuple(unread), looked)
+    return Checked(tuple(findings), tuple(unread), looked, tuple(sorted(ignored)))
 
 
 def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool]]:

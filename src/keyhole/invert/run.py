@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from keyhole.invert.registry import METHODS, STACK_METHODS
 from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
 from keyhole.invert.structure.layers_file import load_layers
+from keyhole.invert.structure.searches import opened, what_determines
 from keyhole.progress import Track, untracked
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
@@ -90,12 +92,17 @@ def run_layers(
     seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
+    journal: str | Path | None = None,
+    force: bool = False,
     track: Track = untracked,
+    resuming: Callable[[int], None] = lambda done: None,  # noqa: ARG005
 ) -> LayersInversion:
     """Read the input of a stack of layers back from all weights and the last output.
 
     `stack` is a .safetensors file (structure/layers_file.py) or a stack; the options are for the
-    named methods that have them, `seconds` for each search of one layer.
+    named methods that have them, `seconds` for each search of one layer. `journal` is the file that
+    remembers finished searches, from which a run that was stopped goes on (`resuming` is told how
+    many there are); another run's is refused, or replaced with `force`.
     """
     asked = stack if isinstance(stack, Layers) else load_layers(stack)
     if asked.fault:
@@ -107,7 +114,11 @@ def run_layers(
             method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
             seed=seed, device=None if device == "cpu" else device,
         )  # fmt: skip
-    return method(asked, progress=track("invert layers"))
+    with opened(journal, what_determines(asked, repr(method)), force=force) as searches:
+        progress = track("invert layers")
+        if len(searches):
+            resuming(len(searches))
+        return method(asked, progress=progress, memory=searches)
 
 
 def measure_bounds(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -12,15 +11,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import Assessment, Card, Item, Severity, assess
+from keyhole.assess import Assessment, Card, FleetAssessment, Item, Severity, assess_fleet
 from keyhole.progress import duration
 from keyhole.report.pages import fill
 from keyhole.report.terminal import STYLES
 from keyhole.results import Audit, Fleet
 from keyhole.visible import visible
-
-_COUNTED = {1: "give something away", 3: "could not be checked", 0: "give nothing away"}
-Judge = Callable[[Audit], Assessment]  # what an audit means, where a policy has a say in it
 
 
 @dataclass(frozen=True)
@@ -65,11 +61,10 @@ class Row:
         return duration(self.audit.seconds) if self.audit.seconds else "–"
 
 
-def rows(fleet: Fleet, pages: Mapping[str, str] | None = None, judge: Judge = assess) -> list[Row]:
+def rows(assessment: FleetAssessment, pages: Mapping[str, str] | None = None) -> list[Row]:
     """The targets, the worst first; `pages` are the files of their pages, by name."""
     made = [
-        Row(name, quote((pages or {}).get(name, "")), judge(audit))
-        for name, audit in fleet.audits.items()
+        Row(name, quote((pages or {}).get(name, "")), of) for name, of in assessment.targets.items()
     ]
     return sorted(made, key=_order)
 
@@ -79,28 +74,27 @@ def _order(row: Row) -> tuple[int, int, str]:
     return -row.severity.rank, 0 if worst is None else -worst.score, row.name
 
 
-def verdict(fleet: Fleet) -> str:
-    """The one sentence that a reader takes away: what is given away, whatever a policy allows."""
-    counts = Counter(audit.exit_code for audit in fleet.audits.values())
-    parts = [f"{counts[code]} {words}" for code, words in _COUNTED.items() if counts[code]]
-    total = len(fleet.audits)
-    return f"Of {total} {'target' if total == 1 else 'targets'} {', '.join(parts)}."
-
-
 def render_fleet(
-    fleet: Fleet, pages: Mapping[str, str] | None = None, judge: Judge = assess
+    fleet: Fleet,
+    pages: Mapping[str, str] | None = None,
+    assessment: FleetAssessment | None = None,
 ) -> str:
-    """The page of a fleet; everything that came from a target is escaped."""
-    made = rows(fleet, pages, judge)
+    """The page of a fleet; everything that came from a target is escaped.
+
+    `assessment` is what `assess_fleet` made of it, where a policy or a baseline had a say in it.
+    """
+    meant = assess_fleet(fleet) if assessment is None else assessment
+    made = rows(meant, pages)
     return fill(
-        "fleet.html", fleet=fleet, rows=made, verdict=verdict(fleet), duration=duration,
+        "fleet.html", fleet=fleet, rows=made, verdict=meant.verdict, duration=duration,
         heads=[card.family.value for card in made[0].families] if made else [],
     )  # fmt: skip
 
 
-def fleet_table(fleet: Fleet, judge: Judge = assess) -> Group:
+def fleet_table(fleet: Fleet, assessment: FleetAssessment | None = None) -> Group:
     """The same for the terminal."""
-    made = rows(fleet, judge=judge)
+    meant = assess_fleet(fleet) if assessment is None else assessment
+    made = rows(meant)
     view = Table(box=box.SIMPLE)
     for heading in ("target", "severity", "worst finding"):
         view.add_column(heading)
@@ -117,4 +111,4 @@ def fleet_table(fleet: Fleet, judge: Judge = assess) -> Group:
             *(Text(card.level.value) for card in row.families),
             f"{row.audit.seconds:.1f}",
         )
-    return Group(Text(verdict(fleet), style="bold"), view)
+    return Group(Text(meant.verdict, style="bold"), view)

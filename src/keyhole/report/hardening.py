@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.harden.evaluate import Evaluation
-from keyhole.harden.hardening import Hardening
 from keyhole.percent import percent
+
+if TYPE_CHECKING:  # a report is made without what trains
+    from keyhole.harden.evaluate import Evaluation
+    from keyhole.harden.hardening import Hardening
 
 
 def hardening(result: Hardening) -> Group:

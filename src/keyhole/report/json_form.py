@@ -16,15 +16,19 @@ SCHEMA = "urn:keyhole:schema:audit:1"
 _FILE = "schemas/audit-1.schema.json"
 
 
-def render(assessment: Assessment) -> str:
-    return f"{dump(document(assessment))}\n"
+def render(assessment: Assessment, name: str | None = None) -> str:
+    return f"{dump(document(assessment, name))}\n"
 
 
-def document(assessment: Assessment) -> dict[str, Any]:
-    """The whole file; its schema is in `schemas/`, and a test holds one to the other."""
+def document(assessment: Assessment, name: str | None = None) -> dict[str, Any]:
+    """The whole file; its schema is in `schemas/`, and a test holds one to the other.
+
+    `name` is that of the target in a fleet, by which the next one finds it as its baseline.
+    """
     return {
         "$schema": SCHEMA,
         **assessment.audit.to_dict(),
+        **({} if name is None else {"name": name}),
         "assessment": meaning(assessment),
     }
 

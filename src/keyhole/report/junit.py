@@ -7,7 +7,7 @@ and only if the policy says so: a pipeline's table of tests and its exit code mu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -21,9 +21,8 @@ from keyhole.results import Outcome, Skip
 
 @dataclass(frozen=True)
 class Case:
-    """One check: where it belongs, how it ended (`end` is a tag, or empty), and in which words."""
+    """One check: how it ended (`end` is a tag, or empty), and in which words."""
 
-    suite: str
     classname: str
     name: str
     seconds: float
@@ -33,18 +32,59 @@ class Case:
     details: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Suite:
+    """Cases that belong together, and what is said about them; `finished` is when, if known."""
+
+    name: str
+    cases: tuple[Case, ...]
+    about: Mapping[str, str]
+    finished: str | None = None
+
+
 def render(assessment: Assessment) -> str:
     """A suite for each endpoint or model of the target."""
-    audit = assessment.audit
-    cases = [_case(item, assessment) for item in assessment.items]
-    cases += [_skipped(skip, assessment) for skip in audit.skips]
-    root = Element(
-        "testsuites", {"name": inert(f"keyhole audit of {audit.target}"), **_sums(cases)}
-    )
-    for suite in dict.fromkeys(case.suite for case in cases):
-        _add(root, suite, [case for case in cases if case.suite == suite], assessment)
+    target = assessment.audit.target
+    cases = _cases(assessment)
+    suites = [
+        suite(name, [case for place, case in cases if place == name], assessment)
+        for name in dict.fromkeys(place for place, _ in cases)
+    ]
+    return written(f"keyhole audit of {target}", suites)
+
+
+def whole(name: str, assessment: Assessment) -> Suite:
+    """All of an audit as one suite."""
+    return suite(name, [case for _, case in _cases(assessment)], assessment)
+
+
+def suite(name: str, cases: Sequence[Case], assessment: Assessment) -> Suite:
+    """Cases of an audit, with what is said of all of it."""
+    about = {
+        "verdict": assessment.verdict, "severity": assessment.severity.value,
+        "identity": assessment.audit.identity, "keyhole": provenance.version(assessment.audit),
+        "policy": "" if assessment.decision is None else assessment.decision.source,
+    }  # fmt: skip
+    return Suite(name, tuple(cases), about, provenance.finished(assessment.audit))
+
+
+def written(name: str, suites: Sequence[Suite]) -> str:
+    """The document."""
+    cases = [case for suite in suites for case in suite.cases]
+    root = Element("testsuites", {"name": inert(name), **_sums(cases)})
+    for suite in suites:
+        _add(root, suite)
     indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
+
+
+def _cases(assessment: Assessment) -> list[tuple[str, Case]]:
+    """Every check, with the endpoint or model that it is about."""
+    audit = assessment.audit
+    made = [
+        (item.finding.surface or audit.target, _case(item, assessment)) for item in assessment.items
+    ]
+    return [*made, *((audit.target, _skipped(skip, assessment)) for skip in audit.skips)]
 
 
 def _case(item: Item, assessment: Assessment) -> Case:
@@ -59,8 +99,8 @@ def _case(item: Item, assessment: Assessment) -> Case:
         *([f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []),
     )  # fmt: skip
     return Case(
-        finding.surface or assessment.audit.target, _classname(item.family, finding.surface),
-        f"{finding.exposure} ({finding.attack})", finding.seconds, end, item.severity.value,
+        _classname(item.family, finding.surface), f"{finding.exposure} ({finding.attack})",
+        finding.seconds, end, item.severity.value,
         f"{item.severity}: {wording.outcome(finding)}", details,
     )  # fmt: skip
 
@@ -89,8 +129,7 @@ def _skipped(skip: Skip, assessment: Assessment) -> Case:
         ruled.name == skip.exposure and ruled.ruling is Ruling.IGNORED for ruled in decision.rulings
     )
     return Case(
-        assessment.audit.target, _classname(rule.family if rule else "skipped", ""),
-        f"{skip.exposure} ({skip.attack})", 0.0,
+        _classname(rule.family if rule else "skipped", ""), f"{skip.exposure} ({skip.attack})", 0.0,
         _unknown(assessment) if skip.unchecked and not ignored else "skipped",
         "unknown" if skip.unchecked else "not tried", skip.reason, (),
     )  # fmt: skip
@@ -112,27 +151,18 @@ def _time(seconds: float) -> str:
     return f"{max(0.0, seconds):.3f}"
 
 
-def _add(root: Element, suite: str, cases: Sequence[Case], assessment: Assessment) -> None:
-    finished = provenance.finished(assessment.audit)
+def _add(root: Element, suite: Suite) -> None:
+    skipped = sum(case.end == "skipped" for case in suite.cases)
+    finished = suite.finished
+    when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
     parent = SubElement(
-        root,
-        "testsuite",
-        {
-            "name": inert(suite),
-            **_sums(cases),
-            "skipped": str(sum(case.end == "skipped" for case in cases)),
-            **({} if finished is None else {"timestamp": finished.removesuffix("Z")}),
-        },
-    )
-    about = {
-        "verdict": assessment.verdict, "severity": assessment.severity.value,
-        "identity": assessment.audit.identity, "keyhole": provenance.version(assessment.audit),
-        "policy": "" if assessment.decision is None else assessment.decision.source,
-    }  # fmt: skip
+        root, "testsuite",
+        {"name": inert(suite.name), **_sums(suite.cases), "skipped": str(skipped), **when},
+    )  # fmt: skip
     properties = SubElement(parent, "properties")
-    for name, value in about.items():
+    for name, value in suite.about.items():
         SubElement(properties, "property", name=name, value=inert(value))
-    for case in cases:
+    for case in suite.cases:
         child = SubElement(
             parent, "testcase", classname=case.classname, name=inert(case.name),
             time=_time(case.seconds),

@@ -8,6 +8,7 @@ that do not fit are counted instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from keyhole.assess import Assessment, Card, Item
@@ -18,8 +19,8 @@ from keyhole.results import Outcome
 
 MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
 SHOWN = 20  # findings before the fold
-_CELL = 160  # characters of a cell
-_SIGNS = {
+CELL = 160  # characters of a cell
+SIGNS = {
     "critical": "🔴",
     "high": "🟠",
     "medium": "🟡",
@@ -27,7 +28,7 @@ _SIGNS = {
     "unknown": "⚪",
     "none": "🟢",
 }
-_HEAD = (
+HEAD = (
     "| severity | given away | how much | cost | fix |",
     "| --- | --- | --- | --- | --- |",
 )
@@ -35,21 +36,40 @@ _HEAD = (
 
 def render(assessment: Assessment) -> str:
     """A comment, complete or with a line that says how much is left out."""
-    rows = [_row(item) for item in assessment.exposed]
+    rows = [row(item) for item in assessment.exposed]
     top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
     bottom = [*_unchecked(assessment), *_gone(assessment), *_again(assessment)]
+    return fitted(top, [Table("Given away", "findings", HEAD, rows)], bottom)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title; `noun` is what they are called where some do not fit."""
+
+    title: str
+    noun: str
+    head: Sequence[str]
+    rows: Sequence[str]
+
+
+def fitted(top: Sequence[str], tables: Sequence[Table], bottom: Sequence[str]) -> str:
+    """A comment around tables, of which as many rows are shown as there is room for."""
     room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
-    sizes = accumulate(len(row) + 1 for row in rows)
-    fitting = rows[: sum(size <= room for size in sizes)]
-    lines = [*top, *_table(fitting), *_left_out(len(rows) - len(fitting)), *bottom]
-    return "\n".join(lines) + "\n"
+    shown: list[str] = []
+    for table in tables:
+        sizes = list(accumulate(len(line) + 1 for line in table.rows))
+        fitting = sum(size <= room for size in sizes)
+        room -= sizes[fitting - 1] if fitting else 0
+        left_out = _left_out(len(table.rows) - fitting, table.noun)
+        shown += [*_folded_table(table, table.rows[:fitting]), *left_out]
+    return "\n".join([*top, *shown, *bottom]) + "\n"
 
 
 def _title(assessment: Assessment) -> list[str]:
-    sign = _SIGNS[assessment.severity.value]
+    sign = SIGNS[assessment.severity.value]
     return [
         f"## {sign} Keyhole: {assessment.verdict}", "",
-        f"Target {as_code(assessment.audit.target, _CELL)}: {len(assessment.exposed)} of "
+        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed)} of "
         f"{len(assessment.items)} checks gave something away, worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
     ]  # fmt: skip
@@ -57,8 +77,8 @@ def _title(assessment: Assessment) -> list[str]:
 
 def _cards(cards: Sequence[Card]) -> list[str]:
     rows = [
-        f"| {_SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
-        f"{card.exposed} of {card.checked} | {as_code(card.fix, _CELL)} |"
+        f"| {SIGNS[card.severity.value]} {card.severity} | {card.family} | {card.level} | "
+        f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
         for card in cards
     ]
     return [
@@ -72,55 +92,57 @@ def _decision(assessment: Assessment) -> list[str]:
     if decision is None:
         return []
     end = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
-    words, source = as_code(decision.rule, 400), as_code(decision.source, _CELL)
+    words, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
     return [f"By the policy {source} this **{end}**: {words}", ""]
 
 
-def _row(item: Item) -> str:
+def row(item: Item, of: str = "") -> str:
+    """A finding; `of` is what stands before its exposure."""
     finding = item.finding
     state = f" ({item.state})" if item.state is not None else ""
     ignored = ""
     if item.ignored is not None:
-        reason = as_code(item.ignored.reason, _CELL)
+        reason = as_code(item.ignored.reason, CELL)
         ignored = f"<br>ignored until {item.ignored.until}: {reason}"
     return (
-        f"| {_SIGNS[item.severity.value]} {item.severity}{state} | "
-        f"{as_code(item.of, _CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
-        f"{cost(finding)} | {as_code(finding.remedy, _CELL)} |"
+        f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
+        f"{of}{as_code(item.of, CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
+        f"{cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
-def _table(rows: Sequence[str]) -> list[str]:
+def _folded_table(table: Table, rows: Sequence[str]) -> list[str]:
     if not rows:
         return []
-    lines = ["### Given away", "", *_HEAD, *rows[:SHOWN], ""]
+    lines = [f"### {table.title}", "", *table.head, *rows[:SHOWN], ""]
     more = rows[SHOWN:]
     if more:
-        lines += [f"<details><summary>{len(more)} more</summary>", "", *_HEAD, *more, ""]
+        lines += [f"<details><summary>{len(more)} more</summary>", "", *table.head, *more, ""]
         lines += ["</details>", ""]
     return lines
 
 
-def _left_out(count: int) -> list[str]:
+def _left_out(count: int, noun: str) -> list[str]:
     if not count:
         return []
-    return [f"{count} more findings do not fit here: the JSON file has all of them.", ""]
+    return [f"{count} more {noun} do not fit here: the JSON file has all of them.", ""]
 
 
 def _unchecked(assessment: Assessment) -> list[str]:
     unchecked = [i.of for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
     unchecked += [skip.exposure for skip in assessment.audit.skips if skip.unchecked]
-    return _folded("could not be checked, which is not clean", unchecked)
+    return folded("could not be checked, which is not clean", unchecked)
 
 
 def _gone(assessment: Assessment) -> list[str]:
-    return _folded("gone since the baseline", [item.of for item in assessment.gone])
+    return folded("gone since the baseline", [item.of for item in assessment.gone])
 
 
-def _folded(about: str, names: Sequence[str]) -> list[str]:
+def folded(about: str, names: Sequence[str]) -> list[str]:
+    """Names in code, behind a line that counts them."""
     if not names:
         return []
-    listed = [f"- {as_code(name, _CELL)}" for name in names[:SHOWN]]
+    listed = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
     listed += [f"- and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return [f"<details><summary>{len(names)} {about}</summary>", "", *listed, "", "</details>", ""]
 
@@ -131,8 +153,8 @@ def _again(assessment: Assessment) -> list[str]:
         "<details><summary>How to reproduce</summary>", "",
         f"Keyhole {as_code(provenance.version(audit))}, seed {audit.seed}, finished "
         f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
-        f"{as_code(audit.environment.get('platform', ''), _CELL)}; the target's identity is "
-        f"{as_code(audit.identity, _CELL)}.", "",
+        f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
+        f"{as_code(audit.identity, CELL)}.", "",
         "```sh", f"keyhole audit TARGET --seed {audit.seed}",
         "keyhole report keyhole-report.json  # this audit as a page", "```", "", "</details>",
     ]  # fmt: skip

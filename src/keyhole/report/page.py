@@ -7,7 +7,6 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Family, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
-from keyhole.cost import widget
 from keyhole.percent import percent
 from keyhole.report import lengths, matrix, pictures, readings, wording
 from keyhole.report.curves import curve
@@ -21,6 +20,8 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
 
     `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
     """
+    from keyhole.cost import widget  # its package loads torch, which no other format needs
+
     made = assess(audit) if assessment is None else assessment
 
     def measures(item: Item) -> list[Measure]:

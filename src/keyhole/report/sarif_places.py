@@ -1,4 +1,5 @@
-"""Where a finding is: of a target the endpoint, of that the layer, of that the exposure.
+"""Where a finding is: of a target the endpoint, of that the layer, of that the exposure; of a
+setting its file and its line.
 
 A model is no file with lines, so the place is logical; but code scanning shows nothing without a
 physical one. That is the target where its name is a path inside the repository, and otherwise
@@ -7,7 +8,9 @@ physical one. That is the target where its name is a path inside the repository,
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +19,20 @@ from keyhole.report.provenance import slug
 
 _LAYER = re.compile(r"\blayer (\d{1,6})\b")
 _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
+
+
+def in_file(path: str, line: int) -> dict[str, Any]:
+    """A line of a file."""
+    where = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": line}}
+    return {"physicalLocation": where}
+
+
+def _uri(path: str) -> str:
+    """A file below this folder by its place in it, any other by its whole name."""
+    plain = Path(os.path.normpath(path))
+    if plain.is_absolute() or plain.parts[:1] == (os.pardir,):
+        return Path(os.path.abspath(plain)).as_uri()  # noqa: PTH100 - resolves no links
+    return quote(os.fsencode(plain.as_posix()))
 
 
 class Places:

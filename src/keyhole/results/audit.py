@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.results.finding import Finding, Skip
 from keyhole.results.json import environment
 from keyhole.results.outcome import Outcome, exit_code
 from keyhole.results.result import Result
 from keyhole.results.typed import restored
+
+if TYPE_CHECKING:  # torch takes seconds to load: reports are made without it
+    from torch import Tensor
 
 
 def _now() -> str:

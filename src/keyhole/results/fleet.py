@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.results.audit import Audit
 from keyhole.results.json import environment
 from keyhole.results.result import Result
 from keyhole.results.typed import restored
+
+if TYPE_CHECKING:  # torch takes seconds to load: reports are made without it
+    from torch import Tensor
 
 
 @dataclass(frozen=True, repr=False)

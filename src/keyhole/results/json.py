@@ -8,8 +8,6 @@ import platform
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from keyhole.errors import InputError
 from keyhole.files import read_text
 from keyhole.strict_json import parse
@@ -20,6 +18,8 @@ FORMAT = 1
 
 def environment() -> dict[str, str]:
     """What a stranger needs to know to make the same figures."""
+    import torch  # takes seconds to load: what is read from a file brings its own
+
     return {
         "keyhole": __version__,
         "python": platform.python_version(),

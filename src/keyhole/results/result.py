@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from keyhole.errors import InputError
 from keyhole.files import read_tensors, write_tensors, write_text
 from keyhole.results.json import FORMAT, dump, expect_format, read
 from keyhole.views import shown
+
+if TYPE_CHECKING:  # torch takes seconds to load: reports are made without it
+    from torch import Tensor
 
 
 class Result(ABC):

@@ -7,17 +7,27 @@ then Gaussians, of a fifth of the output's size and of its size in turn.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.structure.layers import Composed, Layers, LayersInversion, settle
+from keyhole.invert.structure.layers import (
+    Composed,
+    Found,
+    Layers,
+    LayersInversion,
+    Memory,
+    settle,
+)
+from keyhole.invert.structure.searches import Searches
 from keyhole.invert.structure.starts import SMALL, newton
 from keyhole.progress import Progress, silent
 from keyhole.results import Status
+
+TOGETHER = 8  # starts that advance side by side; what they found is kept before the next begin
 
 
 def _default() -> LevenbergMarquardt:
@@ -30,18 +40,23 @@ class EndToEnd:
 
     method: LevenbergMarquardt = field(default_factory=_default)
 
-    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion:
-        began = time.perf_counter()
+    def __call__(
+        self, stack: Layers, *, progress: Progress = silent, memory: Memory | None = None
+    ) -> LayersInversion:
         if stack.fault:
-            seconds = time.perf_counter() - began
-            return LayersInversion(
-                Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
-            )
-        progress(0, note=f"all {len(stack.layers)} layers at once")
-        inputs, _ = self.method.descend(Composed.of(stack), self._starts(stack))
-        seconds = time.perf_counter() - began
-        tried = f"none of {len(inputs)} starts of at most {self.method.steps} steps came through"
-        return settle(stack, list(inputs), repr(self), seconds, tried)
+            return LayersInversion(Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, 0.0)
+        searches = Searches() if memory is None else memory
+        starts, inputs = self._starts(stack), list[Tensor]()
+        for first in range(0, len(starts), TOGETHER):
+            progress(first, len(starts), f"starts, all {len(stack.layers)} layers at once")
+            search = partial(self._search, stack, starts[first : first + TOGETHER])
+            inputs += searches.made(f"starts from {first}", search, stack.B).inputs
+        tried = f"none of {len(starts)} starts of at most {self.method.steps} steps came through"
+        return settle(stack, inputs, repr(self), searches.seconds, tried)
+
+    def _search(self, stack: Layers, starts: Tensor) -> Found:
+        inputs, losses = self.method.descend(Composed.of(stack), starts)
+        return Found(list(inputs[losses.isfinite()]), f"{len(starts)} starts")
 
     def _starts(self, stack: Layers) -> Tensor:
         n, d = len(stack.B), stack.layers[0].W.shape[-1]

@@ -8,8 +8,8 @@ output is a good start.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -18,7 +18,8 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
-from keyhole.invert.structure.layers import Layers, LayersInversion, settle
+from keyhole.invert.structure.layers import Found, Layers, LayersInversion, Memory, settle
+from keyhole.invert.structure.searches import Searches, name_of
 from keyhole.progress import Progress, silent
 from keyhole.results import Status
 
@@ -40,18 +41,18 @@ class Peel:
     method: OneLayer = field(default_factory=_default)
     branches: int = 8
 
-    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion:
-        began = time.perf_counter()
+    def __call__(
+        self, stack: Layers, *, progress: Progress = silent, memory: Memory | None = None
+    ) -> LayersInversion:
         if stack.fault:
-            seconds = time.perf_counter() - began
-            return LayersInversion(
-                Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, seconds
-            )
-        inputs, reason = self._inputs(stack, progress)
-        seconds = time.perf_counter() - began
-        return settle(stack, inputs, repr(self), seconds, reason)
+            return LayersInversion(Status.NOT_APPLICABLE, stack.fault, repr(self), None, None, 0.0)
+        searches = Searches() if memory is None else memory
+        inputs, reason = self._inputs(stack, progress, searches)
+        return settle(stack, inputs, repr(self), searches.seconds, reason)
 
-    def _inputs(self, stack: Layers, progress: Progress) -> tuple[list[Tensor], str]:
+    def _inputs(
+        self, stack: Layers, progress: Progress, searches: Memory
+    ) -> tuple[list[Tensor], str]:
         """Candidates for the input of the first layer, or the reason why there are none."""
         outputs, tolerance = [stack.B], stack.tolerance
         depth = len(stack.layers)
@@ -61,12 +62,17 @@ class Peel:
             ends: list[str] = []
             for B in outputs:
                 problem = stack.layers[number - 1].problem(B, tolerance=tolerance)
-                inversion = self.method(problem)
-                inputs += inversion.solutions
-                ends.append(f"{inversion.status}, {inversion.reason}")
+                search = partial(self._search, problem)
+                found = searches.made(f"layer {number} for {name_of(B)}", search, B)
+                inputs += found.inputs
+                ends.append(found.end)
             if not inputs:
                 several = f" for any of {len(ends)} candidates" if len(ends) > 1 else ""
                 return [], f"no input of layer {number} found{several}: {ends[0]}"
             outputs, tolerance = distinct(inputs)[: self.branches], 0.0
         progress(depth, depth, f"layers, {len(outputs)} candidates")
         return outputs, "peeled, but not exact when put through all layers again"
+
+    def _search(self, problem: Problem) -> Found:
+        inversion = self.method(problem)
+        return Found(inversion.solutions, f"{inversion.status}, {inversion.reason}")

@@ -16,7 +16,7 @@ of the latter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, Self
@@ -178,10 +178,28 @@ class LayersInversion(Result):
         )
 
 
-class SolveLayers(Protocol):
-    """Any method that inverts a stack."""
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What one search found, and how it ended, in words."""
 
-    def __call__(self, stack: Layers, *, progress: Progress = silent) -> LayersInversion: ...
+    inputs: Sequence[Tensor]
+    end: str
+
+
+class Memory(Protocol):
+    """Searches that are finished are not made again (searches.py)."""
+
+    seconds: float
+
+    def made(self, name: str, search: Callable[[], Found], like: Tensor) -> Found: ...
+
+
+class SolveLayers(Protocol):
+    """Any method that inverts a stack; `memory` holds what an earlier run of it had found."""
+
+    def __call__(
+        self, stack: Layers, *, progress: Progress = silent, memory: Memory | None = None
+    ) -> LayersInversion: ...
 
 
 @dataclass(frozen=True, eq=False)

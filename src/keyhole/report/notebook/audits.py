@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from keyhole.assess import Assessment, Card, Level, Severity, assess
+from keyhole.assess import Assessment, Card, Level, Severity, assess, assess_fleet
 from keyhole.percent import percent
 from keyhole.report import fleet as fleets
 from keyhole.report import wording
@@ -84,10 +84,11 @@ def _cut(cut: Cut) -> list[Block]:
 
 def fleet(result: Fleet) -> list[Block]:
     """A row for each target, the worst first."""
-    made = fleets.rows(result)
+    meant = assess_fleet(result)
+    made = fleets.rows(meant)
     families = [str(card.family) for card in made[0].families] if made else []
     return [
-        Head(f"{len(made)} targets", _COLOURS[result.exit_code], fleets.verdict(result)),
+        Head(f"{len(made)} targets", _COLOURS[result.exit_code], meant.verdict),
         table(
             ("severity", "target", "worst finding", *families, "seconds"),
             [

@@ -1,0 +1,191 @@
+"""What `keyhole check-config` found, in the formats of an audit: a setting has a file and a line.
+
+As for an audit, formats and exit code agree: a test case of JUnit fails if and only if its finding
+is of the level that fails, and a file that could not be read is never called clean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from keyhole.assess import Severity
+from keyhole.configs import Checked, Finding, Level, Rule, Unread
+from keyhole.configs.registry import RULES
+from keyhole.report import junit, markdown, sarif_log
+from keyhole.report.inert import as_code, inert
+from keyhole.report.provenance import slug
+from keyhole.report.sarif_places import in_file
+from keyhole.results import dump
+from keyhole.version import __version__
+
+_SEVERITIES = {
+    Level.LOW: Severity.LOW, Level.MEDIUM: Severity.MEDIUM, Level.HIGH: Severity.HIGH,
+}  # fmt: skip
+_ENDS = {
+    0: "no setting of the level that fails opens what attacks need",
+    1: "settings open what attacks need",
+    3: "a file could not be read",
+}
+_HEAD = (
+    "| level | setting | opens | fix | try |",
+    "| --- | --- | --- | --- | --- |",
+)
+
+
+def verdict(checked: Checked) -> str:
+    """One line: how much is open, then what nobody looked at."""
+    count, files = len(checked.findings), _number(checked.files, "file", "files")
+    said = f"{_number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
+    if not count:
+        said = f"No setting opens what attacks need, in {files}"
+    unread = _number(len(checked.unread), "file", "files")
+    return f"{said}; {unread} could not be read." if checked.unread else f"{said}."
+
+
+def as_sarif(checked: Checked, least: Level) -> str:
+    """One run; each result is at the line of its setting."""
+    places = list(RULES)
+    rules = [*map(_rule, RULES.values()), sarif_log.not_checked("A file that was not looked at.")]
+    results = [
+        {
+            "ruleId": finding.rule.id,
+            "ruleIndex": places.index(finding.rule.id),
+            "kind": "fail",
+            "level": sarif_log.LEVELS[_SEVERITIES[finding.rule.level]],
+            "message": {"text": sarif_log.said(f"{finding.message}. Fix: {finding.rule.fix}")},
+            "locations": [in_file(finding.path, finding.line)],
+            "partialFingerprints": sarif_log.fingerprints(name),
+            "properties": {
+                "level": str(finding.rule.level),
+                "setting": inert(finding.what),
+                "remedy": finding.rule.fix,
+                "attack": finding.rule.attack,
+            },
+        }
+        for name, finding in _named(checked)
+    ]
+    results += [_unread(file, len(places)) for file in checked.unread]
+    code, unread = checked.exit_code(least), [file.path for file in checked.unread]
+    run = {
+        "tool": {"driver": sarif_log.driver(__version__, rules)},
+        "automationDetails": {"id": "keyhole/check-config/"},
+        "invocations": [sarif_log.invocation(code, _ENDS, unread, None)],
+        "results": results,
+        "properties": {"verdict": verdict(checked), "fail_on": str(least), "files": checked.files},
+    }
+    return sarif_log.written([run])
+
+
+def as_junit(checked: Checked, least: Level) -> str:
+    """A case for each finding, each file that was not read, and each rule that applies nowhere."""
+    applied = {finding.rule.id for finding in checked.findings}
+    cases = [_case(name, finding, least) for name, finding in _named(checked)]
+    cases += [
+        junit.Case(_classname(file.path), f"{file.path} is read", 0.0, "error", "unknown",
+                   f"could not be read: {file.reason}", ())
+        for file in checked.unread
+    ]  # fmt: skip
+    cases += [_absent(rule, checked) for rule in RULES.values() if rule.id not in applied]
+    about = {"verdict": verdict(checked), "fail-on": str(least), "keyhole": __version__}
+    suite = junit.Suite("keyhole check-config", tuple(cases), about)
+    return junit.written(suite.name, [suite])
+
+
+def as_markdown(checked: Checked, least: Level) -> str:
+    """A comment: what is open, the highest level first."""
+    ordered = sorted(checked.findings, key=lambda finding: -finding.rule.level)
+    worst = max((finding.rule.level for finding in ordered), default=None)
+    empty = Severity.UNKNOWN if checked.unread else Severity.NONE
+    sign = markdown.SIGNS[empty if worst is None else _SEVERITIES[worst]]
+    top = [
+        f"## {sign} Keyhole: {verdict(checked)}", "",
+        f"{len(checked.failing(least))} of {len(ordered)} are of the level {least} or above, exit "
+        f"code {checked.exit_code(least)}. A setting is a possibility: the last column tries it.",
+        "",
+    ]  # fmt: skip
+    unread = [f"{file.path}: {file.reason}" for file in checked.unread]
+    bottom = markdown.folded("could not be read, which is not clean", unread)
+    opened = markdown.Table("Opened", "findings", _HEAD, [_row(finding) for finding in ordered])
+    return markdown.fitted(top, [opened], bottom)
+
+
+CONFIG_FORMATS: Mapping[str, Callable[[Checked, Level], str]] = {
+    "json": lambda checked, least: f"{dump(checked.to_dict(least))}\n",
+    "sarif": as_sarif,
+    "sarif-github": as_sarif,  # every result needs somebody: there is no other kind
+    "markdown": as_markdown,
+    "junit": as_junit,
+}
+
+
+def _number(count: int, single: str, several: str) -> str:
+    return f"{count:,} {single if count == 1 else several}"
+
+
+def _named(checked: Checked) -> Iterator[tuple[str, Finding]]:
+    """Each finding with a name that stays where lines move: by rule, file and setting."""
+    seen = Counter[str]()
+    for finding in checked.findings:
+        name = f"{finding.rule.id} {finding.path} {finding.what}"
+        seen[name] += 1
+        yield f"{name} {seen[name]}", finding
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    """A setting is a possibility, no proof: its number is the least of its level."""
+    guide = (
+        f"It opens: {rule.opens}. Fix: {rule.fix}. Try: {rule.attack}",
+        f"It opens: {rule.opens}.\n\nFix: {rule.fix}.\n\nTry: `{rule.attack}`",
+    )
+    about = f"{rule.opens[0].upper()}{rule.opens[1:]}."
+    return sarif_log.described(
+        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level]
+    )
+
+
+def _unread(file: Unread, place: int) -> dict[str, Any]:
+    return {
+        "ruleId": sarif_log.NOT_CHECKED_ID,
+        "ruleIndex": place,
+        "kind": "open",
+        "level": "none",
+        "message": {"text": sarif_log.said(f"{file.path}: could not be read. {file.reason}")},
+        "locations": [in_file(file.path, 1)],
+        "partialFingerprints": sarif_log.fingerprints(f"unread {file.path}"),
+    }
+
+
+def _case(name: str, finding: Finding, least: Level) -> junit.Case:
+    rule, where = finding.rule, f"{finding.path}:{finding.line}"
+    details = (
+        f"finding: {name}", f"rule: {rule.id} ({rule.name})", f"level: {rule.level}",
+        f"at: {where}", f"opens: {rule.opens}", f"fix: {rule.fix}", f"try: {rule.attack}",
+    )  # fmt: skip
+    return junit.Case(
+        _classname(finding.path), f"{where} {rule.id}", 0.0,
+        "failure" if rule.level >= least else "", str(rule.level),
+        f"{rule.level}: {finding.message}", details,
+    )  # fmt: skip
+
+
+def _absent(rule: Rule, checked: Checked) -> junit.Case:
+    ignored = rule.id in checked.ignored
+    end, kind = ("skipped", "ignored") if ignored else ("", "")
+    message = "it was asked not to be reported" if ignored else ""
+    return junit.Case("keyhole.config", f"{rule.id} ({rule.name})", 0.0, end, kind, message, ())
+
+
+def _classname(path: str) -> str:
+    return f"keyhole.config.{slug(path)}"
+
+
+def _row(finding: Finding) -> str:
+    rule, cell = finding.rule, markdown.CELL
+    where = as_code(f"{finding.path}:{finding.line}", cell)
+    return (
+        f"| {markdown.SIGNS[_SEVERITIES[rule.level]]} {rule.level} | "
+        f"{as_code(finding.what, cell)}<br>{where}<br>{rule.id} | {as_code(rule.opens, cell)} | "
+        f"{as_code(rule.fix, cell)} | {as_code(rule.attack, cell)} |"
+    )

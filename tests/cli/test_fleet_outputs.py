@@ -1,0 +1,87 @@
+"""`keyhole audit --targets` with --output and --baseline: for all targets at once."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from xml.etree import ElementTree
+
+import pytest
+
+from command_line import inside
+from keyhole import oracle
+from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.results import Fleet
+from published_schemas import audit_errors
+
+NAMES = ("a b", "a-b")  # one name of files for both, but for a number
+TARGET = '[[target]]\nname = "{}"\ntarget = "{}.safetensors"\n'
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    for seed, name in enumerate(NAMES):
+        oracle.save(oracle.plant(dim=2, seed=seed), tmp_path / f"{name}.safetensors")
+    lines = [TARGET.format(name, name) for name in NAMES]
+    (tmp_path / "fleet.toml").write_text("".join(lines))
+    (tmp_path / "turned.toml").write_text("".join(reversed(lines)))
+    run = partial(inside, "audit", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    return lambda *words: run("--only=weights", *words)
+
+
+def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
+    words = [f"--output={name}=all.{name}" for name in FLEET_FORMATS]
+    done = here("--targets=fleet.toml", "--out=old", *words)
+    assert done.returncode == 1, done.stderr
+    runs = json.loads((tmp_path / "all.sarif").read_text())["runs"]
+    assert [run["invocations"][0]["exitCode"] for run in runs] == [1, 1]
+    suites = ElementTree.parse(tmp_path / "all.junit").getroot()
+    assert [suite.attrib["name"] for suite in suites] == list(NAMES)
+    assert list(Fleet.load(tmp_path / "all.json").audits) == list(NAMES)
+    assert "Of 2 targets 2 give something away" in (tmp_path / "all.markdown").read_text("utf-8")
+    saved = json.loads((tmp_path / "old" / "a-b-2.json").read_text())
+    assert saved["name"] == "a-b"
+    assert audit_errors(saved) == []
+
+    # Nothing is worse than it was, in whatever order: targets are known by their names.
+    for number, file in enumerate(("fleet.toml", "turned.toml")):
+        same = here(f"--targets={file}", f"--out=new{number}", "--baseline=old")
+        assert same.returncode == 0, same.stderr
+        rows = json.loads((tmp_path / f"new{number}" / "a-b.json").read_text())["assessment"]
+        assert {row["state"] for row in rows["findings"]} == {"same"}
+
+    # A target that the baseline has not is new, and fails.
+    (tmp_path / "old" / "a-b-2.json").unlink()
+    done = here("--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-")
+    assert done.returncode == 1
+    assert "not in the baseline: a-b\n" in done.stderr
+    first, second = json.loads(done.stdout)["runs"]
+    assert {result["baselineState"] for result in first["results"]} == {"unchanged"}
+    assert "new" in {result["baselineState"] for result in second["results"]}
+
+
+WRONG = {
+    "a format of one target": (["--output=cyclonedx=x"], "with one of json, sarif, sarif-github"),
+    "its own file": (["--output=json=out/a-b.json"], "twice"),
+    "two on stdout": (["--output=sarif=-", "--json"], "expected one thing to print"),
+    "no baseline": (["--baseline=none"], "there is no such folder"),
+    "a file": (["--baseline=fleet.toml"], "expected --baseline as the folder of --out"),
+    "an empty folder": (["--baseline=empty"], "expected findings of these targets in empty"),
+    "the same folder": (["--baseline=out"], "expected --baseline in another folder than --out"),
+    "no JSON": (["--baseline=odd"], "expected a JSON file, got odd/x.json"),
+    "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_words_are_refused_before_the_work_starts(here, tmp_path, words, message):
+    for name in ("empty", "out", "odd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "odd" / "x.json").write_text("{")
+    many = (TARGET.format(number, NAMES[0]) for number in range(21))
+    (tmp_path / "many.toml").write_text("".join(many))
+    done = here("--targets=fleet.toml", "--out=out", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())

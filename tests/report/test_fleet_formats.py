@@ -1,0 +1,106 @@
+"""A fleet in one file: a run, a suite and a row for each target, by the same schemas."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from keyhole.assess import assess, assess_fleet
+from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.results import Audit, Fleet, Skip
+from published_schemas import junit_errors, sarif_errors
+from sample_audits import clean, empty, judged, whole
+
+HOSTILE = "<b>|`@all \x1b[2J \udcff"
+UNOPENED = Audit("gone", "", (), (Skip("the target", "none", "no such file", unchecked=True),))
+FLEET = Fleet(
+    {"a model": whole(), "a-model": replace(whole(), target="models/b"), "clean": clean(),
+     HOSTILE: replace(clean(), target=HOSTILE), "gone": UNOPENED},
+    12.5,
+)  # fmt: skip
+PLAIN = assess_fleet(FLEET)
+JUDGED = assess_fleet(FLEET, lambda name, audit: (judged if name == "a model" else assess)(audit))
+
+
+@pytest.fixture(params=[PLAIN, JUDGED, assess_fleet(Fleet({"x": empty()}))])
+def fleet(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["sarif", "sarif-github"])
+def test_sarif_has_a_run_for_each_target(fleet, name):
+    log = json.loads(FLEET_FORMATS[name](fleet))
+    assert sarif_errors(log) == []
+    assert [run["properties"]["verdict"] for run in log["runs"]] == [
+        assessment.verdict for assessment in fleet.targets.values()
+    ]
+    ids = [run["automationDetails"]["id"] for run in log["runs"]]
+    assert len(set(ids)) == len(ids)  # GitHub takes two runs of one id for one
+    codes = [run["invocations"][0]["exitCode"] for run in log["runs"]]
+    assert codes == [assessment.exit_code for assessment in fleet.targets.values()]
+
+
+def test_ids_of_runs_do_not_depend_on_the_other_targets_order():
+    turned = Fleet(dict(reversed(FLEET.audits.items())), 12.5)
+    first, second = (
+        [run["automationDetails"]["id"] for run in json.loads(FLEET_FORMATS["sarif"](made))["runs"]]
+        for made in (PLAIN, assess_fleet(turned))
+    )
+    assert first == second[::-1]
+
+
+def test_github_gets_what_needs_somebody_and_nothing_else():
+    log = json.loads(FLEET_FORMATS["sarif-github"](JUDGED))
+    kinds = {result["kind"] for run in log["runs"] for result in run["results"]}
+    assert kinds == {"fail", "open"}
+
+
+def test_junit_has_a_suite_for_each_target(fleet):
+    root = ElementTree.fromstring(FLEET_FORMATS["junit"](fleet))
+    assert junit_errors(root) == []
+    assert len(root) == len(fleet.targets)
+    for suite, assessment in zip(root, fleet.targets.values(), strict=True):
+        cases = len(assessment.items) + len(assessment.audit.skips)
+        assert len(suite.findall("testcase")) == cases == int(suite.attrib["tests"])
+
+
+def test_json_is_what_a_fleet_is_loaded_from(tmp_path, fleet):
+    (tmp_path / "fleet.json").write_text(FLEET_FORMATS["json"](fleet), "utf-8")
+    assert Fleet.load(tmp_path / "fleet.json") == fleet.fleet
+    said = json.loads((tmp_path / "fleet.json").read_text("utf-8"))["assessment"]
+    assert (said["verdict"], said["exit_code"]) == (fleet.verdict, fleet.exit_code)
+    assert set(said["targets"]) == set(fleet.targets)
+
+
+def test_markdown_has_the_targets_and_their_findings():
+    comment = FLEET_FORMATS["markdown"](JUDGED)
+    assert comment.startswith("## 🔴 Keyhole: Of 5 targets 2 give something away, 1 could not be")
+    assert "`a-model`<br>`models/b` | 6 of 8 |" in comment
+    assert "`a model`<br>`hidden states of layer 3, a model`" in comment
+    assert "critical (same)" in comment
+    assert "1 gone since the baseline" in comment
+    assert "\x1b" not in comment
+    assert "Could not check: no such file" in comment
+    rows = [line for line in comment.splitlines() if line.startswith("| ")]
+    assert {row.count("|") for row in rows} == {6}
+
+
+def test_a_large_fleet_fits_in_a_comment():
+    many = assess_fleet(Fleet({f"model {n}": whole() for n in range(400)}))
+    comment = FLEET_FORMATS["markdown"](many)
+    assert len(comment) < 65_536
+    assert "more targets do not fit here" in comment
+    assert "more findings do not fit here" in comment
+
+
+def test_the_exit_code_is_that_of_the_worst():
+    codes = {
+        1: Fleet({"a": clean(), "b": whole(), "c": UNOPENED}),
+        3: Fleet({"a": clean(), "c": UNOPENED}),
+        0: Fleet({"a": clean()}),
+    }
+    for code, made in codes.items():
+        assert assess_fleet(made).exit_code == code == made.exit_code
