@@ -1,8 +1,8 @@
 """How many threads torch computes with, by the size of the work.
 
-The threads of one operation wait for each other at its end. On a small matrix that takes longer
-than the operation; where another process is busy, a thread that has to wait for its turn holds up
-all others, thousands of times a second. So small work takes one thread, and large work as many as
+The threads of one operation wait for each other at its end. On a small matrix that takes away most
+of the gain; where another process is busy, a thread that has to wait for its turn holds up all
+others, thousands of times a second. So small work takes one thread, and large work as many as
 torch takes by itself, one for each core. `benchmarks/threads.py` measures both, on matrices on both
 sides of the limit; docs/fleets.md says what it measured.
 
