@@ -41,7 +41,7 @@ def test_the_defaults_of_the_names():
     assert METHODS.make("token-by-token") == invert.TokenByToken()
     assert METHODS.make("adam", seed=3, starts=8) == invert.Adam(starts=8, seed=3)
     assert METHODS["closed-form"].source == "keyhole.invert.solvers.closed_form"
-    assert METHODS["lbfgs"].about.startswith("L-BFGS: what people try second.")
+    assert METHODS["lbfgs"].about.startswith("L-BFGS, a baseline")
 
 
 def test_names_and_options_that_are_none():
