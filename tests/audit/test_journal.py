@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -13,9 +14,12 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole import oracle
 from keyhole.audit import Audit, TextTarget, audit
+from keyhole.audit.check import Check, Checked
+from keyhole.audit.journal import make_all
 from keyhole.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.results import Status
+from keyhole.resume import Journal
 
 HEAD = oracle.plant(dim=4, seed=1)
 LAYER = oracle.plant("attention", dim=3, every_token=True, seed=1)
@@ -241,3 +245,25 @@ def test_equal_targets_share_a_journal(tmp_path):
     told = []
     audit(twin, journal=path, resuming=lambda *counts: told.append(counts))
     assert told[0][0] == 2
+
+
+def test_the_time_left_is_told_by_the_weight_of_what_is_left(tmp_path):
+    told = []
+
+    class Told:
+        def __call__(self, done, total=None, note=""):
+            told.append(done)
+
+        def expect(self, left):
+            told.append(left)
+
+    def light(_):
+        time.sleep(0.02)
+        return Checked()
+
+    checks = {"a": Check("light", light), "b": Check("heavy", lambda _: Checked(), weight=50.0)}
+    with Journal(tmp_path / "audit.journal", {"kind": "audit"}) as journal:
+        make_all(checks, journal, lambda name, total=None: Told(), lambda done, total: None)
+    first, done, last, total = told
+    assert (done, last, total) == (1, 0.0, 2)
+    assert first >= 50 * 0.02

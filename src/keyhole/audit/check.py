@@ -43,17 +43,19 @@ class Check:
     """One attack on one exposure, not made yet; `name` tells it from the others of its target.
 
     `elsewhere`, where there is one, gives the same as a function that another process can call,
-    with its number among the workers of its machine.
+    with its number among the workers of its machine. `weight` is about how long it takes, where
+    an attack on weights takes 1: the time that is left is estimated by it.
     """
 
     name: str
     run: Callable[[Track], Checked]
     elsewhere: Callable[[], Callable[[int], Checked]] | None = None
+    weight: float = 1.0
 
 
 def nothing_to_try(name: str, *skips: Skip) -> Check:
     """A check whose outcome is known before it is made: there is nothing to try."""
-    return Check(name, lambda _: Checked(skips=skips))
+    return Check(name, lambda _: Checked(skips=skips), weight=0.0)
 
 
 def joined(parts: Iterable[Checked]) -> Checked:

@@ -33,6 +33,7 @@ from keyhole.results import Audit, Cut, Finding, Remedied, Skip, Status
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch
 _LONGEST = 128  # tokens of a text
+_WEIGHT = 28  # how long a check takes, as measured on the demo (check.py)
 
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
@@ -58,9 +59,12 @@ def checks(surface: str, target: TextTarget, seed: int, share: float | None = No
         return _labelled(loaded, given) if task == "classification" else given
 
     return [
-        Check(f"flips by {attacker.words}", partial(_check, surface, target, attacker, examples))
+        Check(
+            f"flips by {attacker.words}", partial(_check, surface, target, attacker, examples),
+            weight=_WEIGHT,
+        )
         for attacker in attackers(seed, share)
-    ]
+    ]  # fmt: skip
 
 
 def _check(

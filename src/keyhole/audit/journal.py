@@ -23,7 +23,7 @@ from keyhole.audit.texts import TextTarget
 from keyhole.crew import Crew, Task
 from keyhole.errors import InputError
 from keyhole.models.loading import identity
-from keyhole.progress import Track
+from keyhole.progress import Expecting, Track
 from keyhole.recover.attack import Counts
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
@@ -115,9 +115,14 @@ def make_all(
         resuming(len(made), len(checks))
         progress(len(made))
     todo = {key: check for key, check in checks.items() if key not in made}
+    began, worked = time.monotonic(), 0.0
     for key, checked, took in _making(todo, track, crew):
         remember(journal, key, checked, took)
         made[key] = checked, took
+        worked += checks[key].weight
+        if worked and isinstance(progress, Expecting):
+            ahead = sum(check.weight for other, check in checks.items() if other not in made)
+            progress.expect((time.monotonic() - began) * ahead / worked)
         progress(len(made), note=checks[key].name)
     return joined(made[key][0] for key in checks), sum(took for _, took in made.values())
 

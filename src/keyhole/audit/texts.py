@@ -48,6 +48,7 @@ from keyhole.results import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.results.readings import Piece, Reading, Readings
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
+_WEIGHT = 40  # how long a check takes, as measured on the demo (check.py)
 _NOTES = 3  # that a reason repeats, on what of the texts could not come back
 
 
@@ -92,7 +93,7 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
             for layer in layers_of(line, target.layers, parts):
                 attack = _attack(entry, line, target)
                 run = partial(_check, line, attack, layer, surface, target, seed)
-                made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
+                made.append(Check(f"text from {_words(line, layer)}, {entry}", run, weight=_WEIGHT))
     return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]
 
 
@@ -119,7 +120,7 @@ def checks_of(
     for entry, line in tried:
         one = replace(line, precisions=(precision,), steps=exposure.steps)
         run = partial(_check, one, _attack(entry, line, target), layer, surface, asked, seed)
-        made.append(Check(f"text from {_words(line, layer)}, {entry}", run))
+        made.append(Check(f"text from {_words(line, layer)}, {entry}", run, weight=_WEIGHT))
     return made
 
 
