@@ -31,7 +31,7 @@ def completed(line, shell, tmp_path, **environment):
 
 
 def test_the_table_is_up_to_date(root):
-    made = json.loads(runpy.run_path(str(root / "docs" / "generate.py"))["completion_table"]())
+    made = json.loads(runpy.run_path(str(root / "docs" / "commands.py"))["completion_table"]())
     assert made == table(), "cli/completion.json is out of date: run `make docs`"
 
 

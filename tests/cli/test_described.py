@@ -45,7 +45,7 @@ def helped(stand_in, title, width):
 
 
 def test_the_table_is_up_to_date(root):
-    made = runpy.run_path(str(root / "docs" / "generate.py"))["help_table"]()
+    made = runpy.run_path(str(root / "docs" / "commands.py"))["help_table"]()
     assert json.loads(made) == table(), "cli/help.json is out of date: run `make docs`"
     assert {title.partition(" ")[0] for title in table()} == set(COMMANDS)
 

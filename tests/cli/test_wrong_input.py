@@ -22,6 +22,11 @@ WRONG = {
         "expected a method among auto, .*, got magic",
     ),
     "no such command": (["frobnicate"], 2, "No such command .frobnicate."),
+    "a slip of the finger": (
+        ["audti", "demo"],
+        2,
+        "No such command .audti.. Did you mean .audit.?",
+    ),
     "rank missing": (
         ["extract", "demo", "--method", "nuclear-norm"],
         2,

@@ -1,4 +1,4 @@
-"""What a defence would change: each in front of the target, attacked by a thief who knows it.
+"""What a defence would change: each in front of the target, attacked by an attacker who knows it.
 
 Asked for by --against-defences. Of an endpoint that scores with one head, every defence that a
 server can put up (extract/defended); of a model, secrets in front of what leaks (recover).

@@ -90,6 +90,7 @@ class _OnDemand(typer.core.TyperGroup):
             if (stand_in := described(args[0], args[1:])) is not None:
                 return stand_in.name, stand_in, ["--help"]
             return args[0], command(args[0]), args[1:]
+        self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}  # to suggest from
         return super().resolve_command(ctx, args)
 
 

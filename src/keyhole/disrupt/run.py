@@ -128,7 +128,7 @@ def examples_of(
             raise InputError("expected --data with examples, got none")
         for option, value in (("--text", text), ("--label", label), ("--classes", classes)):
             if value:
-                raise InputError(f"expected --data with {option}, got none: it is of a file")
+                raise InputError(f"expected --data with {option}, got none")
         return list(EXAMPLES[:limit])
     config = load_config(source.name)
     expect_names(classes, config)

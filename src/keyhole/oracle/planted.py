@@ -39,7 +39,7 @@ class Parametric(ABC):
 
     @property
     def unknowns(self) -> int:
-        """How many numbers a thief has to learn if nothing is known about the weights."""
+        """How many numbers an attacker has to learn if nothing is known about the weights."""
         return sum(tensor.numel() for tensor in self.tensors().values())
 
     @cached_property

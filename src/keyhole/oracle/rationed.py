@@ -1,7 +1,7 @@
 """A server that counts what each client asks: a budget, a rate, or both.
 
-Who a client is, is what the server can see of it: over HTTP its address. A thief with k addresses
-has k budgets and k times the rate.
+Who a client is, is what the server can see of it: over HTTP its address. An attacker with k
+addresses has k budgets and k times the rate.
 
 What is remembered of clients is bounded, or a client with many addresses could fill the memory. A
 debt to the rate is forgotten once it is paid, and a budget never is. Clients beyond the most that

@@ -1,4 +1,4 @@
-"""Leaks behind a defence, each read as it is best read, by a thief who knows which one it is.
+"""Leaks behind a defence, each read as it is best read, by an attacker who knows which one it is.
 
 He does not know a secret; but he uses the server too, and texts of his own leak with the same one.
 """
@@ -31,16 +31,16 @@ from keyhole.results import Status, Unsuccessful
 DEFENCES = ("none", "noise", "permuted", *FORMS, "encrypted")
 NOISE = 0.1  # in standard deviations of the leak
 _KEY = 7
-_LONG = 3 * BLOCK  # tokens of a text of the thief's own
+_LONG = 3 * BLOCK  # tokens of a text of the attacker's own
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
-_SIZES = (8, 16)  # tokens of the files by which a thief knows what a token takes
-_APART = 10_000  # keeps the seeds of the thief's texts apart from the others'
+_SIZES = (8, 16)  # tokens of the files by which an attacker knows what a token takes
+_APART = 10_000  # keeps the seeds of the attacker's texts apart from the others'
 _SPARE = 1.3  # times as many rows, or sums, as there are dimensions
 
 
 @dataclass(frozen=True)
 class LeakTried:
-    """What came back of texts behind one defence; `own` texts of the thief's leaked besides."""
+    """What came back of texts behind one defence; `own` texts of the attacker's leaked besides."""
 
     defence: str
     exposure: str
@@ -148,7 +148,7 @@ class _Reading:
 
 
 def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs:
-    """Random texts of the thief's own: what leaks of each, and as it is found behind the secret."""
+    """Random texts of the attacker's own: what leaks of each, and how it is found with a secret."""
     stream = torch.Generator().manual_seed(seed)
     length = min(_LONG, target.parts.longest)
     width = max(m.shape[1] for m in matrices_of(_own(target, length, exposure, stream)))
@@ -161,7 +161,7 @@ def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs
 
 
 def _own(target: Target, length: int, exposure: Exposure, stream: torch.Generator) -> Leak:
-    """What leaks of a random text of the thief's own."""
+    """What leaks of a random text of the attacker's own."""
     ids = random_texts(target, 1, length, stream)[0].tolist()
     return leak_of(target.model, None, ids, exposure)
 

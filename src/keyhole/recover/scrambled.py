@@ -57,7 +57,7 @@ def blocks(length: int) -> list[slice]:
 
 
 def hidden_behind(leak: Leak, form: str, key: int, stream: torch.Generator) -> Leak:
-    """The leak as a thief finds it who does not have `key`; `stream` draws what is drawn anew."""
+    """The leak as an attacker without `key` finds it; `stream` draws what is drawn anew."""
     if form not in FORMS:
         raise InputError(f"expected a form among {', '.join(FORMS)}, got {form}")
     if form != "rotated" and isinstance(leak, Pooled):

@@ -17,6 +17,7 @@ from keyhole.report import junit, markdown, sarif_log
 from keyhole.report.inert import as_code, inert
 from keyhole.report.provenance import slug
 from keyhole.report.sarif_places import in_file
+from keyhole.report.wording import number
 from keyhole.results import dump
 from keyhole.version import __version__
 
@@ -36,11 +37,11 @@ _HEAD = (
 
 def verdict(checked: Checked) -> str:
     """One line: how much is open, then what nobody looked at."""
-    count, files = len(checked.findings), _number(checked.files, "file", "files")
-    said = f"{_number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
+    count, files = len(checked.findings), number(checked.files, "file", "files")
+    said = f"{number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
     if not count:
         said = f"No setting opens what attacks need, in {files}"
-    unread = _number(len(checked.unread), "file", "files")
+    unread = number(len(checked.unread), "file", "files")
     return f"{said}; {unread} could not be read." if checked.unread else f"{said}."
 
 
@@ -118,10 +119,6 @@ CONFIG_FORMATS: Mapping[str, Callable[[Checked, Level], str]] = {
     "markdown": as_markdown,
     "junit": as_junit,
 }
-
-
-def _number(count: int, single: str, several: str) -> str:
-    return f"{count:,} {single if count == 1 else several}"
 
 
 def _named(checked: Checked) -> Iterator[tuple[str, Finding]]:

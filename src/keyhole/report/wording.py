@@ -31,16 +31,16 @@ def counts(assessment: Assessment) -> str:
 
 def apart(assessment: Assessment) -> str:
     """What is not in the counts: controls, and what was not tried."""
-    parts = [
-        _number(len(assessment.controls), "control", "controls"),
-        _number(len(assessment.audit.skips), "check not made", "checks not made"),
-    ]
-    words = ", ".join(part for part in parts if part)
+    parts = (
+        (len(assessment.controls), "control", "controls"),
+        (len(assessment.audit.skips), "check not made", "checks not made"),
+    )
+    words = ", ".join(number(*part) for part in parts if part[0])
     return f"not counted: {words}" if words else ""
 
 
-def _number(count: int, single: str, several: str) -> str:
-    return f"{count:,} {single if count == 1 else several}" if count else ""
+def number(count: int, single: str, several: str) -> str:
+    return f"{count:,} {single if count == 1 else several}"
 
 
 def outcome(finding: Finding) -> str:

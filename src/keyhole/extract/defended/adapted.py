@@ -1,4 +1,4 @@
-"""The attack that fits a defence: the thief knows what the server does, only not its weights.
+"""The attack that fits a defence: the attacker knows what the server does, only not its weights.
 
 rounds, or adds noise       long tokens; intervals, then least squares over many probes,
                             which averages errors out (tolerant.py)

@@ -1,7 +1,7 @@
-"""What an honest client asks, what a defence costs it, and how good a thief's copy is to it.
+"""What an honest client asks, what a defence costs it, and how good an attacker's copy is to it.
 
 Both errors are measured on the same questions, against the answers of the bare target, so that they
-can be set side by side: a thief whose copy is off by less than the server's own answers has a
+can be set side by side: an attacker whose copy is off by less than the server's own answers has a
 better server than its clients have.
 """
 
@@ -69,7 +69,7 @@ class HonestClient:
         return Service(error, refused / len(given))
 
     def error_of(self, copy: Oracle) -> float:
-        """How far a thief's copy is off."""
+        """How far an attacker's copy is off."""
         return self._error(torch.cat([ask(copy, part) for part in self.questions]))
 
     def _error(self, given: Tensor) -> float:

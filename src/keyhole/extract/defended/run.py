@@ -39,8 +39,8 @@ def against_defences(
 
     `target` is what the command line takes, or any oracle that answers with one head's scores; the
     defences stand in this process, in front of it. `usual_norm` is the norm of an honest client's
-    tokens, d^¼ if not given. The thief knows which defence it meets. `endpoint`, `authorized` and
-    `notice` are as for an extraction.
+    tokens, d^¼ if not given. The attacker knows which defence it meets. `endpoint`, `authorized`
+    and `notice` are as for an extraction.
     """
     name = without_password(target) if isinstance(target, str) else identity_of(target)
     oracle = target

@@ -1,4 +1,4 @@
-"""What came of every defence: how far off the thief is, and how far off the honest client."""
+"""What came of every defence: how far off the attacker is, and how far off the honest client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tried:
     """One defence. Errors are relative, on an honest client's questions; None: nothing was had.
 
     `refused` is the share of the honest client's questions that the defence refuses. `waiting` is
-    how long a thief with one address waits for its answers, in seconds, where a rate holds it.
+    how long an attacker with one address waits for its answers, in seconds, where a rate holds it.
     """
 
     defence: str
@@ -36,7 +36,7 @@ class Tried:
 
     @property
     def better(self) -> bool:
-        """Has the thief a better copy than the answers that honest clients get?"""
+        """Has the attacker a better copy than the answers that honest clients get?"""
         return self.thief_error is not None and self.thief_error <= max(self.honest_error, 1e-8)
 
 
