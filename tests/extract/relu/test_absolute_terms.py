@@ -23,3 +23,15 @@ def test_neurons_of_any_folds_and_any_linear_part(d: int, m: int) -> None:
     torch.testing.assert_close(model(x.unsqueeze(1)), true(x.unsqueeze(1)))
     if m < 1.5 * d:  # beyond 2d orientations are not looked for in earnest
         assert (len(model.w), unknowns) == (m, m * d)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_few_neurons_beyond_twice_the_dimension_are_oriented(seed):
+    """All corners are tried, so no neuron is made for a remainder."""
+    stream = torch.Generator().manual_seed(seed)
+    A = torch.randn(6, 2, generator=stream, dtype=torch.float64)
+    w = torch.randn(6, generator=stream, dtype=torch.float64).sign()
+    network, unknowns = neurons(Folds(A, w), 0.5 * w @ A)
+    assert (len(network.w), unknowns) == (6, 12)
+    x = torch.randn(50, 1, 2, generator=stream, dtype=torch.float64)
+    assert torch.allclose(network(x), ReluFfn(A, w)(x), rtol=0, atol=1e-13)

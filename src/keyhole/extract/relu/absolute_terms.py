@@ -7,8 +7,9 @@ and the linear part ℓ of the whole, neurons are made again:
 
 The true orientations make r = 0. With n_k independent they are the solution of a linear system.
 With up to about 2d neurons the cube [−1, 1]^m generically meets the affine space of solutions in
-that corner alone, and alternating reflections find it. Beyond, it is a subset-sum problem and is
-left alone: two neurons, ReLU(rᵀx) − ReLU(−rᵀx), carry the remainder and the function is exact.
+that corner alone, and alternating reflections find it. Beyond, it is a subset-sum problem: of few
+neurons all corners are tried, of more it is left alone, and two neurons, ReLU(rᵀx) − ReLU(−rᵀx),
+carry the remainder, so that the function is exact.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from keyhole.oracle.planted import ReluFfn
 
 _REFLECTIONS = 200
+_FEW = 14  # neurons, of whose orientations all are tried
 _EXACT = 1e-10  # of the sum of the folds: a remainder below is rounding
 
 
@@ -74,6 +76,10 @@ def _orientations(halves: Tensor, linear: Tensor) -> Tensor:
         solution = z - (z @ halves - linear) @ inverse
         o = torch.where(solution < 0, -1.0, 1.0).to(torch.float64)
         if torch.linalg.vector_norm(o @ halves - linear) <= _EXACT * size:
-            break
+            return o
         z = z + (2 * solution - z).clamp(-1, 1) - solution
-    return o
+    if independent or len(halves) > _FEW:
+        return o
+    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    corners = torch.cartesian_prod(*[signs] * len(halves)).reshape(-1, len(halves))
+    return corners[torch.linalg.vector_norm(corners @ halves - linear, dim=1).argmin()]
