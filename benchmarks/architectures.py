@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import show
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.masking import Site, Untouched, rewriting, sites_of
 from show import Row
 

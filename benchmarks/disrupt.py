@@ -19,10 +19,10 @@ import torch
 
 import show
 from keyhole import disrupt
+from keyhole.core.progress import Progress
 from keyhole.data import read_examples
 from keyhole.disrupt import HackAttend, Rerank
 from keyhole.models.demo import FOLDER
-from keyhole.progress import Progress
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 import show
 import texts
+from keyhole.core import Status
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
@@ -34,7 +35,6 @@ from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
 from keyhole.recover.embedding.judge import judge_vector, may_be
 from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
 from keyhole.recover.embedding.sum_search import SumSearch
-from keyhole.results import Status
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 

@@ -19,7 +19,7 @@ import torch
 import show
 from keyhole.audit import Member, read_fleet
 from keyhole.audit.fleets import fleet
-from keyhole.results import Fleet
+from keyhole.core import Fleet
 from show import Row
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

@@ -23,8 +23,8 @@ import torch
 
 import show
 import texts
+from keyhole.core.errors import InputError
 from keyhole.data import Example, read_examples
-from keyhole.errors import InputError
 from keyhole.models import Loaded, load_model
 from keyhole.models.anatomy import anatomy
 from keyhole.recover.gradients import Batch, Protocol, batch_of, recover_batch, update_of

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import show
+from keyhole.core import Status
 from keyhole.invert import LevenbergMarquardt, Problem, plant
-from keyhole.results import Status
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

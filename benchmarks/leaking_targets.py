@@ -27,8 +27,8 @@ from torch import Tensor
 
 import show
 from keyhole import extract, oracle
+from keyhole.core.status import OUTCOMES, Outcome
 from keyhole.oracle import OpenInference, Oracle
-from keyhole.results.outcome import OUTCOMES, Outcome
 from show import Row, relative
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {

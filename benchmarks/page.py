@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 import show
 from keyhole import audit, oracle, report
 from keyhole.audit import Target
-from keyhole.results import Audit
+from keyhole.core import Audit
 
 FINDINGS = 500
 LARGEST_ALONE, LARGEST, SLOWEST = 1.5e6, 15e6, 3.0

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from keyhole.core import environment
 from keyhole.oracle import Oracle
-from keyhole.results import environment
 
 
 @dataclass(frozen=True)

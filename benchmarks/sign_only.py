@@ -9,8 +9,8 @@ import math
 
 import show
 from keyhole import extract, oracle
+from keyhole.core import Status
 from keyhole.extract.extraction import Extraction
-from keyhole.results import Status
 from show import Row
 
 

@@ -1,9 +1,9 @@
 """Threads by the size of the work: one, all, and what Keyhole chooses, alone and beside others.
 
 Checks of the demo's audit, an encoder of 22 million numbers, and encoders whose largest matrix is
-around the limit (`LARGE` in `keyhole.threads`) take turns with one thread, with one for each core,
-and with what `keyhole.threads` chooses, first as the machine is, then with one busy process beside
-them. Each figure is the best of several turns, over that of one thread in the same circumstances
+around the limit (`LARGE` in `core/machine.py`) take turns with one thread, with one for each core,
+and with what Keyhole chooses, first as the machine is, then with one busy process beside them. Each
+figure is the best of several turns, over that of one thread in the same circumstances
 and in the same run: below 1 is faster. `--encoder` is the folder of all-MiniLM-L6-v2.
 """
 
@@ -25,8 +25,8 @@ import keyhole
 import show
 import texts
 from keyhole.audit import open_target
+from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import Exposure, Loaded, capture, demo
-from keyhole.threads import LARGE, largest_matrix, threads_for
 from show import Row
 
 # Two layers of each width; the largest matrix has four times its square.

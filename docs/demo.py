@@ -18,8 +18,8 @@ from typing import Any
 import quoted
 from keyhole.assess import Item, assess
 from keyhole.assess.severity import cost
+from keyhole.core import Audit
 from keyhole.report import wording
-from keyhole.results import Audit
 
 DOCS = Path(__file__).parent
 SHOWN = (  # the rows that the start page shows

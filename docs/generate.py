@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from keyhole.core import Finding
 from keyhole.report import figure
-from keyhole.results import Finding
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 import command_line
 import warm_process
 from keyhole.cli import main
+from keyhole.core.journal import records_in
 from keyhole.oracle.ledger import answers_in
-from keyhole.resume import records_in
 
 # What differs between two runs that give the same: times, machines, and who paid for an answer.
 _OF_THE_RUN = {"seconds", "created", "environment", "remembered", "resumed", "peak"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from keyhole.assess import Assessment, Ignore, Policy, assess, compared, decided
 from keyhole.assess.conditions import condition
-from keyhole.results import (
+from keyhole.core import (
     Audit,
     Cut,
     Estimate,

@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 10**30])

@@ -15,9 +15,9 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole import AuditCallback
 from keyhole.callback import GaveAway, examples_in
+from keyhole.core import Audit
+from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Example
-from keyhole.errors import InputError
-from keyhole.results import Audit
 
 WORDS = tiny.tokenizer()
 TEXTS = ["w1 w2 w3 w4"]

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from keyhole.crew import Crew, Task
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.tasks import Crew, Task
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 

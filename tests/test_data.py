@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import tiny_models
+from keyhole.core.errors import InputError
 from keyhole.data import Example, encode, from_rows, read_examples, read_texts
-from keyhole.errors import InputError
 
 
 def write(folder, name, text):

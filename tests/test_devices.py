@@ -1,7 +1,7 @@
 import pytest
 
-from keyhole.devices import expect_device
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.machine import expect_device
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "meta", "cpu:7", "cuda:99", "cuda:-1"])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.errors import InputError, KeyholeError
-from keyhole.files import read_tensors, read_text, write_tensors, write_text
-from keyhole.resume import Journal
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.files import read_tensors, read_text, write_tensors, write_text
+from keyhole.core.journal import Journal
 
 
 def test_tensors_and_what_is_said_of_them_come_back(tmp_path):

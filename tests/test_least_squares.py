@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_function import normal
-from keyhole.least_squares import LinAlgError, least_squares, with_ridge
+from keyhole.core.numerics import LinAlgError, least_squares, with_ridge
 
 
 @given(

@@ -1,8 +1,8 @@
 import pytest
 
 from keyhole import invert, oracle
-from keyhole.errors import InputError
-from keyhole.memory import available, expect_room
+from keyhole.core.errors import InputError
+from keyhole.core.machine import available, expect_room
 
 
 def test_what_does_not_fit_is_refused_before_it_is_taken():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from keyhole.percent import percent
+from keyhole.core.text import percent
 
 
 @pytest.mark.parametrize(

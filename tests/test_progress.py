@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from keyhole.core.progress import Progress, Standing, Track, duration, silent, untracked
 from keyhole.oracle import Counted, plant
-from keyhole.progress import Progress, Standing, Track, duration, silent, untracked
 
 
 def test_by_default_nobody_looks():

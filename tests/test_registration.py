@@ -20,7 +20,7 @@ import torch
 import keyhole
 from command_line import inside
 from keyhole.cli.app import command
-from keyhole.registry import Entry, Registry
+from keyhole.core.registry import Entry, Registry
 
 sys.path.insert(0, str(Path(__file__).parent / "dummies"))
 import call_stack
@@ -92,7 +92,7 @@ class Dummy:
     entry: Entry
     command: tuple[str, ...]
     run: Callable[[Path], None]
-    audit: Callable[[], keyhole.results.Audit] | None
+    audit: Callable[[], keyhole.core.Audit] | None
 
 
 DUMMIES = {
@@ -169,5 +169,7 @@ def test_it_stands_in_the_documents(dummy, root):
 
 
 def test_an_option_that_it_does_not_have_is_refused(dummy):
-    with pytest.raises(keyhole.errors.InputError, match=r"expected --colour with no .*, got dummy"):
+    with pytest.raises(
+        keyhole.core.errors.InputError, match=r"expected --colour with no .*, got dummy"
+    ):
         dummy.registry.make("dummy", colour="blue")

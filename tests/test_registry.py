@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from keyhole.errors import InputError
-from keyhole.registry import Entry, Registry
+from keyhole.core.errors import InputError
+from keyhole.core.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

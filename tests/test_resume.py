@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import started
-from keyhole.errors import InputError
-from keyhole.resume import Journal, digest, expect_same_run
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal, digest, expect_same_run
 
 RUN = {"model": "bert", "method": {"name": "greedy", "share": 0.01, "layers": (1, 2)}}
 
@@ -59,7 +59,7 @@ def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path_factory, data):
 
 KILLED = """
 import os, signal, sys
-from keyhole.resume import Journal
+from keyhole.core.journal import Journal
 journal = Journal(sys.argv[1], {"model": "bert"})
 journal.add({"a": {"flips": 1}})
 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference
-from keyhole.errors import InputError
-from keyhole.results import Estimate
-from keyhole.share import hits_in_all
+from keyhole.core import Estimate
+from keyhole.core.errors import InputError
+from keyhole.core.finding import hits_in_all
 
 
 @given(st.data())

@@ -1,6 +1,6 @@
 import pytest
 
-from keyhole.strict_json import parse
+from keyhole.core.files import parse
 
 WRONG = {
     "[NaN]": "NaN, which is no JSON",

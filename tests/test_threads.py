@@ -8,8 +8,8 @@ from torch import nn
 
 import keyhole
 import tiny_models
+from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import demo, load_model
-from keyhole.threads import LARGE, largest_matrix, threads_for
 
 CORES = 3
 

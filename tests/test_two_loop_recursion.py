@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from keyhole.two_loop_recursion import two_loops
+from keyhole.core.numerics import two_loops
 
 
 def dense(slope, pairs, scale):

@@ -19,7 +19,7 @@ from keyhole import extract, recover
 from keyhole.audit import Target, open_target
 
 audit = keyhole.audit("demo")
-assert_type(audit, keyhole.results.Audit)
+assert_type(audit, keyhole.core.Audit)
 assert_type(open_target("demo"), Target)
 assert_type(keyhole.report.render(audit), str)
 assert_type(keyhole.extract.run("target.safetensors"), extract.Extraction)

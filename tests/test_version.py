@@ -6,7 +6,7 @@ import sys
 
 import keyhole
 from command_line import finished
-from keyhole.results import environment
+from keyhole.core import environment
 from keyhole.version import __version__
 
 

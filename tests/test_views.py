@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from keyhole import views
+from keyhole.core import result as views
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,6 @@ def test_where_nobody_draws_it_is_left_to_repr():
 
 
 def test_the_package_fills_it_and_loads_nothing():
-    code = "import keyhole, sys; print(len(keyhole.views._views), 'torch' in sys.modules)"
+    code = "import keyhole, sys; print(len(keyhole.core.result._views), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "False"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keyhole.visible import legible, visible
+from keyhole.core.text import legible, visible
 
 
 def test_what_cannot_be_seen_is_spelled_out():

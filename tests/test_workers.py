@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keyhole.errors import InputError, KeyholeError
-from keyhole.workers import Here, Pool, cluster, workers_at
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.tasks import Here, Pool, cluster, workers_at
 
 
 def test_here_is_an_executor_of_one():

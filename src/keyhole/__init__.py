@@ -18,13 +18,14 @@ themselves in a few lines, and are saved and loaded with `.save(path)` and `.loa
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keyhole import views
+from keyhole.core.result import show_with
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
     from keyhole import (
         attention,
         configs,
+        core,
         cost,
         data,
         disrupt,
@@ -35,15 +36,27 @@ if TYPE_CHECKING:
         oracle,
         recover,
         report,
-        results,
     )
     from keyhole.audit.run import audit
     from keyhole.callback import AuditCallback
 
 __all__ = [
-    "AuditCallback", "__version__", "attention", "audit", "configs", "cost", "data", "disrupt",
-    "extract", "harden",
-    "invert", "models", "oracle", "recover", "report", "results",
+    "AuditCallback",
+    "__version__",
+    "attention",
+    "audit",
+    "configs",
+    "core",
+    "cost",
+    "data",
+    "disrupt",
+    "extract",
+    "harden",
+    "invert",
+    "models",
+    "oracle",
+    "recover",
+    "report",
 ]  # fmt: skip
 
 
@@ -66,4 +79,4 @@ def _html(result: Any) -> str:
     return importlib.import_module("keyhole.report.notebook").html(result)
 
 
-views.show_with(_html)  # results in a notebook; the report loads when the first one is shown
+show_with(_html)  # results in a notebook; the report loads when the first one is shown

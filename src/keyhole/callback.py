@@ -24,15 +24,14 @@ from keyhole.audit.run import audit
 from keyhole.audit.targets import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
-from keyhole.bounds import expect_count
+from keyhole.core import Audit, Skip
+from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.files import write_text
 from keyhole.data import NO_LABEL, Example
-from keyhole.errors import InputError, KeyholeError
-from keyhole.files import write_text
 from keyhole.models import demo
 from keyhole.models.in_memory import lent
 from keyhole.models.loading import transformers
 from keyhole.recover.pieces import decoded
-from keyhole.results import Audit, Skip
 
 _log = logging.getLogger("keyhole")
 _TEXTS = 3  # of a dataset, where none are given

@@ -27,10 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count
-from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists, read_text
-from keyhole.strict_json import parse
+from keyhole.core.errors import InputError, MissingExtra, expect_count
+from keyhole.core.files import exists, parse, read_text
 
 TEXT_COLUMNS = ("sentence", "text")  # looked for in this order where no column is named
 NO_LABEL = -1  # of an example that came without one

@@ -9,7 +9,7 @@ from test_severity import finding
 from keyhole import extract, invert, recover
 from keyhole.assess import RULES, Family, Level, Severity, assess, rule_of
 from keyhole.assess.assessment import ids
-from keyhole.results import Audit, Finding, Skip, Status
+from keyhole.core import Audit, Finding, Skip, Status
 
 
 def audit(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:

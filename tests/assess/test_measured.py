@@ -6,7 +6,7 @@ from test_severity import finding
 
 from keyhole.assess import assess
 from keyhole.assess.measured import measured
-from keyhole.results import Audit, Finding, Piece, Reading, Readings, Remedied, Status
+from keyhole.core import Audit, Finding, Piece, Reading, Readings, Remedied, Status
 
 
 def changes(*findings: Finding) -> dict[str, list[tuple[str, float]]]:

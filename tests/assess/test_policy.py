@@ -11,8 +11,8 @@ from test_severity import finding
 
 from keyhole.assess import Policy, State, assess, compared, decided, find_policy, read_policy
 from keyhole.assess.baseline import SLACK, state
-from keyhole.errors import InputError
-from keyhole.results import Audit, Finding, Skip, Status
+from keyhole.core import Audit, Finding, Skip, Status
+from keyhole.core.errors import InputError
 
 TODAY = date(2026, 11, 16)
 

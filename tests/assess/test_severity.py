@@ -10,7 +10,7 @@ import pytest
 from keyhole.assess import RULES, Family, Scale, Severity, score
 from keyhole.assess.rules import OTHERS
 from keyhole.assess.severity import USUAL, cost, exact, share
-from keyhole.results import Estimate, Finding, Piece, Reading, Readings, Status
+from keyhole.core import Estimate, Finding, Piece, Reading, Readings, Status
 
 
 def finding(sought: str = "weights", **changes) -> Finding:

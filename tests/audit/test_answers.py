@@ -8,9 +8,9 @@ from endpoint_server import Endpoint, output, serving
 
 import keyhole
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.models import load_model
-from keyhole.results import Status
 
 TEXT = {"name": "text", "datatype": "BYTES", "shape": [-1]}
 IDS = {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]}

@@ -10,9 +10,9 @@ import pytest
 import tiny_models
 from keyhole.audit.chance import _at_least, explained, share_by_chance
 from keyhole.audit.texts import _verdict, reading_of
+from keyhole.core import Readings, Status
 from keyhole.recover import Mark, TextRecovery
 from keyhole.recover.originals import Original
-from keyhole.results import Readings, Status
 
 TOKENIZER = tiny_models.tokenizer()
 FREQUENT = ["w0", "w1", "w2"]  # the commas and articles of these texts: at every third place

@@ -9,9 +9,9 @@ import tiny_models as tiny
 from keyhole import oracle, report
 from keyhole.audit.defences import model_checks
 from keyhole.audit.texts import TextTarget
+from keyhole.core import Audit, Status
+from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
-from keyhole.progress import untracked
-from keyhole.results import Audit, Status
 
 pytestmark = pytest.mark.slow
 

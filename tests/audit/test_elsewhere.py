@@ -15,8 +15,8 @@ import tiny_models as tiny
 from keyhole import oracle
 from keyhole.audit import audit, elsewhere
 from keyhole.audit.opening import Opening
-from keyhole.devices import device_of
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.machine import device_of
 from kill_points import lasting
 
 TEXT = "w3 w14 w15 w92 w65"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.audit import Opening, read_fleet
-from keyhole.bounds import MOST
-from keyhole.errors import InputError
+from keyhole.core.errors import MOST, InputError
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from dask_workers import BEGUN, ENDED, OPENED, kill_in_the_middle, workers
 from keyhole import audit, oracle, report
 from keyhole.audit import Audit, elsewhere, fleets, read_fleet
 from keyhole.audit.fleets import fleet
-from keyhole.errors import InputError
-from keyhole.results import Fleet
-from keyhole.resume import records_in
+from keyhole.core import Fleet
+from keyhole.core.errors import InputError
+from keyhole.core.journal import records_in
 from kill_points import lasting, wait_until
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
@@ -263,7 +263,7 @@ def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(place
 
 
 def test_numbers_of_workers_follow_the_gpus_that_they_see():
-    from keyhole.workers import Cluster
+    from keyhole.core.tasks import Cluster
 
     seen = {"tcp://a:1": "", "tcp://a:2": "", "tcp://b:1": "0,1", "tcp://b:2": "1,0"}
 

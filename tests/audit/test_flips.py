@@ -14,6 +14,11 @@ from keyhole import report
 from keyhole.audit import Audit, audit, flips
 from keyhole.audit.check import joined
 from keyhole.audit.texts import TextTarget
+from keyhole.core import Finding, Status
+from keyhole.core.errors import InputError
+from keyhole.core.finding import Cut
+from keyhole.core.progress import untracked
+from keyhole.core.registry import Entry
 from keyhole.data import encode
 from keyhole.disrupt import (
     ATTACKERS,
@@ -25,14 +30,9 @@ from keyhole.disrupt import (
     sweep,
 )
 from keyhole.disrupt.registry import Line
-from keyhole.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.progress import untracked
-from keyhole.registry import Entry
 from keyhole.report import pictures, wording
-from keyhole.results import Finding, Status
-from keyhole.results.cuts import Cut
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 

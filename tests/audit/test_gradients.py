@@ -5,9 +5,9 @@ from __future__ import annotations
 import tiny_models as tiny
 from keyhole.audit import gradients
 from keyhole.audit.texts import TextTarget
+from keyhole.core import Status
+from keyhole.core.progress import untracked
 from keyhole.models.loading import Loaded, identity
-from keyhole.progress import untracked
-from keyhole.results import Status
 
 TEXTS = ("w1 w2 w3 w4", "w9 w8 w7 w6 w5")
 

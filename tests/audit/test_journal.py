@@ -16,10 +16,10 @@ from keyhole import oracle
 from keyhole.audit import Audit, TextTarget, audit
 from keyhole.audit.check import Check, Checked
 from keyhole.audit.journal import make_all
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal
 from keyhole.models import Loaded, identity
-from keyhole.results import Status
-from keyhole.resume import Journal
 
 HEAD = oracle.plant(dim=4, seed=1)
 LAYER = oracle.plant("attention", dim=3, every_token=True, seed=1)

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 import keyhole
 import tiny_models as tiny
-from keyhole.errors import InputError
-from keyhole.results import Status
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 
 TEXT = "w1 w20 w3 w4 w99"
 

@@ -12,9 +12,9 @@ import pytest
 import command_line
 import keyhole
 from keyhole.audit import targets
-from keyhole.errors import MissingExtra
-from keyhole.results import Audit, Status
-from keyhole.resume import Journal
+from keyhole.core import Audit, Status
+from keyhole.core.errors import MissingExtra
+from keyhole.core.journal import Journal
 
 NAMES = {
     "python-flint": "flint",

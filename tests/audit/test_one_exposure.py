@@ -11,10 +11,10 @@ from keyhole import oracle
 from keyhole.audit import Target, TextTarget, texts, weights
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.together import together
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
-from keyhole.progress import untracked
-from keyhole.results import Status
 
 MODEL, WORDS = tiny.model("bert"), tiny.tokenizer()
 SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])

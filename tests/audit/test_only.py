@@ -7,7 +7,7 @@ import pytest
 from keyhole.assess.rules import RULES, rule_of, rule_of_check
 from keyhole.audit import Target, audit
 from keyhole.audit.plan import checks_of
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle import plant
 from keyhole.oracle.target import demo
 

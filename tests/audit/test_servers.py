@@ -17,12 +17,12 @@ import keyhole
 import tiny_gguf
 import tiny_models as tiny
 from keyhole.audit import last_layers
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
 from keyhole.oracle.probe import Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.routes import ROUTES
-from keyhole.results import Status
 
 TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
 

@@ -18,14 +18,14 @@ from keyhole import report
 from keyhole.assess import assess
 from keyhole.audit import Audit, Stored, audit, open_target
 from keyhole.audit.stores import EXPOSURE, StoreTarget, sample
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import EXAMPLES, load_demo
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.results import Status
 from keyhole.stores import open_store
 
 TEXTS = [f"w{number}" for number in (1, 20, 3, 44, 150, 6)]

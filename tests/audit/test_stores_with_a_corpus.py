@@ -12,13 +12,13 @@ import tiny_models as tiny
 from command_line import inside
 from keyhole.audit import Audit, audit, stores
 from keyhole.audit.stores import StoreTarget
+from keyhole.core import Status
+from keyhole.core.progress import silent
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
-from keyhole.progress import silent
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
-from keyhole.results import Status
 from keyhole.stores import open_store
 
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()

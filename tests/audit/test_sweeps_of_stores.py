@@ -14,15 +14,15 @@ import tiny_models as tiny
 from command_line import inside
 from keyhole import oracle, report
 from keyhole.audit import Audit, Stored, audit, open_target, stores
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import untracked
 from keyhole.models.capture import Exposure
-from keyhole.progress import untracked
 from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.results import Status
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()

@@ -15,18 +15,18 @@ from keyhole import report
 from keyhole.audit import Audit, audit, texts
 from keyhole.audit.layers import left_out
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import untracked
+from keyhole.core.registry import Entry
 from keyhole.invert import recover_texts
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import TEXTS, load_demo
-from keyhole.progress import untracked
 from keyhole.recover.attack import Proposal
 from keyhole.recover.registry import ATTACKS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.registry import Entry
 from keyhole.report import wording
-from keyhole.results import Status
 
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
 

@@ -24,7 +24,7 @@ import tampered
 import tiny_classifiers
 import tiny_models
 from keyhole import disrupt, harden, invert, oracle, recover
-from keyhole.files import write_tensors
+from keyhole.core.files import write_tensors
 
 SEED = 2601
 SENTENCE = "a fine film with w1 w2 w3"

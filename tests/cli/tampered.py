@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.results import Audit, Cut, Estimate, Finding, Skip, Status
-from keyhole.results.readings import Piece, Reading, Readings
+from keyhole.core import Audit, Cut, Estimate, Finding, Skip, Status
+from keyhole.core.finding import Piece, Reading, Readings
 
 _OTHERS: tuple[Any, ...] = (
     None, True, -1, 1.5, 10**30, math.nan, math.inf, "x", "", [], [[]], {}, {"x": 1}, "GONE",

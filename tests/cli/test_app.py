@@ -11,7 +11,7 @@ import pytest
 import keyhole
 from command_line import PYTHON, finished, parts
 from keyhole.cli.app import COMMANDS, command
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from sample_audits import whole
 
 HEAVY = ("torch", "transformers", "numpy", "plotly")

@@ -10,7 +10,7 @@ import torch
 
 from command_line import inside
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract.registry import METHODS
 
 

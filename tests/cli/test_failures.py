@@ -11,7 +11,7 @@ import pytest
 import tampered
 from command_line import KEYHOLE, finished, inside, interrupted, started
 from keyhole.cli.failures import said
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),
@@ -54,7 +54,7 @@ def test_the_traceback_is_for_those_who_ask(asked, tmp_path, monkeypatch, capsys
     def broken(*_):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr("keyhole.results.Audit.load", broken)
+    monkeypatch.setattr("keyhole.core.Audit.load", broken)
     words = ["--debug"] if asked == "option" else []
     if asked == "environment":
         monkeypatch.setenv("KEYHOLE_DEBUG", "1")

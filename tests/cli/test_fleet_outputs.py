@@ -10,8 +10,8 @@ import pytest
 
 from command_line import inside
 from keyhole import oracle
+from keyhole.core import Fleet
 from keyhole.report.fleet_formats import FLEET_FORMATS
-from keyhole.results import Fleet
 from published_schemas import audit_errors
 
 NAMES = ("a b", "a-b")  # one name of files for both, but for a number

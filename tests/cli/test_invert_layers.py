@@ -10,7 +10,7 @@ import torch
 
 from command_line import inside
 from keyhole import invert
-from keyhole.files import write_tensors
+from keyhole.core.files import write_tensors
 
 PLANT = ("plant", "s.safetensors", "--kind", "inversion", "--layers", 2, "--dim", 4, "--tokens", 5)
 

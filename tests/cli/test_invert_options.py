@@ -10,7 +10,7 @@ import torch
 
 from command_line import inside
 from keyhole import invert
-from keyhole.files import write_tensors
+from keyhole.core.files import write_tensors
 
 
 @pytest.fixture

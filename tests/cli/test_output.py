@@ -22,8 +22,8 @@ from keyhole import invert, oracle
 from keyhole.assess.severity import cost
 from keyhole.audit import audit
 from keyhole.cli import console
+from keyhole.core import Audit
 from keyhole.models import load_model
-from keyhole.results import Audit
 
 ESCAPE = "\x1b"
 

@@ -10,9 +10,9 @@ import pytest
 
 from command_line import inside
 from keyhole import oracle
+from keyhole.core import Audit
 from keyhole.report import json_form
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit
 from sample_audits import whole
 
 

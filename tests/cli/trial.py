@@ -81,8 +81,8 @@ def _warm_up() -> None:
     """What libraries load when they are first used, they load here and not in every child."""
     from keyhole import report
     from keyhole.cli import app
+    from keyhole.core import Audit
     from keyhole.models.demo import open_model
-    from keyhole.results import Audit
 
     report.render(Audit("nothing", "", ()))
     open_model("demo", "classification")

@@ -9,7 +9,7 @@ import pytest
 
 from keyhole import configs
 from keyhole.configs.source import FURTHEST, LARGEST
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 WORD = "# qdrant\n"
 

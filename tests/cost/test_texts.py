@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from keyhole import cost
+from keyhole.core.errors import InputError
 from keyhole.cost.measured import figures
-from keyhole.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("checkpoint", "best tokens", "answer bytes", "text")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from keyhole import cost, extract, oracle
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.cost.measured import figures
-from keyhole.errors import InputError
 from keyhole.extract.output_layer import answers_for
-from keyhole.results import Status
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 

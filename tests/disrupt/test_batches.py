@@ -9,10 +9,10 @@ import torch
 
 import tiny_classifiers as small
 import tiny_models
+from keyhole.core.errors import InputError
 from keyhole.data import encode
 from keyhole.disrupt import HackAttend, Rerank
 from keyhole.disrupt.batches import Batches, grouped
-from keyhole.errors import InputError
 
 LIGHT = HackAttend(0.1, schedule=Rerank(rounds=2, prefixes=2, refine=1), batch=32)
 

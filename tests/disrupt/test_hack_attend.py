@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import tiny_architectures
 import tiny_heads
+from keyhole.core.errors import InputError
 from keyhole.disrupt import RANKINGS, Disruption, Greedy, HackAttend, Rerank
-from keyhole.errors import InputError
 from keyhole.models.masking import Untouched, rewriting
 
 QUICK = {"schedule": Rerank(rounds=3, prefixes=4, refine=2), "batch": 32}

@@ -14,9 +14,9 @@ import pytest
 
 import tiny_heads
 import tiny_models
+from keyhole.core.errors import InputError
 from keyhole.data import Example
 from keyhole.disrupt import Disruption, HackAttend, ModelSource, Rerank, sweep
-from keyhole.errors import InputError
 
 METHOD = HackAttend(share=0.3, schedule=Rerank(rounds=2, prefixes=3, refine=0))
 SOURCE = Path(__file__).parent.parent.parent / "src"

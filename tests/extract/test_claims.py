@@ -18,12 +18,12 @@ from planted_logits import PlantedLogits
 from planted_sub_layers import planted
 
 from keyhole import extract, oracle
+from keyhole.core.text import percent
 from keyhole.extract import Status
 from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import OrdinaryQuestions
 from keyhole.oracle.subspaces import plant_orthogonal
 from keyhole.oracle.token_questions import Logits
-from keyhole.percent import percent
 
 FULL = os.environ.get("KEYHOLE_FULL") == "1"
 SEEDS = range(4 if FULL else 1)

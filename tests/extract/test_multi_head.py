@@ -8,7 +8,7 @@ import torch
 
 import reference
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import Status, canonical, same_function
 from planted_truth import relative
 

@@ -15,7 +15,7 @@ from reference_relu import one_layer as reference
 from torch import Tensor
 
 from any_function import AnyFunction, normal
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import (
     Extraction,
     LowRank,

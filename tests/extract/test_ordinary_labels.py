@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryLabels
 from keyhole.extract.defended.honest import HonestClient
 from keyhole.extract.defended.ordinary_tokens import ordinary_sequence, usual_norm_of
 from keyhole.extract.ordinary_labels import LabelExam
-from keyhole.results import Status
 
 TARGET = oracle.plant(dim=5, seed=6)
 

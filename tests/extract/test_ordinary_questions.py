@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryQuestions
 from keyhole.extract.defended.beside import Beside
 from keyhole.extract.defended.ordinary_tokens import usual_norm_of
-from keyhole.results import Status
 
 
 def guarded(target, **change):

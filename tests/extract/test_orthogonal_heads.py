@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_heads import orthogonal_heads
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import OrthogonalHeads, Status
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.oracle import Counted

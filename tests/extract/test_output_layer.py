@@ -8,7 +8,7 @@ import torch
 from planted_logits import WIDTH, WORDS, PlantedLogits
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import OutputLayer, Status
 from keyhole.extract.last_layer.reference import distance
 from keyhole.models import load_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reference_relu import relu_network as reference
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import Extraction, ReluNetwork, Status, judge
 from keyhole.oracle import Clipped, Counted, Failing, ReluFfn, Rounded, load, plant, save
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
-from keyhole.results import Status
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 
 
 class Fake:

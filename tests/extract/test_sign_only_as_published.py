@@ -11,10 +11,10 @@ import reference_noise as reference
 import torch
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract.inexact import halfspace
 from keyhole.extract.sign_only_as_published import Plan
-from keyhole.results import Status
 
 
 def planted(dim, seed, margin, scale=0.5):

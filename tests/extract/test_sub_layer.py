@@ -13,7 +13,7 @@ from planted_sub_layers import BERT, LLAMA, planted
 import served_target
 import tiny_architectures as tiny
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import AttentionSubLayer, Status
 from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle import OpenInference, SubLayer

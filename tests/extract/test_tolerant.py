@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract.extraction import Extraction
-from keyhole.results import Status
 
 KNOWN = (Status.RECOVERED, Status.INEXACT)
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.tolerant_as_published import accuracy_for, tolerance_for
-from keyhole.results import Status
 
 
 def planted(dim, seed, zeros=0, scale=1.0):

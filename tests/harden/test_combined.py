@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_classifiers as small
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden import AttackMasks, Combined, FreeLB, Plain
 
 

@@ -10,7 +10,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 import tiny_classifiers as small
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden import ASA, R3F, SMART, AttackMasks, FreeLB, Plain, SAttend
 from keyhole.harden.defences import asa as asa_module
 from keyhole.harden.defences.defence import divergence, dropout_from, perturbed, symmetric

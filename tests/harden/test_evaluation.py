@@ -10,9 +10,9 @@ import torch
 
 import tiny_classifiers as small
 import tiny_models
+from keyhole.core.errors import InputError
 from keyhole.disrupt import HackAttend, Rerank, Unit
 from keyhole.disrupt.batches import Batches
-from keyhole.errors import InputError
 from keyhole.harden import Evaluation, Plain, attack, evaluate, train
 from keyhole.harden.defences.attack_masks import Cuts
 from keyhole.harden.evaluate import lowered, lowering, raised, transferred, wrong_labels

@@ -13,7 +13,7 @@ import keyhole
 import tiny_architectures as zoo
 import tiny_classifiers as small
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden import Plain, SAttend
 from keyhole.harden.defences.sattend import Drops
 from keyhole.models.passes import NAME

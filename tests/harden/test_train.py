@@ -7,7 +7,7 @@ import torch
 
 import tiny_classifiers as small
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden import (
     ASA,
     DEFENCES,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.registry import METHODS
-from keyhole.results import Status
 
 N, D = 3, 4
 FEW = {"starts": 2, "steps": 4}

@@ -10,8 +10,8 @@ import torch
 
 from invert.reference_layer import block
 from keyhole import invert
-from keyhole.errors import InputError
-from keyhole.results import Status
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 
 
 def tensor(array):

@@ -10,10 +10,10 @@ import torch
 from command_line import inside
 from keyhole import invert, oracle
 from keyhole.audit import audit
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.registry import Entry
 from keyhole.invert.registry import METHODS, Line
-from keyhole.registry import Entry
-from keyhole.results import Status
 
 PLANTS = {
     "closed-form": {"symmetric": True},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy, capture
 
 FAMILIES = tiny.ENCODERS + tiny.DECODERS

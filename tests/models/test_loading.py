@@ -12,7 +12,7 @@ import transformers
 
 import tiny_classifiers
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture, identity, load_model
 from keyhole.models.loading import load_config, task_of
 from keyhole.models.tasks import head_of, named_task

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny_architectures as zoo
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.masking import Rewrite, Untouched, rewriting, sites_of
 from keyhole.models.passes import NAME
 

@@ -1,7 +1,7 @@
 import pytest
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.positions import fitting, positions
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_architectures as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.sub_layer import sub_layer
 
 

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.address import expect_authorized, parted, without_password
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny_gguf
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle import ask
 from keyhole.oracle.completions import Completions, _cut_out, _entries, _sampled_of
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question

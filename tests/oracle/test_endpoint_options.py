@@ -12,12 +12,12 @@ import torch
 from endpoint_server import Endpoint, output, scores, self_signed, serving, vectors
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 from keyhole.oracle.options import EndpointOptions, headers_of
 from keyhole.oracle.target import describe, open_target
 from keyhole.oracle.tensors import TakesTexts
-from keyhole.results import Status
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)

@@ -10,10 +10,10 @@ import torch
 from endpoint_server import Endpoint, scores, serving, vectors
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.oracle import Counted, EndpointOptions, Ledger, OpenInference, OracleError
 from keyhole.oracle.ledger import answers_in
-from keyhole.results import Status
 
 DIM = 4
 OLD, NEW = (oracle.plant(dim=DIM, seed=seed) for seed in (3, 4))

@@ -18,7 +18,7 @@ from hostile import DIM, Server, repeated
 from hostile_attack import attack, resident
 from hostile_cases import cases
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 
 CASES = cases()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hostile import DIM, METADATA, Server, answer, raw
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle import Limits, OpenInference, OracleError
 from keyhole.oracle.target import open_target
 

@@ -14,7 +14,7 @@ import torch
 
 import warm_process
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from warm_process import Warm
 
 DIM = 4

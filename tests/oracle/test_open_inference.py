@@ -10,9 +10,9 @@ import torch
 
 import served_target
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
-from keyhole.results import Status
 
 pytestmark = pytest.mark.slow  # a server
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import reference
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 X = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle import Degradation, Refused
 
 DIM = 8

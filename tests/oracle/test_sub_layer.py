@@ -11,7 +11,7 @@ from planted_sub_layers import BERT, LLAMA, planted
 from reference_sub_layers import sub_layer
 
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 CASES = {
     "attention alone": BERT,

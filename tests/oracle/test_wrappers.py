@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=5)

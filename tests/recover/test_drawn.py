@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tiny_models as tiny
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 from keyhole.models import load_model
 from keyhole.recover import drawn
 from keyhole.recover.drawn import draw_texts

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tiny_models as tiny
+from keyhole.core import Status, Unsuccessful
 from keyhole.models import Exposure, capture
 from keyhole.recover import Logits, leak_of
 from keyhole.recover.final_state import final_states, vectors_of
-from keyhole.results import Status, Unsuccessful
 
 WAYS = {
     "tied": {"tie_word_embeddings": True},

@@ -12,6 +12,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole import invert
+from keyhole.core import Status
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.models.demo import load_demo
@@ -20,7 +21,6 @@ from keyhole.recover import rivals
 from keyhole.recover.attack import Target
 from keyhole.recover.judge import judge
 from keyhole.recover.precision import precision_of
-from keyhole.results import Status
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.leaks import TYPES, HiddenStates, Pooled, load_leak
 from keyhole.recover.simulate import degrade
 

@@ -9,11 +9,11 @@ import pytest
 
 import tiny_models as tiny
 from keyhole import invert
+from keyhole.core import Status
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.judge import judge
-from keyhole.results import Status
 
 IDS = tiny.ids(texts=2, length=14)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.capture import POOLINGS, Exposure, capture
 from keyhole.recover.pooling import (
     embeddings,

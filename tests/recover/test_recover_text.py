@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 import tiny_models as tiny
+from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure
 from keyhole.recover import EncoderStates, leak_of, recover_text, recover_texts, recovering
 from keyhole.recover.attack import Proposal
-from keyhole.results import Status, Unsuccessful
 
 WORDS = tiny.tokenizer()
 TEXTS = ("w1 w2 w3 w4", "w9 w8 w7 w6 w5 w4 w3 w2 w1", "w11 w12 w13", "w20 w21 w22 w23 w24 w25")

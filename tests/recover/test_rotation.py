@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.rotation import undo_linear, undo_rotation
 
 STREAM = torch.Generator().manual_seed(0)

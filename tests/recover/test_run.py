@@ -8,10 +8,10 @@ import pytest
 
 import tiny_models as tiny
 from keyhole import recover
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.recover import TextRecovery
-from keyhole.results import Status
 
 WORDS = ("w1 w20 w3 w4", "w9 w8 w77 w66 w3")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
@@ -17,7 +18,6 @@ from keyhole.recover.leaks import HiddenStates, KeyValues
 from keyhole.recover.scrambled import BLOCK, hidden_behind, matrices_of
 from keyhole.recover.simulate import degrade, leak_of
 from keyhole.recover.unscrambled import unrotated, unscrambled
-from keyhole.results import Status, Unsuccessful
 
 TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import capture, identity
 from keyhole.recover.leaks import HiddenStates
 from keyhole.recover.simulate import degrade, leak_of, with_noise

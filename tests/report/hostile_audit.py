@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from keyhole.results import Audit, Cut, Finding, Remedied, Skip, Status
-from keyhole.results.readings import Piece, Reading, Readings
+from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
+from keyhole.core.finding import Piece, Reading, Readings
 
 HOSTILE = (
     "</title></style></script><script>window.stolen = 1</script>"

@@ -11,8 +11,8 @@ from browser import axe, chromium, opened
 from keyhole import oracle, report
 from keyhole.assess import assess
 from keyhole.audit import Audit, Target, audit
-from keyhole.results import Cut, Finding, Remedied, Skip, Status
-from keyhole.results.readings import Piece, Reading, Readings
+from keyhole.core import Cut, Finding, Remedied, Skip, Status
+from keyhole.core.finding import Piece, Reading, Readings
 
 DESK, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from keyhole.core import Finding, Status
 from keyhole.report.axes import SMALLEST
 from keyhole.report.curves import HEIGHT, WIDTH, curve
-from keyhole.results import Finding, Status
 
 
 def finding(trace, floor=None) -> Finding:

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from keyhole.assess import assess, assess_fleet
+from keyhole.core import Audit, Fleet, Skip
 from keyhole.report.fleet_formats import FLEET_FORMATS
-from keyhole.results import Audit, Fleet, Skip
 from published_schemas import junit_errors, sarif_errors
 from sample_audits import clean, empty, judged, whole
 

@@ -13,9 +13,9 @@ import pytest
 from markdown_it import MarkdownIt
 
 from keyhole.assess import Assessment, Ignore, assess
+from keyhole.core import Audit, dump
+from keyhole.core.files import parse
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit, dump
-from keyhole.strict_json import parse
 from published_schemas import audit_errors, cyclonedx_error, junit_errors, sarif_errors
 from sample_audits import judged, spoiled, whole
 

@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from keyhole.assess import Level, Ruling, Severity, State, assess
-from keyhole.report import json_form
-from keyhole.results import (
+from keyhole.core import (
     Audit,
     Cut,
     Estimate,
@@ -21,6 +20,7 @@ from keyhole.results import (
     Skip,
     Status,
 )
+from keyhole.report import json_form
 from published_schemas import audit_errors, audit_is_valid
 from sample_audits import CUT, FINDINGS, SKIPS, finding, judged, read, whole
 

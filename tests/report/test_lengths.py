@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from keyhole import report
+from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
 from keyhole.report import lengths
-from keyhole.results import Audit, Finding, Piece, Reading, Readings, Status
 
 # Tokens, exact, F1, cosine.
 READ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keyhole.assess import assess
+from keyhole.core import Status
 from keyhole.report import markdown
-from keyhole.results import Status
 from sample_audits import finding, judged, whole
 
 

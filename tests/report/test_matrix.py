@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from keyhole.assess import assess
+from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
 from keyhole.report import matrix, readings
-from keyhole.results import Audit, Finding, Piece, Reading, Readings, Status
 
 
 def cell(layer: int, precision: str, right: int, of: int = 4, exact: bool = False) -> Readings:

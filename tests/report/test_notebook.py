@@ -19,6 +19,7 @@ from keyhole.audit import Target
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
+from keyhole.core import Fleet, Result, Status
 from keyhole.disrupt.certificate.certification import Certification
 from keyhole.disrupt.certificate.certify import certify
 from keyhole.extract.defended.tried import DefencesTried, Tried
@@ -30,7 +31,6 @@ from keyhole.models import Loaded, identity
 from keyhole.recover.gradients import batch_of, recover_batch, update_of
 from keyhole.report.notebook import VIEWS, html
 from keyhole.report.notebook.curves import curve
-from keyhole.results import Fleet, Result, Status
 
 HOSTILE = (
     "</style></svg><script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>\""

@@ -21,11 +21,11 @@ from keyhole import oracle, report
 from keyhole.assess import Assessment, Family, Ignore, Policy, assess, compared, decided
 from keyhole.assess.severity import cost
 from keyhole.audit import Audit, Target, audit
-from keyhole.errors import MissingExtra
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.errors import MissingExtra
+from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.oracle.target import demo
 from keyhole.report import wording as sentences
-from keyhole.results import Finding, Skip, Status
-from keyhole.results.readings import Piece, Reading, Readings
 
 
 @pytest.fixture(scope="module")

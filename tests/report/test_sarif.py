@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from keyhole.assess import RULES, Severity, assess
+from keyhole.core import Status
 from keyhole.report import sarif
 from keyhole.report.sarif_places import Places
-from keyhole.results import Status
 from sample_audits import FINDINGS, clean, finding, judged, whole
 
 

@@ -8,12 +8,12 @@ from command_line import inside
 from keyhole import report
 from keyhole.assess import assess
 from keyhole.cli.app import command as imported
+from keyhole.core import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
 from keyhole.disrupt.disruption import Control, Disruption
 from keyhole.disrupt.disruption import Outcome as Flip
 from keyhole.extract import Extraction
 from keyhole.invert import Inversion
 from keyhole.recover.recovery import TextRecovery
-from keyhole.results import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
 
 CODES = {  # written down by hand: the code derives it
     Status.RECOVERED: 1,

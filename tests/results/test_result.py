@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from keyhole.errors import InputError
-from keyhole.results import FORMAT, Result
+from keyhole.core import FORMAT, Result
+from keyhole.core.errors import InputError
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core import Finding, Status, dump, read
+from keyhole.core.errors import InputError
+from keyhole.core.files import write_text
 from keyhole.extract.extraction import Extraction
-from keyhole.files import write_text
-from keyhole.results import Finding, Status, dump, read
 
 
 @pytest.mark.parametrize("budget", [None, 3, 20])

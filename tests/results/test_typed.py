@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from keyhole.errors import InputError
-from keyhole.results import Status
-from keyhole.results.typed import restored
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.result import restored
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole.audit.stores import StoreTarget
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.oracle.protocol import OracleError

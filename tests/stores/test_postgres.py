@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 from keyhole.stores import open_store
 from postgres_server import postgres
 

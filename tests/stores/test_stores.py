@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import made_stores
-from keyhole.errors import InputError, MissingExtra
+from keyhole.core.errors import InputError, MissingExtra
 from keyhole.stores import KINDS, kind_of, open_store
 
 VECTORS = np.random.default_rng(0).normal(size=(10, 6)).astype(np.float32)

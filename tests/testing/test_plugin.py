@@ -11,9 +11,9 @@ import pytest
 
 import keyhole
 import tiny_models as tiny
+from keyhole.core import Audit
 from keyhole.models import load_model
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit
 from keyhole.testing import plugin
 
 pytest_plugins = ("pytester",)
@@ -147,7 +147,7 @@ def test_an_audit_is_made_once_a_session(pytester):
 def test_an_audit_that_fails_is_not_remembered(pytester):
     pytester.makepyfile("""
         import pytest
-        from keyhole.errors import InputError
+        from keyhole.core.errors import InputError
 
         @pytest.mark.parametrize("number", range(2))
         def test_it(keyhole_audit, number):
@@ -206,7 +206,7 @@ def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
             assert not loaded & {"torch", "transformers", "numpy", "rich", "jinja2", "plotly"}
             assert sorted(name for name in sys.modules if name.startswith("keyhole")) == [
                 "keyhole", "keyhole.testing", "keyhole.testing.plugin", "keyhole.testing.record",
-                "keyhole.version", "keyhole.views",
+                "keyhole.version", "keyhole.core.result",
             ]
     """)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{about.parent}")

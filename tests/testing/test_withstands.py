@@ -14,7 +14,7 @@ import tiny_models as tiny
 from keyhole import oracle
 from keyhole.audit import StoreTarget
 from keyhole.audit.one_exposure import NAMES
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
 from keyhole.recover.attacks.pooled import PooledEmbedding

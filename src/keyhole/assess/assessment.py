@@ -12,7 +12,7 @@ from keyhole.assess.item import Item
 from keyhole.assess.rules import Family, Rule, family_of, rule_of
 from keyhole.assess.ruling import Decision
 from keyhole.assess.severity import USUAL, Scale, Severity, score
-from keyhole.results import Audit, Finding, Outcome
+from keyhole.core import Audit, Finding, Outcome
 
 
 class Level(StrEnum):

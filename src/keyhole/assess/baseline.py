@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from keyhole.assess.assessment import Assessment
 from keyhole.assess.item import Item, State
-from keyhole.results import Outcome
+from keyhole.core import Outcome
 
 SLACK = 0.02  # of the share that came back: two runs of one search differ by as much
 

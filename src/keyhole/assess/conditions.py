@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from keyhole.assess.item import Item
 from keyhole.assess.rules import Family
 from keyhole.assess.severity import Severity
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 FIGURES: dict[str, Callable[[Item], float | None]] = {
     "exact": lambda item: item.exact,

@@ -12,7 +12,7 @@ from keyhole.assess.conditions import matches
 from keyhole.assess.item import Ignore, Item, State
 from keyhole.assess.policy import Policy
 from keyhole.assess.ruling import FAILED, PASSED, UNCHECKED, Decision, Ruled, Ruling
-from keyhole.results import Outcome, Skip
+from keyhole.core import Outcome, Skip
 
 
 def decided(assessment: Assessment, policy: Policy, today: date | None = None) -> Assessment:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from keyhole.assess.assessment import Assessment, assess
-from keyhole.results import Audit, Fleet
+from keyhole.core import Audit, Fleet
 
 _COUNTED = {1: "give something away", 3: "could not be checked", 0: "give nothing away"}
 

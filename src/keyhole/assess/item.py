@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from keyhole.assess.rules import Family, Rule
 from keyhole.assess.severity import Severity, exact, is_proved, share
-from keyhole.results import Finding
+from keyhole.core import Finding
 
 
 class State(StrEnum):

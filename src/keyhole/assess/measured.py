@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from keyhole.assess.assessment import Item
 from keyhole.assess.rules import Family
-from keyhole.percent import percent
-from keyhole.results import Readings
+from keyhole.core import Readings
+from keyhole.core.text import percent
 
 
 @dataclass(frozen=True)

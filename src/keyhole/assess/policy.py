@@ -38,9 +38,9 @@ from keyhole.assess.conditions import Condition, condition
 from keyhole.assess.item import Ignore
 from keyhole.assess.rules import Rule, expect_exposures
 from keyhole.assess.severity import Severity
-from keyhole.errors import InputError
-from keyhole.files import exists, read_text
-from keyhole.results import Finding
+from keyhole.core import Finding
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, read_text
 
 FILES = ("keyhole.toml", "pyproject.toml")
 _USUAL = ("low",)  # everything that is given away

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from keyhole.errors import InputError
-from keyhole.results import Finding, Skip
+from keyhole.core import Finding, Skip
+from keyhole.core.errors import InputError
 
 
 class Family(StrEnum):

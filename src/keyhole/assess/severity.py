@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from keyhole.assess.rules import Family, family_of, rule_of
-from keyhole.percent import percent
-from keyhole.results import Finding, Outcome, Status
+from keyhole.core import Finding, Outcome, Status
+from keyhole.core.text import percent
 
 
 class Severity(StrEnum):

@@ -18,7 +18,7 @@ from keyhole.audit.run import audit
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, open_target
 from keyhole.audit.texts import TextTarget
-from keyhole.results import Audit
+from keyhole.core import Audit
 
 __all__ = [
     "Audit", "Data", "Member", "Opening", "StoreTarget", "Stored", "Target", "TextTarget", "audit",

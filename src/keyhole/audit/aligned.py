@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
+from keyhole.core.finding import Piece
 from keyhole.recover import Mark
-from keyhole.results.readings import Piece
 
 
 def aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:

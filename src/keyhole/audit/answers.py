@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names
 from keyhole.models.tasks import head_of
@@ -27,8 +29,6 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.tensors import FLOATS
 from keyhole.oracle.text_endpoint import Given, TextEndpoint
-from keyhole.progress import Track
-from keyhole.results import Finding, Skip, Status
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave
 _SUM = 1e-3  # how far rounded probabilities may be from 1 together

@@ -14,12 +14,12 @@ from difflib import SequenceMatcher
 from itertools import islice
 from typing import Any
 
+from keyhole.core import Readings
 from keyhole.recover import TextRecovery
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token
-from keyhole.results import Readings
 
 _SENTENCES = 64  # of the corpus that ships
 _LUCK = 1e-3  # the probability of as much by chance, above which chance explains it

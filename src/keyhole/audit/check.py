@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keyhole.progress import Track
-from keyhole.results import Finding, Skip, Status
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.progress import Track
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,10 @@ from functools import cache, partial
 
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget
-from keyhole.errors import InputError
+from keyhole.core import Finding, Outcome, Skip
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Track
+from keyhole.core.status import OUTCOMES
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.defended.honest import HonestClient
 from keyhole.extract.defended.run import try_defence
@@ -20,12 +23,9 @@ from keyhole.extract.defended.tried import Tried
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.oracle import Oracle, OracleError
-from keyhole.progress import Track
 from keyhole.recover.against_defences import LeakTried, read_behind
 from keyhole.recover.registry import caches
 from keyhole.recover.scrambled import FORMS
-from keyhole.results import Finding, Outcome, Skip
-from keyhole.results.outcome import OUTCOMES
 
 _BROKEN = "Do not rely on it: count queries per client, and treat what they bring as given away."
 _HELD = "It held against what was tried, at the cost to honest clients that is stated."

@@ -16,11 +16,11 @@ from keyhole.audit.check import Check, Checked
 from keyhole.audit.journal import what_determines
 from keyhole.audit.opening import Opening
 from keyhole.audit.plan import Plan, checks_of, numbered
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.journal import stopping_on_ctrl_c
+from keyhole.core.progress import Track, untracked
 from keyhole.oracle.address import without_password
 from keyhole.oracle.session import session
-from keyhole.progress import Track, untracked
-from keyhole.resume import stopping_on_ctrl_c
 
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 

@@ -20,13 +20,11 @@ from keyhole.audit.elsewhere import closing, make, plan_of
 from keyhole.audit.fleet_file import Member, read_fleet
 from keyhole.audit.journal import Resuming, opened_journal, recalled, remember
 from keyhole.audit.plan import Plan
-from keyhole.bounds import expect_count
-from keyhole.crew import Crew, Done, Task, crew_of
-from keyhole.errors import InputError, KeyholeError
-from keyhole.progress import Expecting, Track, untracked
-from keyhole.results import Audit, Fleet, Skip, environment
-from keyhole.resume import Journal
-from keyhole.workers import MOST_PROCESSES
+from keyhole.core import Audit, Fleet, Skip, environment
+from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.journal import Journal
+from keyhole.core.progress import Expecting, Track, untracked
+from keyhole.core.tasks import MOST_PROCESSES, Crew, Done, Task, crew_of
 
 Finished = Callable[[Member, Audit], None]  # told of every target as soon as all of it is checked
 

@@ -17,18 +17,18 @@ from typing import Any
 
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget
+from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, Track, silent
+from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.labels import settled
-from keyhole.errors import InputError
 from keyhole.models import Loaded
 from keyhole.models.loading import load_config, load_tokenizer
 from keyhole.models.tasks import GENERATES, head_of
-from keyhole.percent import percent
-from keyhole.progress import Progress, Track, silent
 from keyhole.recover.pieces import decoded, labels
-from keyhole.results import Audit, Cut, Finding, Remedied, Skip, Status
 
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch

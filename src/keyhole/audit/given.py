@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file
 from keyhole.data import Example, read_examples, read_texts
-from keyhole.errors import InputError
-from keyhole.files import expect_file
 from keyhole.models import Loaded
 from keyhole.models.loading import class_names
 from keyhole.models.tasks import head_of

@@ -13,19 +13,19 @@ from functools import partial
 from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget, reading_of
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.errors import InputError
+from keyhole.core.finding import Readings
+from keyhole.core.progress import Track
+from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example
-from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.tasks import head_of
-from keyhole.percent import percent
-from keyhole.progress import Track
 from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
 from keyhole.recover.gradients.run import LONGEST
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.results import Finding, Skip, Status
-from keyhole.results.readings import Readings
 
 EXPOSURE = "gradient of a batch of texts"
 REMEDY = (

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.flips import cuts_of, finding
+from keyhole.core import Audit, Finding, Outcome, Remedied, Status
 from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
 from keyhole.harden.hardening import Hardening
 from keyhole.models.loading import load_config, load_tokenizer
-from keyhole.results import Audit, Finding, Outcome, Remedied, Status
 
 _WRONG = {
     "lowered": "masks that lower a wrong label",

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.errors import MissingExtra
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.errors import MissingExtra
+from keyhole.core.progress import Track
 from keyhole.invert import Inversion, Problem, certify
 from keyhole.invert.judge import SAME
 from keyhole.invert.registry import METHODS, Line
 from keyhole.invert.solvers.solver import Solve
 from keyhole.oracle import Oracle, OracleError, ask
 from keyhole.oracle.planted import Attention
-from keyhole.progress import Track
-from keyhole.results import Finding, Skip, Status
 
 LENGTH = 6  # tokens of the secret input
 _WEIGHT = 6  # how long a check takes, as measured on the demo (check.py)

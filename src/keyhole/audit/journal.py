@@ -20,15 +20,15 @@ from keyhole.audit.check import Check, Checked, joined
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
-from keyhole.crew import Crew, Task
-from keyhole.errors import InputError
+from keyhole.core import environment
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
+from keyhole.core.progress import Expecting, Track
+from keyhole.core.tasks import Crew, Task
 from keyhole.models.loading import identity
-from keyhole.progress import Expecting, Track
 from keyhole.recover.attack import Counts
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
-from keyhole.results import environment
-from keyhole.resume import Journal, Run, digest, stopping_on_ctrl_c
 
 Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
 

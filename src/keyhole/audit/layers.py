@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from keyhole.errors import InputError
+from keyhole.core import Skip
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.recover.registry import ATTACKS, Line
-from keyhole.results import Skip
 
 Layers = Sequence[int] | Literal["all"]
 _CHOSEN = ("hidden", "kv")  # the kinds of leaks whose layers --layers chooses

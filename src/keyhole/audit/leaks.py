@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from keyhole.audit.check import Check, Checked
+from keyhole.core import Finding, Status
+from keyhole.core.finding import Piece, Reading, Readings
+from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
-from keyhole.progress import Track
 from keyhole.recover import TextRecovery, recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.foreign import WrittenIds
@@ -22,8 +24,6 @@ from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.sources import Opened
-from keyhole.results import Finding, Status
-from keyhole.results.readings import Piece, Reading, Readings
 
 _IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
 _WHOLE = "float32"

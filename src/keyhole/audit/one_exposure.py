@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from keyhole.audit import flips, gradients, stores, texts, weights
 from keyhole.audit.check import Check, joined
 from keyhole.audit.targets import Target
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
+from keyhole.core import Audit
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.journal import stopping_on_ctrl_c
+from keyhole.core.progress import Track, untracked
 from keyhole.models.capture import KINDS, Exposure
-from keyhole.progress import Track, untracked
 from keyhole.recover.gradients.update import KIND as GRADIENT
 from keyhole.recover.registry import PRECISIONS
-from keyhole.results import Audit
-from keyhole.resume import stopping_on_ctrl_c
 
 SCORES, FLIPS = "scores", "flips"
 NAMES = (*KINDS, GRADIENT, SCORES, FLIPS)

@@ -24,10 +24,10 @@ from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.layers import left_out as layers_left_out
 from keyhole.audit.stores import StoreFacts
 from keyhole.audit.targets import Target
+from keyhole.core import Audit, Skip
+from keyhole.core.journal import Run, digest
+from keyhole.core.result import restored
 from keyhole.oracle import Oracle
-from keyhole.results import Audit, Skip
-from keyhole.results.typed import restored
-from keyhole.resume import Run, digest
 
 ENDPOINTS = (weights.checks, inputs.checks)
 MODELS = (text_checks.checks, gradient_checks.checks, flip_checks.checks)

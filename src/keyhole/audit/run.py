@@ -25,16 +25,14 @@ from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, target_of
 from keyhole.audit.texts import TextTarget
-from keyhole.bounds import expect_count, expect_seed
-from keyhole.crew import crew_of
-from keyhole.errors import InputError
+from keyhole.core import Audit
+from keyhole.core.errors import InputError, expect_count, expect_seed
+from keyhole.core.machine import threads_for
+from keyhole.core.progress import Track, untracked
+from keyhole.core.tasks import MOST_PROCESSES, crew_of
 from keyhole.oracle import Oracle
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.session import Notice, session, unheard
-from keyhole.progress import Track, untracked
-from keyhole.results import Audit
-from keyhole.threads import threads_for
-from keyhole.workers import MOST_PROCESSES
 
 
 def audit(

@@ -21,6 +21,9 @@ from keyhole.audit.check import Check, Checked
 from keyhole.audit.last_layers import last_layer, reads
 from keyhole.audit.texts import reading_of
 from keyhole.audit.vector_prompts import takes_vectors
+from keyhole.core import Finding, Skip, Status, Unsuccessful
+from keyhole.core.finding import Readings
+from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import Loaded
@@ -28,7 +31,6 @@ from keyhole.models.tasks import head_of
 from keyhole.oracle.probe import Answered, Server
 from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
 from keyhole.oracle.vector_prompts import FORMS
-from keyhole.progress import Track
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.final_state import final_states
@@ -37,8 +39,6 @@ from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.served import served_noise, with_served_noise
 from keyhole.recover.simulate import LONGEST
-from keyhole.results import Finding, Skip, Status, Unsuccessful
-from keyhole.results.readings import Readings
 
 _PROBE = "a secret"  # what routes are asked about before anything is known of them
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave

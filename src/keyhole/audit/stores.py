@@ -26,12 +26,13 @@ from keyhole.audit.vectors import (
     read_elsewhere,
     status_of,
 )
-from keyhole.errors import InputError
+from keyhole.core import Estimate, Finding, Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Track
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
-from keyhole.progress import Track
 from keyhole.recover.attack import Attack, Counts
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.attacks.counted_reader import CountedReader
@@ -50,7 +51,6 @@ from keyhole.recover.pooling import (
 )
 from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.same_numbers import same_numbers
-from keyhole.results import Estimate, Finding, Status
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest

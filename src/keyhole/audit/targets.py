@@ -19,9 +19,11 @@ from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
+from keyhole.core import Skip
+from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.files import exists
+from keyhole.core.machine import largest_matrix
 from keyhole.data import read_texts
-from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import load_model, names_model, task_of
 from keyhole.oracle import Oracle, identity_of
@@ -31,9 +33,7 @@ from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
 from keyhole.oracle.tensors import TakesTexts
 from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
-from keyhole.results import Skip
 from keyhole.stores import Store, names_store, open_store
-from keyhole.threads import largest_matrix
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ from keyhole.audit.aligned import aligned
 from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.layers import Layers, layers_of
+from keyhole.core import OUTCOMES, Finding, Outcome, Skip, Status
+from keyhole.core.errors import InputError
+from keyhole.core.finding import Piece, Reading, Readings
+from keyhole.core.progress import Track
+from keyhole.core.text import percent
 from keyhole.data import Example
-from keyhole.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
-from keyhole.percent import percent
-from keyhole.progress import Track
 from keyhole.recover import TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.attacks.counted_reader import CountedReader
@@ -44,8 +46,6 @@ from keyhole.recover.registry import (
     readers,
 )
 from keyhole.recover.simulate import LONGEST, degrade, leak_of
-from keyhole.results import OUTCOMES, Finding, Outcome, Skip, Status
-from keyhole.results.readings import Piece, Reading, Readings
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _WEIGHT = 40  # how long a check takes, as measured on the demo (check.py)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keyhole.results import Audit, Finding, Skip
+from keyhole.core import Audit, Finding, Skip
 
 
 def together(audits: Sequence[Audit], of: str) -> Audit:

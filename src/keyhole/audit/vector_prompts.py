@@ -13,6 +13,8 @@ from contextlib import closing
 import torch
 
 from keyhole.audit.check import Checked
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded
 from keyhole.models.tasks import head_of
@@ -20,8 +22,6 @@ from keyhole.oracle.http import Refused
 from keyhole.oracle.probe import Server
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
-from keyhole.progress import Track
-from keyhole.results import Finding, Skip, Status
 
 _SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
 

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Checked
-from keyhole.devices import device_of
-from keyhole.errors import InputError
+from keyhole.core import Estimate, Finding, Readings, Status
+from keyhole.core.errors import InputError
+from keyhole.core.finding import Piece, Reading
+from keyhole.core.machine import device_of
+from keyhole.core.progress import Track, untracked
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
-from keyhole.progress import Track, untracked
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.pooling import Pooling
 from keyhole.recover.recover_text import recovering
-from keyhole.results import Estimate, Finding, Readings, Status
-from keyhole.results.readings import Piece, Reading
 
 EXPOSURE = "stored embedding"
 _REMEDY = (

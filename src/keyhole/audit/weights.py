@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import cache, partial
 
 from keyhole.audit.check import Check, Checked
+from keyhole.core import Finding, Skip, Status
+from keyhole.core.progress import Track
 from keyhole.extract.auto import Choice, choose
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.registry import METHODS, Line
 from keyhole.oracle import Counted, Oracle, OracleError
-from keyhole.progress import Track
-from keyhole.results import Finding, Skip, Status
 
 
 def checks(

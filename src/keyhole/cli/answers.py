@@ -8,7 +8,7 @@ import typer
 from rich.console import RenderableType
 
 from keyhole.cli.console import show
-from keyhole.results import dump
+from keyhole.core import dump
 
 
 def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> None:

@@ -23,12 +23,12 @@ from keyhole.cli.completion import Completing
 from keyhole.cli.console import say, write_in_any_locale
 from keyhole.cli.described import described
 from keyhole.cli.failures import INTERRUPTED, forget_output, said
-from keyhole.errors import InputError
-from keyhole.files import expect_writable, is_file, is_folder
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_writable, is_file, is_folder
 from keyhole.version import __version__
 
 if TYPE_CHECKING:  # torch takes seconds to load: --help should not wait for it
-    from keyhole.registry import Registry
+    from keyhole.core.registry import Registry
 
 # What `keyhole --help` lists; each command is the module of its name. The first line of its own
 # help is the same (a test compares them).

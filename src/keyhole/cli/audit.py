@@ -12,7 +12,6 @@ from keyhole import report
 from keyhole.audit.check import Checked
 from keyhole.audit.opening import Opening
 from keyhole.audit.run import audit as run
-from keyhole.bounds import MOST
 from keyhole.cli.answers import answer
 from keyhole.cli.app import (
     CorpusFile,
@@ -34,16 +33,16 @@ from keyhole.cli.endpoint import asks_endpoint
 from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
 from keyhole.cli.judging import Environment, Judge, PolicyFile
 from keyhole.cli.outputs import Outputs, output_option
-from keyhole.errors import InputError
-from keyhole.files import write_text
+from keyhole.core import Audit
+from keyhole.core.errors import MOST, InputError
+from keyhole.core.files import write_text
+from keyhole.core.journal import records_in
 from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
 from keyhole.report import json_form
 from keyhole.report.fleet_formats import FLEET_FORMATS
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit
-from keyhole.resume import records_in
 
 PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")
 

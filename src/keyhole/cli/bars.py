@@ -18,7 +18,7 @@ from rich.text import Text
 
 from keyhole.cli import console
 from keyhole.cli.console import say, visible
-from keyhole.progress import Progress, Standing
+from keyhole.core.progress import Progress, Standing
 
 EVERY = 30.0  # seconds between lines where there is no terminal and no part ends
 

@@ -9,7 +9,7 @@ import typer
 
 from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract.heads import canonical as heads
 from keyhole.oracle import MultiHead, save
 from keyhole.oracle.planted import Head

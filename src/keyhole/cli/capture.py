@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from keyhole.bounds import expect_count
 from keyhole.cli.app import (
     AllowPickle,
     Device,
@@ -19,12 +18,12 @@ from keyhole.cli.app import (
     interruptible,
 )
 from keyhole.cli.console import show
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.journal import records_in
 from keyhole.data import NO_LABEL, Example, read_examples, read_texts
-from keyhole.errors import InputError
 from keyhole.recover.gradients.run import capture_update
 from keyhole.recover.gradients.update import KIND, Protocol
 from keyhole.recover.run import UNFINISHED, capturing, files_of
-from keyhole.resume import records_in
 
 
 @app.command(

@@ -12,7 +12,7 @@ from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app
 from keyhole.cli.outputs import Outputs, output_option
 from keyhole.configs import Checked, Level, check
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.report.configurations import CONFIG_FORMATS
 
 

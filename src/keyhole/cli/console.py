@@ -11,7 +11,7 @@ import sys
 
 from rich.console import Console, RenderableType
 
-from keyhole.visible import visible
+from keyhole.core.text import visible
 
 people = Console(stderr=True)
 _WHOLE = 2**20  # columns: no line is as long

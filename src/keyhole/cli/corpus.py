@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from keyhole.bounds import expect_count
 from keyhole.cli.app import (
     AllowPickle,
     Device,
@@ -21,9 +20,10 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import show
-from keyhole.files import write_text
+from keyhole.core.errors import expect_count
+from keyhole.core.files import write_text
+from keyhole.core.journal import records_in
 from keyhole.recover.drawn import draw_texts
-from keyhole.resume import records_in
 
 
 @app.command(

@@ -29,16 +29,16 @@ from keyhole.cli.app import (
     name_in,
 )
 from keyhole.cli.bars import bars
+from keyhole.core import exit_code
+from keyhole.core.errors import InputError
+from keyhole.core.files import write_text
 from keyhole.disrupt.certificate.certification import certify_all
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.run import run
-from keyhole.errors import InputError
-from keyhole.files import write_text
 from keyhole.models.tasks import Task
-from keyhole.results import exit_code
 
 _RELEASED = "as-released"
 

@@ -23,13 +23,13 @@ from keyhole.cli.app import (
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
-from keyhole.errors import InputError
+from keyhole.core import exit_code
+from keyhole.core.errors import InputError
 from keyhole.extract.defended.run import against_defences as try_defences
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
 from keyhole.oracle.options import EndpointOptions
-from keyhole.results import exit_code
 
 _UNIT = "queries, the judge's included"
 _AUTO = "auto"

@@ -12,9 +12,9 @@ import sys
 import traceback
 
 from keyhole.cli.console import say
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 
-USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: results/outcome.py
+USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # 0, 1 and 3 follow from statuses: core/status.py
 CLOSED = 141  # nobody reads what is printed: what a shell reports of programs that SIGPIPE ends
 _LONGEST = 1000  # letters of a line; what people gave may be longer
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -16,12 +16,12 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.judging import Judge
 from keyhole.cli.outputs import Outputs
-from keyhole.errors import InputError
-from keyhole.files import exists, is_folder, trouble, write_text
+from keyhole.core import Audit, Fleet, read
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, is_folder, trouble, write_text
+from keyhole.core.journal import records_in
 from keyhole.report import json_form
 from keyhole.report.fleet_formats import FLEET_FORMATS, MOST_RUNS, document
-from keyhole.results import Audit, Fleet, read
-from keyhole.resume import records_in
 
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 

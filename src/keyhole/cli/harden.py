@@ -28,11 +28,11 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show
-from keyhole.errors import InputError
-from keyhole.files import write_text
+from keyhole.core import dump
+from keyhole.core.errors import InputError
+from keyhole.core.files import write_text
 from keyhole.harden.registry import DEFENCES
 from keyhole.harden.run import run
-from keyhole.results import dump
 
 
 @app.command(

@@ -29,11 +29,11 @@ from keyhole.cli.invert_bounds import invert_bounds
 from keyhole.cli.invert_layers import EXAMPLE as LAYERS_EXAMPLE
 from keyhole.cli.invert_layers import invert_layers
 from keyhole.cli.invert_text import EXAMPLE, invert_text
+from keyhole.core import Status, exit_code
+from keyhole.core.progress import Progress
 from keyhole.invert.problem import Problem
 from keyhole.invert.registry import METHODS, STARTS
 from keyhole.invert.run import run
-from keyhole.progress import Progress
-from keyhole.results import Status, exit_code
 
 
 class _Group(typer.core.TyperGroup):

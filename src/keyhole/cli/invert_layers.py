@@ -21,12 +21,12 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say
+from keyhole.core import exit_code
+from keyhole.core.journal import records_in
+from keyhole.core.progress import Progress
 from keyhole.invert.registry import STACK_METHODS
 from keyhole.invert.run import run_layers
 from keyhole.invert.structure.layers_file import load_layers
-from keyhole.progress import Progress
-from keyhole.results import exit_code
-from keyhole.resume import records_in
 
 EXAMPLE = (
     "\b\nExample:\n"

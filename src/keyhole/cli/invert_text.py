@@ -22,8 +22,9 @@ from keyhole.cli.app import (
 )
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show, visible
+from keyhole.core import exit_code
+from keyhole.core.errors import InputError
 from keyhole.data import read_texts
-from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
@@ -36,7 +37,6 @@ from keyhole.recover.registry import ATTACKS
 from keyhole.recover.run import LeakRead, recovering_files
 from keyhole.recover.simulate import LONGEST
 from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
-from keyhole.results import exit_code
 
 EXAMPLE = (
     "\b\nExample:\n"

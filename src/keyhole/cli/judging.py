@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from keyhole.assess import Assessment, Policy, assess, compared, decided, find_policy, read_policy
-from keyhole.errors import InputError
-from keyhole.results import Audit
+from keyhole.core import Audit
+from keyhole.core.errors import InputError
 
 PolicyFile = Annotated[
     Path | None,

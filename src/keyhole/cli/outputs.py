@@ -11,8 +11,8 @@ import typer
 
 from keyhole.cli.app import expect_folder, expect_new
 from keyhole.cli.console import say
-from keyhole.errors import InputError
-from keyhole.files import write_text
+from keyhole.core.errors import InputError
+from keyhole.core.files import write_text
 from keyhole.report.formats import FORMATS
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from keyhole import invert, oracle
-from keyhole.bounds import expect_count
 from keyhole.cli.app import (
     ClippedAt,
     Decimals,
@@ -22,8 +21,8 @@ from keyhole.cli.app import (
     expect_new,
 )
 from keyhole.cli.console import show
-from keyhole.errors import InputError
-from keyhole.files import write_tensors
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.files import write_tensors
 
 _HEADS = ("multi-head", "one-layer", "attention", "orthogonal-heads", "inversion")
 # What each option is for: given with another kind it is an error, not silence.

@@ -15,7 +15,7 @@ from keyhole.assess import Assessment, Decision, Ruling
 from keyhole.cli.answers import answer
 from keyhole.cli.app import Json, app
 from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
-from keyhole.results import Audit
+from keyhole.core import Audit
 
 group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(group, name="policy", help="Judge findings by what a team has decided.")

@@ -13,10 +13,10 @@ from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
 from keyhole.cli.console import say
 from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.cli.outputs import OutputFiles, Outputs
-from keyhole.files import write_text
+from keyhole.core import Audit
+from keyhole.core.files import write_text
 from keyhole.report import json_form
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit
 
 _PAGE = Path("keyhole-report.html")
 

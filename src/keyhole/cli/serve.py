@@ -10,9 +10,9 @@ import typer
 
 from keyhole.cli.app import ClippedAt, Decimals, Json, Noise, Seed, SignOnly, app
 from keyhole.cli.console import show
-from keyhole.errors import MissingExtra
+from keyhole.core import dump
+from keyhole.core.errors import MissingExtra
 from keyhole.oracle.degraded import Degradation
-from keyhole.results import dump
 
 
 @app.command(

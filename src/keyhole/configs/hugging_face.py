@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from keyhole.configs.finding import Hit, Level, Rule
 from keyhole.configs.source import Source, Unreadable
-from keyhole.strict_json import parse
+from keyhole.core.files import parse
 
 HIDDEN_STATES = Rule(
     "KH-CONFIG-HF-HIDDEN-STATES", "A model returns its hidden states", Level.HIGH,

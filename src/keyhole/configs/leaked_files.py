@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from keyhole.configs.finding import Hit, Level, Rule
 from keyhole.configs.source import Unreadable
-from keyhole.strict_json import parse
+from keyhole.core.files import parse
 
 _KEEP = "take it out of the repository and its history, and keep it as secret as the text"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from keyhole.configs.finding import Checked, Finding, Unread
 from keyhole.configs.registry import RULES, kind_of
 from keyhole.configs.source import Unreadable
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 _ASIDE = {
     ".git",

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from keyhole.configs.finding import Hit, Level, Rule
 from keyhole.configs.source import Source, Unreadable
-from keyhole.strict_json import parse
+from keyhole.core.files import parse
 
 _AUDIT = "keyhole audit http://HOST:8080/v2/models/NAME --model MODEL"
 _SCORE = "return a score or a label"

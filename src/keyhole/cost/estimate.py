@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.bounds import expect_number
+from keyhole.core.errors import expect_number
 
 _HOUR, _MILLION = 3600.0, 1e6
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.bounds import expect_count, expect_number
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.cost.measured import Figure, figures
-from keyhole.errors import InputError
 
 EXPOSURES = tuple(dict.fromkeys(str(figure["exposure"]) for figure in figures("text")))
 PROCESSORS = ("gpu", "cpu")

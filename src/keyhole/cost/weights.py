@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 
-from keyhole.bounds import expect_count
+from keyhole.core.errors import InputError, expect_count
 from keyhole.cost.estimate import Estimate
 from keyhole.cost.measured import figures
-from keyhole.errors import InputError
 from keyhole.extract import FullOutput, LowRank, SignOnly, SingleHead, Tolerant
 from keyhole.extract.low_rank import unknowns
 from keyhole.extract.output_layer import OutputLayer, answers_for

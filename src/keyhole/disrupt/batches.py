@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.disruption import Disruption, joined
-from keyhole.errors import InputError
 from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES, head_of
-from keyhole.progress import Progress, silent
 
 
 def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:

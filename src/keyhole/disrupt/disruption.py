@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.core import Result, Status, environment
+from keyhole.core.result import restored, typed
+from keyhole.core.text import percent
 from keyhole.data import Example
 from keyhole.disrupt.units import Unit
-from keyhole.percent import percent
-from keyhole.results import Result, Status, environment
-from keyhole.results.typed import restored, typed
 
 
 @dataclass(frozen=True)

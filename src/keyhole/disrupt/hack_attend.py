@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
 from keyhole.data import Batch
 from keyhole.disrupt.attacker import described
 from keyhole.disrupt.budget import Budget, budget
@@ -29,7 +30,6 @@ from keyhole.disrupt.rerank import Rerank
 from keyhole.disrupt.settings import expect_among, expect_least
 from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
-from keyhole.errors import InputError
 
 Scope = Literal["head", "model"]
 HeadUnits = Literal["paper", "all"]

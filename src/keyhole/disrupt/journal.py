@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal, digest
+from keyhole.core.result import restored
 from keyhole.data import Example
 from keyhole.disrupt.disruption import Control, Outcome
-from keyhole.errors import InputError
-from keyhole.results.typed import restored
-from keyhole.resume import Journal, digest
 
 
 def key(example: Example) -> str:

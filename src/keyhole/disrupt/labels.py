@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Batch
-from keyhole.errors import InputError
 
 
 def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None) -> Tensor:

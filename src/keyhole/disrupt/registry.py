@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keyhole.core.registry import Entry, Registry
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.hack_attend import HackAttend, Scope, Spare
 from keyhole.disrupt.rerank import Rerank
-from keyhole.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

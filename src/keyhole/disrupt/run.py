@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from keyhole.bounds import expect_count
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.files import is_file, read_text
+from keyhole.core.journal import digest
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Track, untracked
+from keyhole.core.tasks import MOST_PROCESSES, cluster
 from keyhole.data import Example, read_examples
-from keyhole.devices import expect_device
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Disruption
 from keyhole.disrupt.greedy import Order, Scale
@@ -16,14 +20,9 @@ from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
-from keyhole.errors import InputError
-from keyhole.files import is_file, read_text
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
 from keyhole.models.loading import class_names, expect_names, load_config, task_of
 from keyhole.models.tasks import GENERATES, Task
-from keyhole.progress import Track, untracked
-from keyhole.resume import digest
-from keyhole.workers import MOST_PROCESSES, cluster
 
 SHIPPED = "the reviews that ship with Keyhole"
 

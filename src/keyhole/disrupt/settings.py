@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast, get_args
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 
 def expect_among(name: str, value: object, known: Any) -> None:

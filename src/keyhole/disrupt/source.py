@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.core.journal import digest
 from keyhole.models.loading import load_config, load_model
-from keyhole.resume import digest
 
 
 @dataclass(frozen=True)

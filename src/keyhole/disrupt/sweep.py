@@ -22,6 +22,11 @@ from concurrent.futures import (
 )
 from typing import Any
 
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal
+from keyhole.core.machine import largest_matrix, threads_for
+from keyhole.core.progress import Progress, silent
+from keyhole.core.tasks import Pool
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
@@ -30,13 +35,8 @@ from keyhole.disrupt.journal import Outcomes, key
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
-from keyhole.errors import InputError
 from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
-from keyhole.progress import Progress, silent
-from keyhole.resume import Journal
-from keyhole.threads import largest_matrix, threads_for
-from keyhole.workers import Pool
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model

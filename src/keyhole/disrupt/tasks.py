@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
 from keyhole.data import Batch
-from keyhole.errors import InputError
 from keyhole.models.positions import positions
 from keyhole.models.tasks import Task, head_of
 

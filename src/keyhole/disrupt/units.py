@@ -31,8 +31,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
 from keyhole.disrupt.tasks import Question
-from keyhole.errors import InputError
 from keyhole.models.masking import Site, Untouched, rewriting
 
 

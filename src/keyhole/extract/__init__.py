@@ -3,6 +3,7 @@
 docs/mathematics.md has all of it in one notation.
 """
 
+from keyhole.core import Status
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.defended.adapted import Adapted
 from keyhole.extract.defended.run import against_defences
@@ -28,7 +29,6 @@ from keyhole.extract.single_head import SingleHead
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
-from keyhole.results import Status
 
 __all__ = [
     "Adapted",

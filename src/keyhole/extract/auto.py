@@ -26,7 +26,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.extract.domain import CHANGED, Witness
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.fitted import Fitted
@@ -43,7 +44,6 @@ from keyhole.extract.tolerant import Tolerant
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.links import Link, Linked, Undone
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
-from keyhole.results import Status
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be told from chance

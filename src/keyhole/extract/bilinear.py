@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _PRECISION = 1e-12  # an answer worse than this, relative to the largest entry, is asked again
 _EPSILON = torch.finfo(torch.float64).eps

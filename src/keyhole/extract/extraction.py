@@ -8,15 +8,13 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.core.finding import points
+from keyhole.core.result import Result, environment, typed
+from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.extract.last_layer.described import LastLayer
 from keyhole.oracle.links import Linked
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
-from keyhole.results.finding import points
-from keyhole.results.json import environment
-from keyhole.results.result import Result
-from keyhole.results.status import Status
-from keyhole.results.typed import typed
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError, expect_number
+from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import NEARLY, Exam, Examination, settle
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.step import Step
-from keyhole.least_squares import LinAlgError, least_squares
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError
-from keyhole.results import Status, Unsuccessful
 
 _EPSILON = torch.finfo(torch.float64).eps
 _LENGTHS = (1, 2, 3, 4)  # of the questions, in turn

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import settle
@@ -39,7 +40,6 @@ from keyhole.extract.vectors.layer_forms import LayerForms
 from keyhole.extract.vectors.probe_sequences import Panel, open_panel
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status, Unsuccessful
 
 _SAME = 1e-6  # relative; forms that disagree by more do not come from one head
 _INDEPENDENT = 1e4  # the worst condition of values that are solved for side by side

@@ -18,16 +18,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.numerics import LinAlgError
+from keyhole.core.text import percent
 from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.step import Step
-from keyhole.least_squares import LinAlgError
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
 from keyhole.oracle.protocol import BudgetExhausted, NotFinite, Oracle, OracleError, ask
-from keyhole.percent import percent
-from keyhole.results import Status, Unsuccessful
 
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function

@@ -38,7 +38,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.columns import Columns
@@ -49,7 +50,6 @@ from keyhole.extract.judge import settle
 from keyhole.extract.step import Step
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.results import Status, Unsuccessful
 
 _LINEAR = 1e-9  # length-one answers must be linear to this
 _ATTEMPTS = 3  # tokens x_0

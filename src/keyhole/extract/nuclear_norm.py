@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError, MissingExtra
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError, MissingExtra
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import settle
@@ -35,7 +36,6 @@ from keyhole.extract.low_rank import expect_rank, unknowns
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status, Unsuccessful
 
 
 @dataclass(frozen=True)

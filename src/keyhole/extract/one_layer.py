@@ -35,7 +35,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import scalar
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method, settle
@@ -48,7 +49,6 @@ from keyhole.extract.step import Step
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one cell gives more digits
 _ROOM = 1.01  # how much farther than x + δ the cell's nearest wall has to be

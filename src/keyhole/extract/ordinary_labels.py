@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.bounds import expect_count, expect_number
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.defended.ordinary_tokens import are_ordinary, usual_norm_of
 from keyhole.extract.domain import Domain
@@ -31,7 +32,6 @@ from keyhole.extract.judge import Examination, settle
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status, Unsuccessful
 
 _STREAM = 0x4C41424C  # keeps the judge's questions apart from the attack's
 _SHORT, _LONG = 0.55, 1.2  # of the usual norm: tokens in the first and in the last rounds

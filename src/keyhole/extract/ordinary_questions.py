@@ -31,8 +31,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.defended.beside import Beside, fit_values
 from keyhole.extract.defended.ordinary_tokens import (
@@ -47,10 +48,8 @@ from keyhole.extract.inexact import gauss_newton
 from keyhole.extract.inexact.gauss_newton import Singles
 from keyhole.extract.judge import NEARLY, Exam, Examination, settle
 from keyhole.extract.step import Step
-from keyhole.least_squares import least_squares
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.results import Status, Unsuccessful
 
 _EPSILON = torch.finfo(torch.float64).eps
 _STREAM = 0x4F524449  # keeps the judge's questions apart from the attack's

@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.files import read_tensors
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
 from keyhole.extract.judge import settle
 from keyhole.extract.step import Step
-from keyhole.files import read_tensors
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _ORTHOGONAL = 1e-8
 _SILENT = 1e-13  # a v_h shorter than this, beside the whole of v, is rounding

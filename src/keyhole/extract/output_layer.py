@@ -34,7 +34,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.last_layer.answers import (
     Answers,
@@ -50,7 +51,6 @@ from keyhole.extract.step import Step
 from keyhole.oracle.output_matrix import OutputMatrix
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
-from keyhole.results import Status, Unsuccessful
 
 _FIRST = 32  # rows before the first look
 _SPARE = 16  # rows beyond the rank, at least

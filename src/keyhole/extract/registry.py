@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.registry import Entry, Registry
 from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
@@ -31,7 +32,6 @@ from keyhole.extract.tolerant import Tolerant
 from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.oracle import Clipped, Oracle, Rounded
 from keyhole.oracle import SignOnly as Thresholded
-from keyhole.registry import Entry, Registry
 
 
 @dataclass(frozen=True)

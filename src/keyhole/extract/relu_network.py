@@ -34,17 +34,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Exam, settle
 from keyhole.extract.relu.absolute_terms import Folds, neurons
 from keyhole.extract.relu.half_circle import Pieces, find_pieces
 from keyhole.extract.step import Step
-from keyhole.least_squares import least_squares
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _MOST = 1024  # neurons, where the caller names no width
 _STEP = 1 / 16  # of the distance to the nearest kink: leaves the piece one time in twenty

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from keyhole.bounds import expect_count
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.progress import Track, untracked
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.last_layer.reference import compared
@@ -22,7 +22,6 @@ from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.session import Notice, session, unheard
-from keyhole.progress import Track, untracked
 
 
 def run(

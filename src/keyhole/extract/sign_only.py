@@ -38,7 +38,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.text import percent
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.inexact.asked_again import labels_again
@@ -58,8 +60,6 @@ from keyhole.extract.judge import Examination, settle
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.percent import percent
-from keyhole.results import Status, Unsuccessful
 
 # Of the error allowed to W, for what an inexact v does to it: an average pays for each bit.
 _SHARE = {"bisect": 0.15, "average": 0.5}

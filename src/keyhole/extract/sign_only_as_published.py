@@ -32,8 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError, expect_number
+from keyhole.core.text import percent
 from keyhole.extract.extraction import Extraction, Statement
 from keyhole.extract.inexact.asked_again import labels_again
 from keyhole.extract.inexact.halfspace import (
@@ -50,8 +51,6 @@ from keyhole.extract.judge import Examination, settle
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.percent import percent
-from keyhole.results import Status, Unsuccessful
 
 _LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
 _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them

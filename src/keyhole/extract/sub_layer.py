@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import settle
@@ -62,7 +63,6 @@ from keyhole.extract.sub_layers.value_spaces import (
 )
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
-from keyhole.results import Status, Unsuccessful
 
 _AXES = 6  # of the subspace that points come from
 _OPEN = (0.75, 0.92)  # how far gates should go from half open, on average

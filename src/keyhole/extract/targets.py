@@ -7,7 +7,7 @@ MODEL, http://host:port                       a language model's next tokens, fo
 
 from __future__ import annotations
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import names_model, task_of
 from keyhole.models.next_token import NextTokenLogits

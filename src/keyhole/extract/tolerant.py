@@ -36,7 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.inexact import gauss_newton
@@ -48,7 +49,6 @@ from keyhole.extract.judge import Examination, settle
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError, expect_number
 from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
 from keyhole.extract.extraction import Extraction, Statement
 from keyhole.extract.inexact.asked_again import asked_again
@@ -48,7 +48,6 @@ from keyhole.extract.judge import Examination, settle
 from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _EPSILON = torch.finfo(torch.float64).eps

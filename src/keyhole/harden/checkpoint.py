@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
-from keyhole.files import trouble
-from keyhole.results import FORMAT, dump, read
-from keyhole.results.typed import typed
-from keyhole.resume import expect_same_run
+from keyhole.core import FORMAT, dump, read
+from keyhole.core.errors import InputError
+from keyhole.core.files import trouble
+from keyhole.core.journal import expect_same_run
+from keyhole.core.result import typed
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from keyhole.core import Result, environment
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Track, untracked
+from keyhole.core.text import percent
 from keyhole.data import Batch, Example
 from keyhole.disrupt import Attacker, Disruption, HackAttend, Rerank, Unit
 from keyhole.disrupt.batches import Batches
@@ -34,13 +38,9 @@ from keyhole.disrupt.budget import budget
 from keyhole.disrupt.judge import judge
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Units, survey
-from keyhole.errors import InputError
 from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
 from keyhole.harden.defences.defence import logits
 from keyhole.models.masking import rewriting
-from keyhole.percent import percent
-from keyhole.progress import Track, untracked
-from keyhole.results import Result, environment
 
 
 @dataclass(frozen=True)

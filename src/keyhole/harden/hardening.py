@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.core import Result, environment
 from keyhole.harden.evaluate import Evaluation
 from keyhole.harden.train import Training
-from keyhole.results import Result, environment
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ To add one, write the defence in its own module of defences/ and add one line to
 
 from __future__ import annotations
 
+from keyhole.core.registry import Entry, Registry
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.combined import Combined
@@ -14,7 +15,6 @@ from keyhole.harden.defences.plain import Plain
 from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
-from keyhole.registry import Entry, Registry
 
 DEFENCES: Registry[Defence, None] = Registry(
     "method",

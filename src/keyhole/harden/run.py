@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
+from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
+from keyhole.core.files import exists, is_folder, trouble
+from keyhole.core.journal import expect_same_run
+from keyhole.core.machine import expect_device, largest_matrix, threads_for
+from keyhole.core.progress import Progress, Track, untracked
 from keyhole.data import Example, read_examples
-from keyhole.devices import expect_device
 from keyhole.disrupt import HackAttend
-from keyhole.errors import InputError, KeyholeError
-from keyhole.files import exists, is_folder, trouble
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.defences.stages import Stages
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
@@ -27,9 +28,6 @@ from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
 from keyhole.models.loading import class_names, expect_names, load_config, save, task_of
 from keyhole.models.tasks import Task
-from keyhole.progress import Progress, Track, untracked
-from keyhole.resume import expect_same_run
-from keyhole.threads import largest_matrix, threads_for
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"

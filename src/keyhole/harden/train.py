@@ -19,16 +19,16 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from keyhole.core import Result
+from keyhole.core.errors import InputError
+from keyhole.core.journal import digest
+from keyhole.core.progress import Progress, silent
 from keyhole.data import Example, encode
-from keyhole.errors import InputError
 from keyhole.harden.checkpoint import Run, State, resume, save
 from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.harden.defences.stages import current
 from keyhole.models.loading import identity
 from keyhole.models.positions import fitting
-from keyhole.progress import Progress, silent
-from keyhole.results import Result
-from keyhole.resume import digest
 
 
 @dataclass(frozen=True, repr=False)

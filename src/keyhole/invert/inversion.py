@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, environment
+from keyhole.core.finding import points
+from keyhole.core.result import Result
 from keyhole.invert.proofs.certify import Certificate
-from keyhole.results import Status, environment
-from keyhole.results.finding import points
-from keyhole.results.result import Result
 
 _ADVICE = {
     Status.RECOVERED: "Do not hand this output to people who may not see the input.",

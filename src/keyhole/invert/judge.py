@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.problem import Problem
-from keyhole.results import Status
 
 ROUNDING = 1e-12  # relative to the numbers that were added up
 NEARLY = 1e-4

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.machine import expect_room
 from keyhole.invert.problem import Problem
 from keyhole.invert.structure.layers import Layer, Layers
-from keyhole.memory import expect_room
 
 
 def plant(

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors
+from keyhole.core.errors import InputError
+from keyhole.core.files import read_tensors, write_tensors
 
 _TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known", "maps")
 _NUMBERS = ("tolerance", "gamma")

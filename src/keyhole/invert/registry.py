@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.registry import Entry, Registry
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
@@ -26,7 +27,6 @@ from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 from keyhole.invert.structure.layers import SolveLayers
-from keyhole.registry import Entry, Registry
 
 STARTS = 256  # of every search from many starts, unless told otherwise
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.devices import expect_device
-from keyhole.errors import InputError
-from keyhole.files import read_tensors
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.files import read_tensors
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Track, untracked
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
@@ -23,7 +23,6 @@ from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
 from keyhole.invert.structure.layers_file import load_layers
 from keyhole.invert.structure.searches import opened, what_determines
-from keyhole.progress import Track, untracked
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
 

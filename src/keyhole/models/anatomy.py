@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keyhole.bounds import expect_count
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.next_token import continued, last_states, unembedding
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.loading import Loaded, identity
 
 

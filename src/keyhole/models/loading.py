@@ -24,10 +24,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from keyhole.devices import expect_device
-from keyhole.errors import InputError, MissingExtra
-from keyhole.files import exists, expect_file, is_folder, trouble
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.files import exists, expect_file, is_folder, trouble
+from keyhole.core.machine import expect_device, expect_room
 from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in

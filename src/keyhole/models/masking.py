@@ -34,7 +34,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.loading import transformers
 from keyhole.models.passes import NAME, Watch
 from keyhole.models.rewrite import Rewrite, Site, Sites, Untouched

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.loading import transformers
 from keyhole.models.rewrite import Rewrite, Site, Sites
 

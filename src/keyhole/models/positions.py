@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import anatomy
 
 

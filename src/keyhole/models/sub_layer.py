@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.oracle.sub_layer import SubLayer
 

@@ -11,7 +11,7 @@ import ipaddress
 from contextlib import suppress
 from urllib.parse import unquote, urlsplit
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 
 def names_address(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import OracleError
 
 FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)

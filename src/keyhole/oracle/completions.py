@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.address import without_password
 from keyhole.oracle.http import Http, Refused
 from keyhole.oracle.options import EndpointOptions

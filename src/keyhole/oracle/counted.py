@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, silent
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask, identity_of
-from keyhole.progress import Progress, silent
 
 
 class Counted:

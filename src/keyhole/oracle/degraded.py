@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
 from keyhole.oracle.refusing import LengthLimited, UsualOnly, expect_lengths
 from keyhole.oracle.wrapper import Wrapper

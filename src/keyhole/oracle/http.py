@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import httpcore
 import httpx
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.bodies import FAILURES, Garbled, Limits, body_of, opening_of, parsed, shown
 from keyhole.oracle.pace import Pace
 from keyhole.oracle.protocol import OracleError

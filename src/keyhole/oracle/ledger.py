@@ -21,8 +21,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError, KeyholeError
-from keyhole.files import exists, expect_file, is_folder, private, trouble
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.files import exists, expect_file, is_folder, private, trouble
+from keyhole.core.journal import expect_same_run
 from keyhole.oracle.generations import (
     allowed,
     begin,
@@ -41,7 +42,6 @@ from keyhole.oracle.protocol import (
     check_sequences,
     identity_of,
 )
-from keyhole.resume import expect_same_run
 
 VERSION = "1"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from any other SQLite file

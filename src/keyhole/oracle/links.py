@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import Oracle, ask, identity_of
 
 NAMES = ("identity", "sigmoid", "tanh", "softmax")

@@ -23,8 +23,7 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.bodies import Limits, shown
 from keyhole.oracle.options import EndpointOptions

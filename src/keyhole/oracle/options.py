@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from keyhole.bounds import expect_count, expect_number
-from keyhole.errors import InputError
-from keyhole.files import expect_file
+from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.files import expect_file
 from keyhole.oracle.address import parted
 from keyhole.oracle.http import Http, Limits
 

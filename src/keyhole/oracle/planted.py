@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import check_sequences
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.wrapper import Wrapper

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.wrapper import Wrapper

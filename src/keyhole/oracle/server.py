@@ -24,7 +24,7 @@ from mlserver.errors import InferenceError, MLServerError
 from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import check_sequences

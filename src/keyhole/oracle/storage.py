@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.files import read_tensors, write_tensors
+from keyhole.core.machine import expect_room
 from keyhole.oracle.degraded import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.output_matrix import OutputMatrix

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from keyhole.attention import probabilities
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.planted import Parametric
 from keyhole.oracle.protocol import check_sequences
 

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number, expect_seed
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.oracle.planted import MultiHead
 
 

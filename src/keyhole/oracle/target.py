@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.address import expect_authorized, names_address, without_password
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.address import without_password
 from keyhole.oracle.bodies import Garbled
 from keyhole.oracle.http import as_object

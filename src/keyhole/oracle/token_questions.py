@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import Oracle, OracleError, check_sequences
 
 DIM = 2

@@ -19,7 +19,7 @@ from typing import Any, cast
 import httpcore
 import httpx
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 _PIECE = 2**16  # bytes written at once
 _OPENING = b"HTTP/1."

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.at_rest import encrypted, tokens_by_size
@@ -26,7 +27,6 @@ from keyhole.recover.scrambled import BLOCK, FORMS, matrices_of
 from keyhole.recover.search.inverse_map import random_texts
 from keyhole.recover.simulate import degrade, leak_of, with_noise
 from keyhole.recover.unscrambled import Pairs, in_no_order, unrotated, unscrambled
-from keyhole.results import Status, Unsuccessful
 
 DEFENCES = ("none", "noise", "permuted", *FORMS, "encrypted")
 NOISE = 0.1  # in standard deviations of the leak

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 _LEAST = 16  # bytes of a key and of a nonce
 

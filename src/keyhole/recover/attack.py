@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
-from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import decoded, written
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import write_tensors
+from keyhole.core.errors import InputError
+from keyhole.core.files import write_tensors
 from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")

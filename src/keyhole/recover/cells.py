@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 
 def expect_cells(

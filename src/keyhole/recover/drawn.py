@@ -16,15 +16,14 @@ from typing import cast
 
 import torch
 
-from keyhole.bounds import expect_count, expect_seed
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_seed
+from keyhole.core.journal import Journal, digest
+from keyhole.core.progress import Track, untracked
 from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
-from keyhole.progress import Track, untracked
 from keyhole.recover.embedding.corpus import corpus_texts
 from keyhole.recover.embedding.counted import SHIPPED
-from keyhole.resume import Journal, digest
 
 _TOGETHER = {"cuda": 4096, "cpu": 64}  # texts that are written side by side
 _NOTHING_NEW = 20  # times in a row, after which there are no more

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure
 from keyhole.models.next_token import unembedding
 from keyhole.recover.leaks import Leak, Logits, Pooled
-from keyhole.results import Status, Unsuccessful
 
 _DEPENDENT = 1e-10  # of the largest pivot: columns of W that say the same
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from keyhole.core import Status
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.judge import judge_vector
 from keyhole.recover.leaks import HiddenStates, Leak, Logits, Pooled
@@ -45,7 +46,6 @@ from keyhole.recover.precision import Precision, precision_of
 from keyhole.recover.recovery import Mark
 from keyhole.recover.rivals import exposed_rows, margins
 from keyhole.recover.verdict import ODDS, Verdict
-from keyhole.results import Status
 
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 _NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import read_tensors
+from keyhole.core.errors import InputError
+from keyhole.core.files import parse, read_tensors
 from keyhole.models.capture import Exposure
 from keyhole.recover.base_leak import FORMAT, BaseLeak
 from keyhole.recover.cells import expect_cells
-from keyhole.strict_json import parse
 
 _UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
 _CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits

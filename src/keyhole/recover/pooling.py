@@ -22,12 +22,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import exists, read_text
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, parse, read_text
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
 from keyhole.recover.simulate import LONGEST, leak_of
-from keyhole.strict_json import parse
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
 # The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to

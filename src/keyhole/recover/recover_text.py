@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import identity
-from keyhole.progress import Progress, Track, silent, untracked
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount
 from keyhole.recover.foreign import Contents, Dump, arrays_of, contents_of
 from keyhole.recover.judge import judge
@@ -24,7 +25,6 @@ from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, readers
 from keyhole.recover.served import with_served_noise
 from keyhole.recover.solvable import solvable
-from keyhole.results import Status, Unsuccessful
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"

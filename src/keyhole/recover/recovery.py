@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.results import Status, environment
-from keyhole.results.result import Result
-from keyhole.results.typed import restored
+from keyhole.core import Status, environment
+from keyhole.core.result import Result, restored
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.registry import Entry, Registry
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
 from keyhole.recover.attacks.counted_reader import CountedReader
@@ -25,7 +26,6 @@ from keyhole.recover.attacks.unordered import UnorderedStates
 from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
 from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.registry import Entry, Registry
 
 _COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keyhole.bounds import expect_seed
-from keyhole.errors import InputError
-from keyhole.files import read_text, trouble
+from keyhole.core.errors import InputError, expect_seed
+from keyhole.core.files import read_text, trouble
+from keyhole.core.journal import Journal, digest
+from keyhole.core.machine import largest_matrix, threads_for
+from keyhole.core.progress import Track, untracked
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
-from keyhole.progress import Track, untracked
 from keyhole.recover.attack import Attack, Target
 from keyhole.recover.foreign import WrittenIds
 from keyhole.recover.leaks import Leak, load_leak
@@ -25,8 +26,6 @@ from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
 from keyhole.recover.sources import Source, head_for, open_leaks, read_sources, task_for
-from keyhole.resume import Journal, digest
-from keyhole.threads import largest_matrix, threads_for
 
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 
 FORMS = ("rotated", "scrambled", "mixed")

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.bounds import expect_number
+from keyhole.core.errors import InputError, expect_number
 from keyhole.data import opening
-from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity

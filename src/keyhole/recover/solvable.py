@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
-from keyhole.least_squares import LinAlgError
-from keyhole.results import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.numerics import LinAlgError
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from keyhole.errors import InputError
-from keyhole.files import is_file, is_folder
+from keyhole.core.errors import InputError
+from keyhole.core.files import is_file, is_folder
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.base_leak import BaseLeak

@@ -21,7 +21,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.attacks.key_values import attention_inputs
@@ -29,7 +30,6 @@ from keyhole.recover.leaks import HiddenStates, KeyValues, Leak
 from keyhole.recover.rotation import undo_linear, undo_rotation
 from keyhole.recover.scrambled import blocks, matrices_of, with_matrices
 from keyhole.recover.search.row_order import assigned
-from keyhole.results import Status, Unsuccessful
 
 _AT_ONCE = 4096  # tokens of the vocabulary in one pass
 _ELSEWHERE = 1e30  # the cost of a place in another block

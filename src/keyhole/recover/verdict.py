@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from keyhole.core import Status
 from keyhole.recover.recovery import Mark
-from keyhole.results import Status
 
 ODDS = 10.0  # their logarithm against a rival: e¹⁰ : 1 for a likely token
 

@@ -13,12 +13,12 @@ from typing import Any
 from keyhole.assess import Severity
 from keyhole.configs import Checked, Finding, Level, Rule, Unread
 from keyhole.configs.registry import RULES
+from keyhole.core import dump
 from keyhole.report import junit, markdown, sarif_log
 from keyhole.report.inert import as_code, inert
 from keyhole.report.provenance import slug
 from keyhole.report.sarif_places import in_file
 from keyhole.report.wording import number
-from keyhole.results import dump
 from keyhole.version import __version__
 
 _SEVERITIES = {

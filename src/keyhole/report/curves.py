@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from keyhole.core import Finding
 from keyhole.report.axes import SMALLEST, Axis
-from keyhole.results import Finding
 
 WIDTH, HEIGHT = 620, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 22, 44

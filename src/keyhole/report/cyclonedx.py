@@ -12,9 +12,9 @@ from typing import Any
 
 from keyhole.assess import Assessment, Family, Item, State
 from keyhole.assess.severity import cost
+from keyhole.core import Audit, Outcome, dump
 from keyhole.report import provenance, wording
 from keyhole.report.inert import inert
-from keyhole.results import Audit, Outcome, dump
 
 SCHEMA = "http://cyclonedx.org/schema/bom-1.6.schema.json"
 # Families whose attacks run the model's own attention: that they ran says what it is.

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from keyhole.assess import Assessment, Card, FleetAssessment, Item, Severity, assess_fleet
-from keyhole.progress import duration
+from keyhole.core import Audit, Fleet
+from keyhole.core.progress import duration
+from keyhole.core.text import visible
 from keyhole.report.pages import fill
 from keyhole.report.terminal import STYLES
-from keyhole.results import Audit, Fleet
-from keyhole.visible import visible
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from hashlib import sha256
 from typing import Any
 
 from keyhole.assess import FleetAssessment
+from keyhole.core import dump
 from keyhole.report import json_form, junit, markdown, sarif, sarif_log
 from keyhole.report.fleet import Row, rows
 from keyhole.report.inert import as_code, inert
 from keyhole.report.provenance import slug
-from keyhole.results import dump
 
 MOST_RUNS = 20  # of a SARIF file that GitHub takes
 _TARGETS = (

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.percent import percent
+from keyhole.core.text import percent
 
 if TYPE_CHECKING:  # a report is made without what trains
     from keyhole.harden.evaluate import Evaluation

@@ -7,7 +7,7 @@ of writing, halves of surrogate pairs) is spelled out, so that it reads as what 
 
 from __future__ import annotations
 
-from keyhole.visible import visible
+from keyhole.core.text import visible
 
 LONGEST = 1000  # letters of one field; the JSON file has all of them
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from keyhole.assess import Assessment, Card, Decision, Item
-from keyhole.results import dump
+from keyhole.core import dump
 
 SCHEMA = "urn:keyhole:schema:audit:1"
 _FILE = "schemas/audit-1.schema.json"

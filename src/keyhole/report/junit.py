@@ -14,9 +14,9 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 from keyhole.assess import Assessment, Item, Ruling
 from keyhole.assess.rules import rule_of_skip
 from keyhole.assess.severity import cost
+from keyhole.core import Outcome, Skip
 from keyhole.report import provenance, wording
 from keyhole.report.inert import inert
-from keyhole.results import Outcome, Skip
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from keyhole.percent import percent
-from keyhole.results import Finding, Reading
+from keyhole.core import Finding, Reading
+from keyhole.core.text import percent
 
 EDGES = (1, 10, 17, 25)  # tokens, special ones left out: where each row of the table begins
 

@@ -13,9 +13,9 @@ from itertools import accumulate
 
 from keyhole.assess import Assessment, Card, Item
 from keyhole.assess.severity import cost
+from keyhole.core import Outcome
 from keyhole.report import provenance, wording
 from keyhole.report.inert import as_code
-from keyhole.results import Outcome
 
 MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
 SHOWN = 20  # findings before the fold

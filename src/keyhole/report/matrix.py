@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from keyhole.assess import Assessment, Item
-from keyhole.percent import percent
-from keyhole.results import Readings
+from keyhole.core import Readings
+from keyhole.core.text import percent
 
 WHOLE = "model"  # the column of what is made by no single layer
 _LAYER = re.compile(r" of layer (\d+)$")

@@ -7,12 +7,12 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Family, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
-from keyhole.percent import percent
+from keyhole.core import Audit
+from keyhole.core.text import percent
 from keyhole.report import lengths, matrix, pictures, readings, wording
 from keyhole.report.curves import curve
 from keyhole.report.groups import groups, sections
 from keyhole.report.pages import fill
-from keyhole.results import Audit
 
 
 def render(audit: Audit, assessment: Assessment | None = None) -> str:

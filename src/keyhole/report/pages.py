@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from keyhole.visible import legible
+from keyhole.core.text import legible
 
 
 def _finalize(value: Any) -> Any:

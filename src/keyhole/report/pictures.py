@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from keyhole.core.finding import Cut
 from keyhole.report.matrix import shade
-from keyhole.results.cuts import Cut
 
 _WIDEST = 700  # pixels for all heads of a layer
 _SMALLEST, _LARGEST, _GAP, _MARGIN = 1.0, 3.0, 6.0, 26.0

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from markupsafe import escape
 
-from keyhole.errors import MissingExtra
+from keyhole.core import Finding
+from keyhole.core.errors import MissingExtra
 from keyhole.report.axes import SMALLEST
-from keyhole.results import Finding
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

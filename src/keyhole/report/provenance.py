@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from uuid import UUID, uuid5
 
+from keyhole.core import Audit, dump
 from keyhole.report.inert import inert
-from keyhole.results import Audit, dump
 
 _AUDITS = UUID("6f5f584f-78f0-589d-81da-408ad4faa72b")  # uuid5 of urn:keyhole:audits
 _WORDS = re.compile(r"[^0-9a-z]+")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from keyhole.results import Finding, Piece, Reading
+from keyhole.core import Finding, Piece, Reading
 
 SHOWN = 100  # texts on the page; the JSON file has all
 _MARKS = {"verified": "verified", "likely": "likely"}  # anything else nobody read

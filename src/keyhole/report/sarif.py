@@ -15,6 +15,7 @@ from typing import Any
 from keyhole.assess import RULES, Assessment, Item, Rule, Severity, State
 from keyhole.assess.rules import OTHERS, rule_of_skip
 from keyhole.assess.severity import cost
+from keyhole.core import Outcome, Skip
 from keyhole.report import provenance, wording
 from keyhole.report.inert import inert
 from keyhole.report.sarif_log import (
@@ -29,7 +30,6 @@ from keyhole.report.sarif_log import (
     written,
 )
 from keyhole.report.sarif_places import Places
-from keyhole.results import Outcome, Skip
 
 _ALL_RULES = (*RULES, *OTHERS.values())
 _NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")

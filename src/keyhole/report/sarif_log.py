@@ -7,8 +7,8 @@ from hashlib import sha256
 from typing import Any
 
 from keyhole.assess import Severity
+from keyhole.core import dump
 from keyhole.report.inert import inert
-from keyhole.results import dump
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

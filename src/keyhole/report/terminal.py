@@ -14,10 +14,10 @@ from rich.text import Text
 
 from keyhole.assess import Assessment, Item, Severity, assess
 from keyhole.assess.severity import cost
+from keyhole.core import Audit, Skip
+from keyhole.core.text import visible
 from keyhole.report import lengths, wording
 from keyhole.report.groups import groups
-from keyhole.results import Audit, Skip
-from keyhole.visible import visible
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
 STYLES = {

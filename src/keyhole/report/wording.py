@@ -8,9 +8,8 @@ from collections import Counter
 from markupsafe import Markup
 
 from keyhole.assess import Assessment, Policy
-from keyhole.percent import percent
-from keyhole.results import Finding, Outcome, Status
-from keyhole.visible import legible
+from keyhole.core import Finding, Outcome, Status
+from keyhole.core.text import legible, percent
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.stores.store import library
 
 

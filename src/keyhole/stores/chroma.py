@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import exists, trouble
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, trouble
 from keyhole.stores.store import Place, Store, library, one_line
 
 _NOTE = "read from a temporary copy, because Chroma writes to what it opens"

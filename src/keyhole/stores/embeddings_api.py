@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.oracle.http import Http, Limits
 from keyhole.oracle.protocol import OracleError
 from keyhole.stores.store import Place, Store

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import expect_file
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file
+from keyhole.core.machine import expect_room
 from keyhole.stores.store import Place, Store, library, one_line
 
 

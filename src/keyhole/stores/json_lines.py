@@ -15,10 +15,9 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import expect_file
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file, parse
 from keyhole.stores.store import Place, Store
-from keyhole.strict_json import parse
 
 _ALONE = "the line itself"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import is_folder
+from keyhole.core.errors import InputError
+from keyhole.core.files import is_folder
 from keyhole.stores.arrow import matrix, string_columns, vector_columns
 from keyhole.stores.store import Place, Store, library, one_line
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import expect_file
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file
 from keyhole.stores.arrow import matrix, string_columns, vector_columns
 from keyhole.stores.store import Place, Store, library, one_line
 

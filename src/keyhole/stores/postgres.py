@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError, KeyholeError
+from keyhole.core.errors import InputError, KeyholeError
 from keyhole.stores.store import Place, Store, library, one_line
 
 _OURS = ("table", "column", "text")

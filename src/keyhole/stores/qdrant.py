@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import exists
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists
 from keyhole.stores.store import Place, Store
 
 _ALONE = ""  # the name of the only vector of a point

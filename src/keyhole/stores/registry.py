@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from keyhole.errors import InputError
-from keyhole.files import exists
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists
 from keyhole.stores.arrays import open_npy, open_npz
 from keyhole.stores.chroma import open_chroma
 from keyhole.stores.embeddings_api import open_embeddings_api

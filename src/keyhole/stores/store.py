@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError, MissingExtra
 from keyhole.data import TEXT_COLUMNS
-from keyhole.errors import InputError, MissingExtra
 
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
 _BATCH = 2**16  # rows that are read at once where all are wanted

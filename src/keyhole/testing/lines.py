@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from keyhole.percent import percent
+from keyhole.core import Audit, Finding, Outcome, Skip
+from keyhole.core.text import percent, visible
 from keyhole.report import wording
-from keyhole.results import Audit, Finding, Outcome, Skip
-from keyhole.visible import visible
 
 _LONGEST = 60  # letters of a text that a line quotes
 UNCHECKED = str(Outcome.UNCHECKED)

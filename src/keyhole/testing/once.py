@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.run import audit
-from keyhole.results import Audit, dump
-from keyhole.resume import digest
-from keyhole.strict_json import parse
+from keyhole.core import Audit, dump
+from keyhole.core.files import parse
+from keyhole.core.journal import digest
 from keyhole.testing.record import tell
 
 _PATIENCE = 24 * 3600.0  # seconds that a worker waits for another's audit of the same target

@@ -17,7 +17,7 @@ import pytest
 from keyhole.testing import record
 
 if TYPE_CHECKING:
-    from keyhole.results import Audit
+    from keyhole.core import Audit
 
 _KEY = "keyhole"  # of what reports carry, and of the section
 _OPTION = "--keyhole-report"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from keyhole.results import Audit
+    from keyhole.core import Audit
 
 Listener = Callable[["Audit"], None]
 _listeners: list[Listener] = []

@@ -8,9 +8,9 @@ from typing import Any
 
 from keyhole.assess import assess
 from keyhole.audit.together import together
-from keyhole.files import write_text
+from keyhole.core import Audit
+from keyhole.core.files import write_text
 from keyhole.report.formats import FORMATS
-from keyhole.results import Audit
 
 
 def write(audits: Sequence[dict[str, Any]], files: Sequence[tuple[str, Path]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract.defended.copies import Copied
 
 TARGET = oracle.plant(dim=5, seed=4)

@@ -11,11 +11,11 @@ import torch
 
 from command_line import inside
 from keyhole import extract, oracle
+from keyhole.core import Status, dump
 from keyhole.extract.defended.honest import HonestClient
 from keyhole.extract.defended.run import try_defence
 from keyhole.extract.defended.trials import Trial, trials
 from keyhole.oracle import Degradation
-from keyhole.results import Status, dump
 
 DIM = 5
 TARGET = oracle.plant(dim=DIM, seed=6)

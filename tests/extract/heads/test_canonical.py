@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import reference
 from keyhole import oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import canonical, same_function
 from keyhole.extract.heads.canonical import difference, remarks
 

@@ -15,7 +15,7 @@ import command_line
 import kill_points
 import tiny_gguf
 from keyhole import extract, oracle
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract import OutputLayer, Status
 from keyhole.extract.last_layer.reference import distance
 from keyhole.oracle.completions import Completions

@@ -10,8 +10,8 @@ import torch
 from reference_relu import kinks as reference_kinks
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.relu.half_circle import find_pieces
-from keyhole.results import Status, Unsuccessful
 
 
 def _tolerance(y: Tensor) -> float:

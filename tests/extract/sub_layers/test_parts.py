@@ -6,11 +6,11 @@ import pytest
 import torch
 from planted_sub_layers import LLAMA, planted
 
+from keyhole.core import Unsuccessful
 from keyhole.extract.sub_layers.attention_weights import Reader
 from keyhole.extract.sub_layers.gates import find_gates
 from keyhole.extract.sub_layers.rotary_planes import find_planes
 from keyhole.extract.sub_layers.surroundings import open_surroundings
-from keyhole.results import Unsuccessful
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -12,7 +12,7 @@ from layers import Kind, draw, normal, plain_loss, planted, second
 from torch import Tensor
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.bounds import paper_gamma
 
 

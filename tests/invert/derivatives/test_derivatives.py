@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layers import KINDS, OPTIONS, Kind, draw, normal, plain_loss, second
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import gauss_newton_of, hessian_of
 from keyhole.invert.derivatives.hessian_blocks import as_matrix, blocks_of

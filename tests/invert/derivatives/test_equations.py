@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import reference
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.functional import jacobian
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 from keyhole.invert.proofs import balls

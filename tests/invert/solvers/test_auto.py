@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from keyhole import invert
+from keyhole.core import Status
 from keyhole.invert.judge import residual_of
-from keyhole.results import Status
 
 CHOICES = {
     "residual connection": {"residual": True, "value_scale": 0.2},

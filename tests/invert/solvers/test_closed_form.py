@@ -10,9 +10,9 @@ from plants import off, plant
 from torch.autograd.functional import jacobian
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.structure import leaked_maps
-from keyhole.results import Status
 
 KINDS = {
     "n < d": (4, 8, {}),

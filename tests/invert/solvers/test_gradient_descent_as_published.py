@@ -7,7 +7,7 @@ import torch
 from layers import plain_loss, planted
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert import GradientDescentAsPublished
 from keyhole.invert.derivatives.equations import Equations
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.judge import judge, residual_of
-from keyhole.results import Status
 
 
 def error(result, X):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from keyhole.core import Status, dump
 from keyhole.invert import LevenbergMarquardt, plant
-from keyhole.results import Status, dump
 
 
 class Stopping(torch.Tensor):

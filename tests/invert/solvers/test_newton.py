@@ -12,12 +12,12 @@ import torch
 from layers import Kind, draw, normal, plain_loss, planted
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
-from keyhole.results import Status
 
 
 def errors(method, problem, X0, steps):

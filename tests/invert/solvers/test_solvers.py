@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import residual_of
 from keyhole.invert.solvers.newton_cg import least_squares_step
 from keyhole.invert.solvers.residual_stream import gmres
-from keyhole.results import Status
 
 VARIANTS = {
     "bare": {"symmetric": True},

@@ -11,9 +11,9 @@ from plants import gaussians, off, plant_stack
 from torch.autograd.functional import jacobian
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert.structure.layers import MOVED, Composed
-from keyhole.results import Status
 
 ONE = invert.LevenbergMarquardt(starts=16, steps=200, solutions=2)
 PEEL = invert.Peel(ONE, branches=2)

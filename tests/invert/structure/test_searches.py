@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.journal import AnotherRun, records_in
 from keyhole.invert.run import run_layers
-from keyhole.resume import AnotherRun, records_in
 
 ONE = invert.LevenbergMarquardt(starts=8, steps=100, solutions=2)
 METHODS = {

@@ -10,6 +10,7 @@ import pytest
 import tiny_models as tiny
 from command_line import inside
 from keyhole.audit import Audit
+from keyhole.core import Status
 from keyhole.data import read_texts
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import NOTES, TEXTS, load_demo
@@ -18,7 +19,6 @@ from keyhole.recover.attacks.counted_reader import CountedReader, beginnings
 from keyhole.recover.embedding.counted import SHIPPED
 from keyhole.recover.embedding.sum_search import SumSearch
 from keyhole.recover.pooling import embeddings
-from keyhole.results import Status
 from made_stores import jsonl
 
 READ_WITH = "read with counts of the corpus that ships"

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import tiny_models as tiny
+from keyhole.core import Status
 from keyhole.models import Exposure, capture
 from keyhole.recover.attacks.decoder import DecoderStates
 from keyhole.recover.leaks import TYPES, HiddenStates
 from keyhole.recover.recover_text import recover_text, recover_texts
 from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import leak_of
-from keyhole.results import Status
 
 TOKENIZER = tiny.tokenizer(causal=True)
 QUICK = DecoderStates(samples=512)

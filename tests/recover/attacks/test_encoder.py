@@ -11,7 +11,8 @@ import torch
 
 import tiny_models as tiny
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
@@ -20,7 +21,6 @@ from keyhole.recover.search.encoder_batch import EncoderBatch
 from keyhole.recover.search.inverse_map import inverse_map, random_texts
 from keyhole.recover.search.lbfgs import BatchedLBFGS
 from keyhole.recover.search.token_table import TokenTable
-from keyhole.results import Status
 
 WORDS = tiny.tokenizer()
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import tiny_models as tiny
+from keyhole.core import Status
 from keyhole.models import Exposure, capture
 from keyhole.recover import Logits, degrade, leak_of, recover_text, recover_texts
 from keyhole.recover.attacks.short_prompt import ShortPrompt
 from keyhole.recover.embedding.bigrams import Bigrams
-from keyhole.results import Status
 
 TEXTS = ["w7", "w31 w2"]
 

@@ -9,10 +9,10 @@ import torch
 
 import tiny_models as tiny
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
 from keyhole.recover.attacks.unordered import UnorderedStates
-from keyhole.results import Status
 
 WORDS = tiny.tokenizer()
 IDS = tiny.ids(texts=3, length=12)

@@ -7,10 +7,10 @@ import torch
 
 import tiny_models as tiny
 from keyhole import invert
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
 from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
-from keyhole.results import Status
 
 WORDS = tiny.tokenizer(causal=True)
 IDS = tiny.ids(texts=2, length=12)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure
 from keyhole.recover import leak_of, recover_texts
 from keyhole.recover.attacks.counted_reader import CountedReader

@@ -10,6 +10,7 @@ import torch
 
 import reference
 import tiny_models as tiny
+from keyhole.core import Status
 from keyhole.models import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.edits import Vectors
@@ -18,7 +19,6 @@ from keyhole.recover.judge import judge
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.results import Status
 
 FORMS = {
     "float32": lambda leak: leak,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reference
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.embedding.stored import Stored
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.precision import FLOOR

@@ -11,7 +11,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole import recover
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import tiny_models as tiny
 from keyhole import recover
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 
 TEXT = "w1 w20 w3 w4 w99"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.gradients import Batch, Protocol, Update, load_update, update_of
 
 HEADS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
 from keyhole.recover.gradients.judge import judge
-from keyhole.results import Status
 
 CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from keyhole.errors import InputError
+from keyhole.core import OUTCOMES, Outcome, Status
+from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
 from keyhole.recover import (
     PooledEmbedding,
@@ -19,7 +20,6 @@ from keyhole.recover.leaks import AttentionOutput, Pooled
 from keyhole.recover.search.comparison import Comparison
 from keyhole.recover.search.relaxation import Prior, Vocabulary
 from keyhole.recover.search.substitution import substitute
-from keyhole.results import OUTCOMES, Outcome, Status
 
 TOKENIZER = tiny.tokenizer()
 QUICK = TokenSearch(rounds=2, passes=30, candidates=8)

@@ -10,20 +10,19 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.bounds import expect_count
+from keyhole.core import Outcome, Result, environment
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Track, untracked
+from keyhole.core.result import restored, typed
 from keyhole.data import encode
-from keyhole.devices import expect_device
 from keyhole.disrupt.certificate.certify import SLACK, Certificate, certify
 from keyhole.disrupt.hack_attend import Spare
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.settings import expect_among
 from keyhole.disrupt.units import Unit
-from keyhole.errors import InputError
 from keyhole.models.positions import fitting
-from keyhole.progress import Track, untracked
-from keyhole.results import Outcome, Result, environment
-from keyhole.results.typed import restored, typed
 
 MOST = 64  # units: the bound says nothing long before
 

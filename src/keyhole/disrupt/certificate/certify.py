@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import InputError
 from keyhole.data import Batch
 from keyhole.disrupt.certificate.bound import Unbounded, interplay
 from keyhole.disrupt.certificate.classifier import Classifier, Trace, embedded, written_out
@@ -37,7 +38,6 @@ from keyhole.disrupt.certificate.jacobians import (
 from keyhole.disrupt.certificate.singles import Singles, singles
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Unit, survey
-from keyhole.errors import InputError
 
 SLACK = 1e-3
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 Linear = tuple[Tensor, Tensor]
 GELU_BEND = 2 / math.sqrt(2 * math.pi)  # |gelu''(x)| = |2 − x²|·φ(x), which is largest at 0

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core.numerics import least_squares
 from keyhole.extract.inexact.gauss_newton import Linear, Theta
-from keyhole.least_squares import least_squares
 
 _STEPS = 200
 

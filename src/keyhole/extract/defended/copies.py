@@ -19,8 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.extract.bilinear import ask_scores
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.wrapper import Wrapper

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
+from keyhole.core.errors import expect_number
 from keyhole.extract.defended.ordinary_tokens import usual_norm_of
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import Oracle, ask

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.results import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful
 
 _APART = 0.85  # |cosine| that two tokens of one sequence may have
 _DRAWS = 1000

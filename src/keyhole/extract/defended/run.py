@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keyhole.errors import InputError
+from keyhole.core import Status
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.defended.adapted import Adapted
 from keyhole.extract.defended.honest import HonestClient
@@ -17,8 +19,6 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle, identity_of
 from keyhole.oracle.session import Notice, session, unheard
 from keyhole.oracle.target import open_target
-from keyhole.progress import Progress, Track, silent, untracked
-from keyhole.results import Status
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target

@@ -8,10 +8,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.results.json import environment
-from keyhole.results.result import Result
-from keyhole.results.status import Status
-from keyhole.results.typed import restored
+from keyhole.core.result import Result, environment, restored
+from keyhole.core.status import Status
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.extract.heads.crossings import Lines
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.masks import Behind, mask_others, pull
 from keyhole.extract.heads.near_field import Rays, Rows, read_logits, starting_with
 from keyhole.extract.low_rank import unknowns
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status
 
 _EPSILON = torch.finfo(torch.float64).eps
 _HALVINGS = 14

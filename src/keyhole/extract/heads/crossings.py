@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.heads.far_field import (
     FAR,
@@ -27,7 +28,6 @@ from keyhole.extract.heads.far_field import (
     best_circle,
     saturation_radius,
 )
-from keyhole.results import Status
 
 _ISOLATED = 400.0  # radius of a crossing, in saturation radii per gap: other gates at |z| > 5000
 _PARALLEL = 0.9995  # cosine above which two normals are one line's

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores
-from keyhole.least_squares import least_squares
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status, Unsuccessful
 
 FAR = 1e10  # of the radius where gates saturate: transitions stay narrower than `_WIDTH`
 _WIDTH = 1e-7  # crossings are isolated to this angle

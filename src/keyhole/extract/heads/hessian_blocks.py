@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _REACH = 2.0**40
 _START = 2.0**-16  # s² of the first look at the size of the scores

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.heads.crossings import Lines, find_hidden_lines, find_lines
 from keyhole.extract.heads.far_field import Probe, Unlucky
@@ -24,7 +25,6 @@ from keyhole.extract.heads.masks import Behind, mask_all, mask_others
 from keyhole.extract.heads.near_field import Rays, Rows, read_logits
 from keyhole.extract.heads.slopes import fit_ray
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status
 
 NOTHING = 1e-9  # values below this share of the largest are taken for none
 _OPEN = 60.0  # gᵀδ of an open gate

@@ -19,13 +19,13 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.extract.heads.crossings import Lines
 from keyhole.extract.heads.far_field import Unlucky
 from keyhole.extract.heads.masks import Behind, mask_others
 from keyhole.extract.heads.near_field import Rays
-from keyhole.least_squares import least_squares
 from keyhole.oracle.protocol import Oracle
-from keyhole.results import Status, Unsuccessful
 
 MOST = 3  # slopes on a ray
 _PROFILE = 48  # answers along one direction

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 EPSILON = torch.finfo(torch.float64).eps
 _LEVELS = 200  # of bisection: an oracle may be anything

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, scalar
 from keyhole.extract.inexact.gauss_newton import Pairs
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _SCOUTS = 8
 _ROOM = 2.0  # how much larger than the scouts' the largest form may be without loss

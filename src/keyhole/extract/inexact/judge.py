@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check
 from keyhole.extract.judge import LENGTHS, NEARLY, verdict
@@ -24,7 +25,6 @@ from keyhole.extract.step import Step
 from keyhole.oracle.degraded import SignOnly
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status
 
 _STREAM = 0x4558414D  # keeps these questions apart from every attack's
 _PER_KIND = 4

@@ -21,10 +21,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from keyhole.memory import expect_room
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.machine import expect_room
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
-from keyhole.results import Status, Unsuccessful
 
 _LEAST = -85.0  # the logarithm of what float32 holds with all its digits
 _SET_ASIDE = 16  # rows in a row, of which none can be used

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.domain import Witness
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.judge import JUDGE_STREAM, Method, attempt, verdict
@@ -24,7 +25,6 @@ from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
 from keyhole.oracle.output_matrix import OutputMatrix
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError
-from keyhole.results import Status, Unsuccessful
 
 _FRESH = 8
 _TINY = torch.finfo(torch.float64).tiny

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.extract.extraction import Extraction
 from keyhole.models.demo import open_model
 from keyhole.models.next_token import unembedding

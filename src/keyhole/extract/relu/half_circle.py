@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.results import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful
 
 _FIRST = 16  # points of the first level
 _LEVELS = 64

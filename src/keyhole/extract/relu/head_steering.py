@@ -31,8 +31,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.errors import KeyholeError
-from keyhole.least_squares import least_squares
+from keyhole.core.errors import KeyholeError
+from keyhole.core.numerics import least_squares
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _SATURATED = 45.0  # e^-45 of a token is below rounding, also beside one a thousand times smaller

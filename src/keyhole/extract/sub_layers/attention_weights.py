@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.sub_layers.surroundings import Surroundings
-from keyhole.results import Status, Unsuccessful
 
 _FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
 

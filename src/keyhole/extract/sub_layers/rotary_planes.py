@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.least_squares import least_squares
-from keyhole.results import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 
 _WEIGHT = 0.7  # of the long step beside the short one, so that all eigenvalues differ
 _TURN = 1e-3  # how far from length 1 an eigenvalue of a rotation may be computed

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.sub_layers.attention_weights import Reader
 from keyhole.extract.sub_layers.rotary_planes import Planes, find_planes
-from keyhole.least_squares import least_squares
-from keyhole.results import Status, Unsuccessful
 
 # For each dimension of the scores, x in the first step and keys in the second; with positions more,
 # since errors of the planes grow with every solve.

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _SAME = 1e-9  # relative
 _ALMOST = 1e-5

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.sub_layers.gates import (
     ARRIVED,
@@ -24,8 +26,6 @@ from keyhole.extract.sub_layers.gates import (
     follow_gates,
 )
 from keyhole.extract.sub_layers.surroundings import Surroundings
-from keyhole.least_squares import least_squares
-from keyhole.results import Status, Unsuccessful
 
 _ATTEMPTS = 4
 _SPARE = 5  # points beyond those that the unknowns need

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.vectors.probe_sequences import Panel
-from keyhole.least_squares import least_squares
-from keyhole.results import Status, Unsuccessful
 
 _ROUNDS = 4  # of more x, until their sign patterns tell the heads apart
 _MOST = 16

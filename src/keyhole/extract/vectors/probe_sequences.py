@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.results import Status, Unsuccessful
 
 _REACH = 2.0**45  # R: its square is far beyond rounding
 _EPSILON = torch.finfo(torch.float64).eps

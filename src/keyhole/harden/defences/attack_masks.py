@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.errors import InputError
 from keyhole.disrupt.rankings import removal
-from keyhole.errors import InputError
 from keyhole.harden.defences.defence import (
     Batch,
     answer,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.harden.defences.freelb import FreeLB

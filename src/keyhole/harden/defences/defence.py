@@ -25,8 +25,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.bounds import expect_number
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_number
 
 Batch = Mapping[str, Tensor]
 SPECIAL = "special_tokens_mask"

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden.defences.defence import (
     Batch,
     answer,

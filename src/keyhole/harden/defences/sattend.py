@@ -32,7 +32,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden.defences.defence import (
     SPECIAL,
     Batch,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.harden.defences.plain import Plain
 

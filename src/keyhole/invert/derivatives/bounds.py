@@ -35,13 +35,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.machine import expect_room
+from keyhole.core.result import Result
 from keyhole.invert.derivatives.hessian import hessian
 from keyhole.invert.derivatives.loss import prepared
 from keyhole.invert.problem import Problem
-from keyhole.memory import expect_room
-from keyhole.results.result import Result
 
 MOST_NEIGHBOURS = 100_000  # a Hessian and its eigenvalues for each
 _RADII = (1e-3, 1e-2, 1e-1, 1.0)  # of the neighbours, relative to ‖X‖

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.problem import Problem
 
 # Unknowns up to which an nd×nd matrix is factorised: 72 MB, and a second or so. Beyond, only

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian_terms import Bend, Expansion
 from keyhole.invert.derivatives.loss import prepared

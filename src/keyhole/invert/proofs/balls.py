@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import MissingExtra
+from keyhole.core.errors import MissingExtra
 from keyhole.invert.problem import Problem
 
 if TYPE_CHECKING:

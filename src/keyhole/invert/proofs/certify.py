@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import FORMAT
+from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 from keyhole.invert.proofs import balls
 from keyhole.invert.proofs.balls import Balls, exact, row_sums, upward
-from keyhole.results import FORMAT
 
 if TYPE_CHECKING:
     from flint import arb_mat

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
@@ -31,8 +33,6 @@ from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.token_by_token import TokenByToken
 from keyhole.invert.structure.continuation import solutions_along_the_curve
 from keyhole.invert.structure.reduce import reduce
-from keyhole.progress import Progress, silent
-from keyhole.results import Status, Unsuccessful
 
 _FIRST = 16  # starts before the curve is followed
 

@@ -28,7 +28,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import Verdict, judge
@@ -36,8 +38,6 @@ from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import polished
 from keyhole.invert.structure.leaked_maps import Linear, fit_scores
-from keyhole.progress import Progress, silent
-from keyhole.results import Status, Unsuccessful
 
 _AGREE = 1e-9  # maps this close are the same
 _ROUNDED = 1e-14  # of an output in float64, after the sums it is made of

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.structure.layers import (
     Composed,
@@ -24,8 +26,6 @@ from keyhole.invert.structure.layers import (
 )
 from keyhole.invert.structure.searches import Searches
 from keyhole.invert.structure.starts import SMALL, newton
-from keyhole.progress import Progress, silent
-from keyhole.results import Status
 
 TOGETHER = 8  # starts that advance side by side; what they found is kept before the next begin
 

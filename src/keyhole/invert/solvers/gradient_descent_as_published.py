@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
+from keyhole.core.errors import expect_number
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import State
 from keyhole.invert.solvers.solver import Solver, solve, solve_all
-from keyhole.progress import Progress, silent
 
 
 @dataclass(frozen=True)

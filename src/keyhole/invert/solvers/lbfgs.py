@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core.numerics import two_loops
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.solvers.multistart import State
 from keyhole.invert.solvers.solver import Solver
-from keyhole.two_loop_recursion import two_loops
 
 _ARMIJO = 1e-4
 _HALVINGS = 25

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
+from keyhole.core.progress import Progress
 from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
 from keyhole.invert.judge import Verdict, distinct, judge
 from keyhole.invert.problem import Problem
 from keyhole.invert.structure import starts
 from keyhole.invert.structure.reduce import Reduced
-from keyhole.progress import Progress
-from keyhole.results import Status
 
 _EPS = torch.finfo(torch.float64).eps
 _PROMISING = 1e-5  # below this relative residual a start is worth polishing

@@ -14,14 +14,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from keyhole.core import Status
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.structure.layers import Found, Layers, LayersInversion, Memory, settle
 from keyhole.invert.structure.searches import Searches, name_of
-from keyhole.progress import Progress, silent
-from keyhole.results import Status
 
 
 class OneLayer(Protocol):

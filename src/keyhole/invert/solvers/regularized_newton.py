@@ -34,8 +34,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.bounds import expect_number
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_number
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import held, hessian_of
@@ -44,7 +44,6 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import State
 from keyhole.invert.solvers.solver import solve
-from keyhole.progress import Progress, silent
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
+from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations, Linearised
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.newton_cg import NewtonCG
-from keyhole.least_squares import LinAlgError, least_squares
-from keyhole.progress import Progress, silent
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3

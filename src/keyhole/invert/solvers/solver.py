@@ -14,14 +14,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations, kind
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import Method, Multistart, Record, State
 from keyhole.invert.structure.reduce import Reduced, reduce
-from keyhole.progress import Progress, silent
-from keyhole.results import Status, Unsuccessful
 
 
 class Solve(Protocol):

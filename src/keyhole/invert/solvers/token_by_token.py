@@ -32,6 +32,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import SAME, Verdict, distinct, judge
@@ -40,8 +42,6 @@ from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import polished
 from keyhole.invert.structure.reduce import Reduced, reduce
 from keyhole.invert.structure.token_equations import TokenEquations
-from keyhole.progress import Progress, silent
-from keyhole.results import Status, Unsuccessful
 
 _ENOUGH = 1e-14  # relative residual at which a token's search ends; the whole is polished later
 _EXACT = 1e-10  # and up to which it counts as solved: the tokens before are not exact either

@@ -24,15 +24,15 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import Status, environment
+from keyhole.core.errors import InputError
+from keyhole.core.progress import Progress, silent
+from keyhole.core.result import Result
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.multistart import polished
-from keyhole.progress import Progress, silent
-from keyhole.results import Status, environment
-from keyhole.results.result import Result
 
 MOVED = 1e-8  # relative, when amplification is measured
 _SOLVED = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)

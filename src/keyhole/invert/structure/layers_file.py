@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors
+from keyhole.core.errors import InputError
+from keyhole.core.files import read_tensors, write_tensors
 from keyhole.invert.structure.layers import Layer, Layers
 
 _TENSORS = ("W", "V", "key_bias", "output_bias")

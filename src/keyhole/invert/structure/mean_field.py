@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keyhole.core.numerics import LinAlgError
 from keyhole.invert.problem import Problem
-from keyhole.least_squares import LinAlgError
 
 _ROUNDS = 60  # one bit a step
 _NEGLIGIBLE = 1e-10  # directions in which the tokens vary less than this do not count

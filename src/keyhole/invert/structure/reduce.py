@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.invert.problem import Problem
-from keyhole.least_squares import least_squares
-from keyhole.results import Status, Unsuccessful
 
 _OFF_RANGE = 1e-9  # relative distance of B from the outputs that V can make
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core import environment
+from keyhole.core.errors import InputError
+from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
+from keyhole.core.result import typed
 from keyhole.invert.structure.layers import Found, Layers
-from keyhole.results import environment
-from keyhole.results.typed import typed
-from keyhole.resume import Journal, Run, digest, stopping_on_ctrl_c
 
 _FIX = "give --force to begin anew, or remove this file"
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.bounds import expect_count
+from keyhole.core.errors import expect_count
+from keyhole.core.journal import digest
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.corpus import corpus_texts
@@ -29,7 +30,6 @@ from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
 from keyhole.recover.embedding.sum_search import MayBe, Said, SumSearch
 from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak, Pooled
-from keyhole.resume import digest
 
 _TOGETHER = {"cuda": 256, "cpu": 1}  # vectors
 _SAME = 1e-6  # 1 − cosine

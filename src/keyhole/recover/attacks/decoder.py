@@ -28,6 +28,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target
@@ -36,7 +37,6 @@ from keyhole.recover.precision import precision_of
 from keyhole.recover.search.ordering import Orderings, contents, fit
 from keyhole.recover.search.row_length import whole_rows
 from keyhole.recover.tolerance import Tolerance
-from keyhole.results import Status, Unsuccessful
 
 _COARSE = 0.01  # of the leak's spread: stated noise above it leaves room for several tokens
 

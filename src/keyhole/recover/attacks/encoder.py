@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak
 from keyhole.recover.search.encoder_batch import EncoderBatch

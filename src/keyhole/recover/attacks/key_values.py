@@ -27,13 +27,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.least_squares import least_squares
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Attack, Proposal, Target
 from keyhole.recover.attacks.decoder import DecoderStates
 from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.leaks import KeyValues, Leak
-from keyhole.results import Status, Unsuccessful
 
 _SHORTLIST = 8
 _HELD = 2**25  # numbers of the table of tokens × positions that are held at once

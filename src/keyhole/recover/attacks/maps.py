@@ -26,12 +26,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import AttentionMaps, Leak
 from keyhole.recover.search.map_scores import Anchors, LogMaps, Questions
 from keyhole.recover.search.token_search import TokenSearch
-from keyhole.results import Status, Unsuccessful
 
 _EMBEDDINGS = Exposure("hidden", 0)
 _NUMBERS = 2**24  # of hidden states held at a time

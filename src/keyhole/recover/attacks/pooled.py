@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.leaks import Leak, Pooled
 from keyhole.recover.search.comparison import Comparison

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.bounds import expect_count
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import expect_count
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.embedding.bigrams import Bigrams
 from keyhole.recover.embedding.scoring import Encoder, Texts
 from keyhole.recover.final_state import vectors_of
 from keyhole.recover.leaks import Leak, Logits
-from keyhole.results import Status, Unsuccessful
 
 _ON_CPU = 512  # tokens that are tried at a place, …
 _SIMILAR = 48  # … then so many near each of the best, …

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.judge import compare

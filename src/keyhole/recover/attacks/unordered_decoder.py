@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Target

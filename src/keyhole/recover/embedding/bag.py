@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.least_squares import with_ridge
+from keyhole.core.numerics import with_ridge
 from keyhole.recover.embedding.scoring import Encoder, Texts
 
 _DRAWN = 8.0  # texts that the guess from the token alone is worth

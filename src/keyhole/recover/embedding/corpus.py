@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from keyhole.core.errors import InputError
 from keyhole.data import read_texts
-from keyhole.errors import InputError
 
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:

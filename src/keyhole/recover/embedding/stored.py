@@ -35,7 +35,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.precision import FLOOR, rounding_of
 

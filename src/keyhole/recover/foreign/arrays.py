@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import expect_file, read_tensors, trouble
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file, read_tensors, trouble
+from keyhole.core.machine import expect_room
 from keyhole.recover.foreign.llama_slot import MAGIC, arrays_of_slot, read_slot
 from keyhole.recover.foreign.pickled import Plain, read_pickled
 

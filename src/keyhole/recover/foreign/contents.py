@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target

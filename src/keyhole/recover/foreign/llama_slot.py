@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.errors import InputError
-from keyhole.files import trouble
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError
+from keyhole.core.files import trouble
+from keyhole.core.machine import expect_room
 
 MAGIC = b"qsgg"
 _TYPES = {0: (torch.float32, 4), 1: (torch.float16, 2), 30: (torch.bfloat16, 2)}

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from keyhole.errors import InputError
-from keyhole.files import trouble
+from keyhole.core.errors import InputError
+from keyhole.core.files import trouble
 
 _CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 
 _IGNORED = -100  # a token whose prediction is no part of the loss
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Example, opening
-from keyhole.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import identity
 from keyhole.models.tasks import head_of

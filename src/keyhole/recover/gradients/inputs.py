@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError
 from keyhole.models.capture import hooks
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target

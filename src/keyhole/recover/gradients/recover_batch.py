@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.errors import InputError
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.models.loading import identity
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.batch import Batch
@@ -33,7 +34,6 @@ from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
 from keyhole.recover.gradients.update import Update
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.recover.solvable import solvable
-from keyhole.results import Status, Unsuccessful
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.core import Status, environment
+from keyhole.core.result import Result, restored
 from keyhole.recover.recovery import TextRecovery
-from keyhole.results import Status, environment
-from keyhole.results.result import Result
-from keyhole.results.typed import restored
 
 _ADVICE = {
     Status.RECOVERED: "Treat these gradients as the texts themselves.",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from keyhole.bounds import expect_seed
+from keyhole.core.errors import expect_seed
+from keyhole.core.progress import Track, untracked
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import Loaded, task_of
-from keyhole.progress import Track, untracked
 from keyhole.recover.gradients.client import batch_of, update_of
 from keyhole.recover.gradients.recover_batch import recover_batch
 from keyhole.recover.gradients.recovery import BatchRecovery

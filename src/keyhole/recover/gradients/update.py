@@ -18,11 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from keyhole.bounds import expect_count, expect_number
-from keyhole.errors import InputError
-from keyhole.files import read_tensors, write_tensors
+from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.recover.base_leak import FORMAT
-from keyhole.strict_json import parse
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.two_loop_recursion import Pair, two_loops
+from keyhole.core.numerics import Pair, two_loops
 
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from keyhole.least_squares import LinAlgError
+from keyhole.core.numerics import LinAlgError
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.rotary import unrotate
 from keyhole.recover.attack import Target

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.least_squares import LinAlgError
+from keyhole.core.numerics import LinAlgError
 from keyhole.recover.attack import Target
 from keyhole.recover.search.comparison import Comparison
 

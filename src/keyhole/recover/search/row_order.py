@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.least_squares import with_ridge
+from keyhole.core.numerics import with_ridge
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.search.inverse_map import random_texts

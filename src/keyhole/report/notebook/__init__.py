@@ -11,9 +11,9 @@ from typing import Any
 
 import jinja2
 
+from keyhole.core import Result
 from keyhole.report.notebook import audits, results
 from keyhole.report.notebook.blocks import Words
-from keyhole.results import Result
 
 VIEWS: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "audit": audits.audit,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from keyhole.assess import Assessment, Card, Level, Severity, assess, assess_fleet
-from keyhole.percent import percent
+from keyhole.core import Audit, Cut, Finding, Fleet
+from keyhole.core.text import percent
 from keyhole.report import fleet as fleets
 from keyhole.report import wording
 from keyhole.report.notebook.blocks import Grid, Head, Marked, Table, Words, heads, table
-from keyhole.results import Audit, Cut, Finding, Fleet
 
 _COLOURS = {0: "good", 1: "bad", 3: "part"}  # by the exit code
 _LEVELS = {

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from keyhole.results import OUTCOMES, Outcome, Piece, Status
+from keyhole.core import OUTCOMES, Outcome, Piece, Status
 
 _COLOURS = {Outcome.GIVEN_AWAY: "bad", Outcome.KEPT: "good", Outcome.UNCHECKED: "part"}
 _MOST_ROWS = 50  # of a table, and of what else is listed

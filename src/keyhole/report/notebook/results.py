@@ -8,6 +8,8 @@ from typing import TypeGuard
 
 from torch import Tensor
 
+from keyhole.core import Outcome, Piece
+from keyhole.core.text import percent
 from keyhole.disrupt import Disruption
 from keyhole.disrupt.certificate.certification import Certification
 from keyhole.extract.defended.tried import DefencesTried
@@ -18,7 +20,6 @@ from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.structure.layers import LayersInversion
-from keyhole.percent import percent
 from keyhole.recover.gradients.recovery import BatchRecovery
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
@@ -37,7 +38,6 @@ from keyhole.report.notebook.blocks import (
     table,
 )
 from keyhole.report.notebook.curves import Curve, curve
-from keyhole.results import Outcome, Piece
 
 Block = Head | Words | Table | Marked | Bars | Grid | Curve
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from keyhole.errors import InputError, KeyholeError
-from keyhole.memory import expect_room
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.machine import expect_room
 
-if TYPE_CHECKING:  # torch takes seconds to load: texts are read and written without it
+if TYPE_CHECKING:
     from torch import Tensor
+
 
 # What the machine is at fault for; everything else is a wrong name.
 _MACHINE = frozenset({
@@ -206,3 +208,30 @@ def _is_alive(process: int) -> bool:
     except (OSError, OverflowError):  # somebody else's process, or no process number at all
         return True
     return True
+
+
+# JSON from anybody's file: what Python's parser lets pass, or dies of, is a ValueError here.
+#
+# NaN and infinity are no JSON, an object that holds a key twice means nobody knows what, and
+# nesting has an end.
+
+
+def parse(text: str) -> Any:
+    """What `text` says, or a ValueError that says what is wrong with it."""
+    try:
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("nesting without end") from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name}, which is no JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in data if names.count(name) > 1)
+        raise ValueError(f"{twice[:40]!r} twice in one object")
+    return data

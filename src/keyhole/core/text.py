@@ -1,11 +1,24 @@
-"""Text that came from a target, made harmless to look at: what cannot be seen is spelled out.
-
-Control characters steer terminals, and marks of direction make a line read as another than it is.
-"""
+"""A share as people read it, in one way everywhere: "all" and "nothing" are never rounded to."""
 
 from __future__ import annotations
 
 import re
+
+
+def percent(share: float, decimals: int = 0) -> str:
+    """0.888 is "89%" or "88.8%"; 0.999 is ">99%" and 0.001 "<1%": neither all nor nothing."""
+    step = 10.0**-decimals
+    written = f"{share:.{decimals}%}"
+    if share < 1 and written == f"{100:.{decimals}f}%":
+        return f">{100 - step:.{decimals}f}%"
+    if share > 0 and written == f"{0:.{decimals}f}%":
+        return f"<{step:.{decimals}f}%"
+    return written
+
+
+# Text that came from a target, made harmless to look at: what cannot be seen is spelled out.
+#
+# Control characters steer terminals, and marks of direction make a line read as another than it is.
 
 _UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, all but the ends of lines and tabs

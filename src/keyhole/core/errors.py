@@ -1,14 +1,26 @@
-"""What a number that a caller gives must be: one line that says what was expected.
-
-Every whole number fits into 64 bits, and a seed into 32, so that what is computed from one (a seed
-for each epoch, a generator's state) fits as well.
-"""
+"""The ways a run can be refused. Everything else is a Status (see core/status.py)."""
 
 from __future__ import annotations
 
 import math
 
-from keyhole.errors import InputError
+
+class KeyholeError(Exception):
+    """A failure whose message is one line a person can act on."""
+
+
+class InputError(KeyholeError, ValueError):
+    """What the caller gave cannot be used: `expected …, got …`. The CLI exits with 2."""
+
+
+class MissingExtra(InputError):
+    """A package that only some of Keyhole needs is not installed; the message names the extra."""
+
+
+# What a number that a caller gives must be: one line that says what was expected.
+#
+# Every whole number fits into 64 bits, and a seed into 32, so that what is computed from one (a
+# seed for each epoch, a generator's state) fits as well.
 
 SEEDS = 2**32
 MOST = 2**63 - 1

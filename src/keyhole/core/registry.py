@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from keyhole.bounds import expect_seed
-from keyhole.errors import InputError
+from keyhole.core.errors import InputError, expect_seed
 
 Method = TypeVar("Method")
 Line = TypeVar("Line")

@@ -22,9 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, cast
 
-from keyhole.errors import InputError
-from keyhole.files import exists, private, read_text, trouble
-from keyhole.strict_json import parse
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, parse, private, read_text, trouble
 
 Run = Mapping[str, Any]
 _FIX = "choose another file, or remove this one"

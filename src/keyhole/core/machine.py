@@ -1,0 +1,133 @@
+"""Memory is looked at before it is taken: sizes that cannot fit are refused in one line.
+
+A machine that runs out of memory ends programs, not always the one that asked. What a caller's
+sizes would take is known from their shapes, in whole numbers that cannot overflow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from keyhole.core.errors import InputError
+
+_SHARE = 0.8  # of what is free: something must be left for the work itself
+
+
+def available() -> int:
+    """Bytes that can be had without swapping, as far as the system says."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        if free:
+            return free[0]
+    except (OSError, ValueError):
+        pass  # not Linux: all memory that the machine has
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # nor any Unix: nothing is known
+        return 2**62
+
+
+def expect_room(needed: int, what: str) -> None:
+    """Refuse `what` where it needs more bytes than there are."""
+    free = int(_SHARE * available())
+    if needed > free:
+        raise InputError(
+            f"expected what fits into {_shown(free)} of memory, got {what}: {_shown(needed)} needed"
+        )
+
+
+def _shown(size: int) -> str:
+    """Bytes as people read them."""
+    for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
+        if size >= 10**power:
+            return (
+                f"{size // 10**power:,} {unit}"
+                if size >= 10 ** (power + 2)
+                else (f"{size / 10**power:.1f} {unit}")
+            )
+    return f"{size:,} bytes"
+
+
+# The device to compute on, if this machine has it.
+
+
+def expect_device(name: str | torch.device) -> None:
+    """Refuse a device that nothing can be computed on and read back from."""
+    here = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+    refusal = InputError(f"expected a device of this machine ({here}), got {name}")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # No such device, no room on it, or none that holds numbers; a torch without CUDA asserts.
+        raise refusal from error
+    if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
+        raise refusal
+
+
+def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
+    """What `cuda` means for the worker of that number on its machine: of several GPUs, each one.
+
+    With more workers than GPUs they share; a device that is named by its number is that one.
+    """
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked
+
+
+# How many threads torch computes with, by the size of the work.
+#
+# The threads of one operation wait for each other at its end. On a small matrix that takes away
+# most of the gain; where another process is busy, a thread that has to wait for its turn holds up
+# all others, thousands of times a second. So small work takes one thread, and large work as many as
+# torch takes by itself, one for each core. `benchmarks/threads.py` measures both, on matrices on
+# both sides of the limit; docs/fleets.md says what it measured.
+#
+# Somebody's own choice stands: the environment's, and a number that torch would not have taken.
+
+# Numbers in the largest matrix that is multiplied by: 512 by 512. The classifier that ships has a
+# quarter of it, all-MiniLM-L6-v2 more than twice as many.
+LARGE = 2**18
+_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for all programs
+
+
+@contextmanager
+def threads_for(size: int) -> Generator[None]:
+    """As many threads as help on matrices of so many numbers; in the end, as many as there were."""
+    before = torch.get_num_threads()
+    if size >= LARGE or is_chosen(before):
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def is_chosen(threads: int) -> bool:
+    """Did somebody choose this number, or did torch by itself?"""
+    if any(os.environ.get(name) for name in _CHOICES):
+        return True
+    # One for each core of the machine, or of those that this process may use.
+    cores = {torch.get_num_interop_threads()}
+    if hasattr(os, "sched_getaffinity"):  # not everywhere
+        cores.add(len(os.sched_getaffinity(0)))
+    return threads not in cores
+
+
+def largest_matrix(model: nn.Module) -> int:
+    """How many numbers the largest matrix of a model holds; tables of embeddings are looked up."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    sizes = (
+        parameter.shape[-2:].numel()
+        for parameter in model.parameters()
+        if parameter.dim() >= 2 and parameter not in tables
+    )
+    return max(sizes, default=0)

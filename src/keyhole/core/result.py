@@ -1,0 +1,270 @@
+"""What every result is: a kind, a few lines for people, and a file that comes back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from keyhole.core.errors import InputError
+from keyhole.core.files import parse, read_tensors, read_text, write_tensors, write_text
+from keyhole.version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Result(ABC):
+    """The base of all results: attacks, trainings and audits are saved, loaded and shown alike.
+
+    A result is a frozen dataclass that says what is in it (`contents`, and `tensors` where it
+    holds any), how it is made again (`restore`), and what people should read of it (`summary`).
+    """
+
+    kind: ClassVar[str]
+    beside: ClassVar[str] = "tensors"  # the key under which the file of tensors is named
+
+    @abstractmethod
+    def contents(self) -> dict[str, Any]:
+        """Everything but tensors, as JSON takes it."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        """The result that `contents` and `tensors` describe; data may be anybody's."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """A few lines for people: how it ended, what it cost, what to do."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What does not fit into JSON."""
+        return {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.summary()}"
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows (report/notebook)."""
+        return shown(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "kind": self.kind, **self.contents()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Self:
+        """Read what `to_dict` wrote, or say in one line why it is something else."""
+        expect_format(data.get("format"))
+        if data.get("kind") != cls.kind:
+            raise InputError(f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}")
+        try:
+            return cls.restore(data, tensors or {})
+        except InputError as error:
+            raise InputError(f"{error} in a saved {cls.kind}") from error
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"expected a saved {cls.kind}, got {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (JSON) and, where there are tensors, a .safetensors file beside it."""
+        path, data, tensors = Path(path), self.to_dict(), self.tensors()
+        if tensors:
+            file = path.with_suffix(".safetensors")
+            write_tensors(file, tensors, self.metadata())
+            data[self.beside] = file.name
+        write_text(path, dump(data))
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the file of tensors says about itself."""
+        return None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote."""
+        path, data = Path(path), read(path)
+        tensors: dict[str, Tensor] = {}
+        if isinstance(data.get(cls.beside), str):
+            about, tensors = read_tensors(
+                path.parent / str(data[cls.beside]), f"the {cls.beside} beside {path}"
+            )
+            data["metadata"] = about
+        try:
+            return cls.from_dict(data, tensors)
+        except InputError as error:
+            raise InputError(f"{error} in {path}") from error
+
+
+# JSON as every result is written, and one line for what cannot be read.
+
+FORMAT = 1
+
+
+def environment() -> dict[str, str]:
+    """What a stranger needs to know to make the same figures."""
+    import torch  # takes seconds to load: what is read from a file brings its own
+
+    return {
+        "keyhole": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def dump(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, allow_nan=False)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """A JSON object written by `dump`, or one clear line."""
+    text = read_text(path, "a JSON file")
+    try:
+        data: object = parse(text)
+    except ValueError as error:
+        raise InputError(f"expected a JSON file, got {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"expected a Keyhole JSON file, got {path}")
+    data = cast("dict[str, Any]", data)
+    expect_format(data.get("format"), f" in {path}")
+    return data
+
+
+def expect_format(version: object, where: str = "") -> None:
+    if version != FORMAT or isinstance(version, bool):
+        raise InputError(f"expected format {FORMAT}{where}, got {str(version)[:40]}")
+
+
+# Dataclasses from JSON that may be anybody's: every field is there and of the type it is declared.
+#
+# JSON has one kind of list and no enumerations, so lists become the tuples, and words the members,
+# that a field's type asks for. A whole number will do for a float, never the other way round.
+
+T = TypeVar("T")
+
+
+def restored(kind: type[T], data: object, where: str = "", *, more: bool = False) -> T:
+    """The dataclass that `data` describes; `more` lets keys pass that are none of its fields."""
+    if not isinstance(data, Mapping):
+        raise _unlike(where or kind.__name__, "an object", data)
+    given = cast("Mapping[str, Any]", data)
+    known = {field.name: field for field in fields(cast("Any", kind)) if field.init}
+    unknown = [] if more else [key for key in given if key not in known]
+    if unknown:
+        raise InputError(
+            f"expected {', '.join(known)} in {where or kind.__name__}, got {unknown[0]}"
+        )
+    hints, values = get_type_hints(kind), dict[str, Any]()
+    for name, field in known.items():
+        place = f"{where}.{name}" if where else name
+        if name in given:
+            values[name] = typed(hints[name], given[name], place)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise InputError(f"expected {place}, got none")
+    return kind(**values)
+
+
+def typed(kind: Any, value: Any, where: str) -> Any:
+    """`value` as a field of type `kind` holds it, or one line that says what stands there."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        (only,) = [part for part in inner if part is not NoneType]
+        return typed(only, value, where)
+    if origin is tuple:
+        return _tuple(inner, value, where)
+    if origin in (list, dict):
+        return _collection(origin, inner, value, where)
+    if is_dataclass(kind):
+        return restored(cast("type[Any]", kind), value, where)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        words = [str(member.value) for member in kind]
+        if value not in words:
+            raise _unlike(where, f"one of {', '.join(words)}", value)
+        return kind(value)
+    return _plain(kind, value, where)
+
+
+def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise _unlike(where, "a list", value)
+    items = cast("list[Any]", value)
+    if len(inner) == 2 and inner[1] is ...:
+        return tuple(typed(inner[0], item, f"{where}[{n}]") for n, item in enumerate(items))
+    if len(items) != len(inner):
+        raise _unlike(where, f"a list of {len(inner)}", value)
+    pairs = zip(inner, items, strict=True)
+    return tuple(typed(part, item, f"{where}[{n}]") for n, (part, item) in enumerate(pairs))
+
+
+def _collection(origin: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
+    if origin is list:
+        return list(_tuple((inner[0], ...), value, where))
+    if not isinstance(value, dict):
+        raise _unlike(where, "an object", value)
+    items = cast("dict[str, Any]", value)
+    return {key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()}
+
+
+def _plain(kind: Any, value: Any, where: str) -> Any:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    elif type(value) is kind:
+        return value
+    raise _unlike(where, names.get(kind, str(kind)), value)
+
+
+def _unlike(where: str, wanted: str, value: object) -> InputError:
+    shown = (
+        repr(value[:40] if isinstance(value, str) else value)
+        if not isinstance(value, dict | list)
+        else ("an object" if isinstance(value, dict) else "a list")
+    )
+    return InputError(f"expected {where} as {wanted}, got {shown[:60]}")
+
+
+# What a notebook shows of a result: a slot that results ask, and that the package fills.
+#
+# Results stand on a floor below the report, which knows how to draw them, so they cannot import it:
+# `keyhole/__init__.py` says where it is found, and it is loaded when the first result is shown.
+
+View = Callable[[Any], str]
+_views: list[View] = []
+
+
+def show_with(view: View) -> None:
+    """From now on results are shown by `view`."""
+    _views[:] = [view]
+
+
+def shown(result: Any) -> str | None:
+    """HTML for a notebook; None, where nobody draws it, leaves it to the result's `repr`."""
+    return _views[0](result) if _views else None
