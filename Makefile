@@ -9,7 +9,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Bytecode is kept: torch is compiled once, and not by every process that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check timings lint bench docs pictures clean
+.PHONY: demo test check release timings lint bench docs pictures clean
 
 # What the demo needs first. A lock, so that nothing looser is resolved; then the package itself,
 # without looking.
@@ -35,11 +35,15 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: lint
 	$(PYTEST)
 
-# The quick loop, in about two minutes: something of every package.
+# The quick loop, in less than a minute: something of every package.
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not release"
+
+# What a release must pass besides: packaging, the site, the page in a browser, kills, benchmarks.
+release: test
+	$(PYTEST) -m release
 
 # All tests again, to write down which of them are slow (tests/slow.txt).
 timings: $(READY)
