@@ -10,6 +10,7 @@ with some keys, and with itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.sub_layers.attention_weights import Reader
-from keyhole.extract.sub_layers.rotary_planes import Planes, find_planes
+from keyhole.extract.sub_layers.surroundings import Surroundings
 
 # For each dimension of the scores, x in the first step and keys in the second; with positions more,
 # since errors of the planes grow with every solve.
@@ -132,3 +132,121 @@ def _read_queries(
         both = least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
         q[group], Q[group] = both[:, 0], both[:, 1:]
     return Q, q
+
+
+# Rotary positions found out: the planes in which places turn keys, and by how much.
+#
+# Keys κ known up to a k×k matrix A, at one place and again m places further on, satisfy
+#
+#     κ_m = κ·ρ_m,    ρ_m = A⁻¹ R_m A,
+#
+# so ρ_m is similar to a rotation: its eigenvalues are e^{±imθ_f} and its eigenvectors the planes.
+# What is left of A is one complex number for each plane, and that commutes with all positions: it
+# goes into the queries. One step tells fast planes apart, a long one those that hardly turn.
+
+_WEIGHT = 0.7  # of the long step beside the short one, so that all eigenvalues differ
+_TURN = 1e-3  # how far from length 1 an eigenvalue of a rotation may be computed
+
+
+@dataclass(frozen=True)
+class Planes:
+    """`basis` (k, k) takes keys to coordinates: f and f + k/2 are plane f, of frequency θ_f."""
+
+    basis: Tensor
+    frequencies: Tensor
+
+    def coordinates(self, keys: Tensor) -> Tensor:
+        return keys @ self.basis
+
+    def turned(self, coordinates: Tensor, places: Tensor) -> Tensor:
+        """Keys so many places in front of where they are: R_{−m} of each row (n, k)."""
+        angles = places.unsqueeze(1) * self.frequencies
+        cos, sin = angles.cos(), -angles.sin()
+        x, y = coordinates.chunk(2, 1)
+        return torch.cat([x * cos - y * sin, x * sin + y * cos], 1)
+
+
+def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -> Planes:
+    """Planes from keys (n, k) and the first of them `steps` places further in front."""
+    short, long = (least_squares(keys[: len(part)], part) for part in moved)
+    values, vectors = torch.linalg.eig(short + _WEIGHT * long)
+    values, vectors = values[values.imag != 0], vectors[:, values.imag != 0]
+    turns = [_turn(vectors, matrix) for matrix in (short, long)]
+    fits = torch.stack([(turn.abs() - 1).abs() for turn in turns]).amax()
+    if vectors.shape[1] < keys.shape[1] or not bool(fits < _TURN):
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "places change the scores otherwise than rotary positions do"
+        )
+    # Keys turn by −θ for every place that they are further in front; of each pair, that one.
+    once = -turns[0].angle() / steps[0]
+    first = once > 0
+    once, vectors = once[first], vectors[:, first]
+    cycle = 2 * math.pi / steps[1]
+    rough = -turns[1].angle()[first] / steps[1]
+    theta = rough + cycle * ((once - rough) / cycle).round()
+    if len(theta) * 2 != keys.shape[1]:
+        raise Unsuccessful(Status.MISMATCH, "the turns of rotary positions do not come in pairs")
+    return Planes(torch.cat([vectors.real, vectors.imag], 1), theta)
+
+
+def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """The eigenvalue of each vector."""
+    images = matrix.to(vectors.dtype) @ vectors
+    return (vectors.conj() * images).sum(0) / (vectors.conj() * vectors).sum(0)
+
+
+# Scores of every head from one answer, once its values are known.
+#
+# The sequence `[0 ; w_1 ; … ; w_p ; 0 ; … ; 0 ; x]` makes the last token answer with
+#
+#     Σ_h (Σ_j a_hj·w_j + a_h·x) M_h,    a_hj = e^{z_hj}/(c + e^{s_h} + Σ_j e^{z_hj}),
+#
+# c the number of zero tokens, whose score and value are 0. The answer is m numbers, so that as many
+# as H(p + 1) ≤ m weights follow by a linear solve, of all heads at once. What they leave of 1 is
+# c/(…), so logarithms give the scores z_hj of the keys and s_h of x with itself.
+#
+# All heads are solved for together, and not one by one after a projection onto the space that each
+# writes into: those spaces are independent but nearly meet (the output projection of SmolLM2's
+# first block has condition 4e4), the values of half as many tokens do not.
+
+_FULL = 0.6  # of the weights that an answer could tell apart: the last ones cost many digits
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads scores where the values are known: `values` (H, d, k) and `outputs` (H, k, m)."""
+
+    view: Surroundings
+    values: Tensor
+    outputs: Tensor
+
+    @property
+    def keys(self) -> int:
+        """How many keys a sequence should hold at most."""
+        return max(1, math.floor(_FULL * self.outputs.shape[2] / len(self.outputs)) - 1)
+
+    def _written(self, tokens: Tensor) -> Tensor:
+        """`t M_h` of tokens (n, d): (n, H, m)."""
+        return torch.einsum(
+            "nhk,hkm->nhm", torch.einsum("nd,hdk->nhk", tokens, self.values), self.outputs
+        )
+
+    def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
+        """z and s, (len(xs), H, p + 1), with so many zero tokens between the keys and x."""
+        (p, d), heads = keys.shape, len(self.outputs)
+        zero = torch.zeros(1, d, dtype=torch.float64)
+        ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
+        answers = self.view.answer(torch.cat([ahead, xs.unsqueeze(1)], 1)).unsqueeze(-1)
+        # The keys' part of the system is the same for all x: it is factored once.
+        Q, R = torch.linalg.qr(self._written(keys).transpose(0, 1).flatten(0, 1).mT)
+        own = self._written(xs).mT
+        outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
+        of_x = torch.linalg.lstsq(outside, rest).solution
+        of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
+        weights = torch.cat([of_keys.reshape(-1, heads, p), of_x], -1)
+        rest = (1 - weights.sum(-1, keepdim=True)) / (1 + gap)
+        if not bool((weights > 0).all() & (rest > 0).all()):
+            raise Unsuccessful(
+                Status.MISMATCH, "the answers leave the range that attention weights allow"
+            )
+        return torch.log(weights / rest)

@@ -18,13 +18,6 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.sub_layers.gates import (
-    ARRIVED,
-    column_space,
-    distinct,
-    find_gates,
-    follow_gates,
-)
 from keyhole.extract.sub_layers.surroundings import Surroundings
 
 _ATTEMPTS = 4
@@ -281,3 +274,163 @@ def told_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Su
         Status.NOT_APPLICABLE, "what single tokens answer is neither the heads' values nor those "
         "and the input",
     )  # fmt: skip
+
+
+# All logistic gates in a column space: how the heads of a layer are told apart.
+#
+# Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ by τ_i·δ, so
+#
+#     y_i − y([x_i]) = Σ_h σ(z_hi)·τ_i·δM_h,    z_hi = τ_i·(x_i Q_h + q_h)(δK_h)ᵀ + κ_hi,
+#
+# where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i these are the
+# rows of A·V with A (N×H) of gates and V (H×m) of values. A factorisation A·V is known up to any
+# invertible H×H matrix only, but with N > H its column space is known, and gates are rare there:
+# z_h is linear in a few features of the point, `z = Φθ + κ`, p of them if the x_i are from a small
+# subspace. So the heads are the solutions θ of
+#
+#     (1 − UUᵀ)·σ(Φθ + κ) = 0,    U an orthonormal basis of the column space,
+#
+# N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are enough.
+
+_STEPS = 30
+ARRIVED = 1e-9  # of a gate's length, outside the column space
+_GATES_STARTS = 64
+_ROUNDS = 48
+_TINY = 1e-200
+_SAME = 1e-3  # two solutions nearer than this, relative, are one
+
+
+def column_space(rows: Tensor, heads: int) -> Tensor:
+    """An orthonormal basis U (…, N, H) of the columns of A·V."""
+    return torch.linalg.svd(rows, full_matrices=False)[0][..., :heads]
+
+
+def follow_gates(
+    U: Tensor, features: Tensor, shift: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Solutions θ (…, S, p) near the starts, and how far outside the column space they end.
+
+    `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
+    """
+    outside = torch.eye(U.shape[-2], dtype=torch.float64) - U @ U.mT
+
+    def look(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gates = torch.sigmoid(theta @ features.mT + shift)
+        length = torch.linalg.vector_norm(gates, dim=-1, keepdim=True)
+        rest = gates @ outside / length
+        return gates / length, rest, rest.square().sum(-1)
+
+    theta = starts
+    damping = torch.full(theta.shape[:-1], 1e-2, dtype=torch.float64)
+    unit, rest, cost = look(theta)
+    for _ in range(_STEPS):
+        gates = torch.sigmoid(theta @ features.mT + shift)
+        slopes = (unit * (1 - gates)).unsqueeze(-1) * features  # of the gate, over its length
+        along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
+        jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
+        # Normal equations: what they lose is made up by the next step, and they are small.
+        normal = jacobian.mT @ jacobian
+        damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
+        wanted = jacobian.mT @ rest.unsqueeze(-1)
+        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[0].squeeze(-1)
+        step = torch.where(torch.isfinite(step), step, 0.0)
+        unit_there, rest_there, cost_there = look(theta - step)
+        better = cost_there < cost
+        here = better.unsqueeze(-1)
+        theta = torch.where(here, theta - step, theta)
+        unit, rest = torch.where(here, unit_there, unit), torch.where(here, rest_there, rest)
+        cost = torch.where(better, cost_there, cost)
+        damping = torch.where(better, damping / 5, damping * 4).clamp(1e-18, 1e12)
+    return theta, cost.sqrt()
+
+
+def find_gates(
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+) -> Tensor | None:
+    """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
+    U = column_space(rows, heads)
+    sizes = features.square().mean(0).sqrt()
+    none = torch.zeros(1, len(features), dtype=torch.float64)
+    solutions = torch.empty(0, features.shape[1], dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        starts = torch.randn(_GATES_STARTS, len(sizes), generator=stream, dtype=torch.float64)
+        spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
+        starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
+        theta, outside = follow_gates(U, features / sizes, none, starts)
+        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        if len(solutions) >= heads:
+            break
+    return solutions / sizes if len(solutions) == heads else None
+
+
+def distinct(solutions: Tensor) -> Tensor:
+    """Each of the solutions (n, p) once."""
+    kept: list[Tensor] = []
+    for candidate in solutions:
+        if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
+            kept.append(candidate)
+    return torch.stack(kept) if kept else solutions[:0]
+
+
+# All values of all heads, by groups that share them, from the values of a few tokens.
+#
+# If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls into the heads'
+# own parts row by row, and that is all of V and O up to a k×k matrix of each head. Heads whose
+# parts are read from one space share their values (grouped queries, arXiv 2305.13245).
+
+_SHARED = 1e-3  # cosines of two spaces that are one differ from 1 by less
+
+
+@dataclass(frozen=True)
+class Values:
+    """`V` (G, d, k) and `O` (H, k, m): what is read and written, by groups of heads.
+
+    `groups` are the numbers of the heads that share a V; `O` is in the order of the anchor.
+    """
+
+    V: Tensor
+    O: Tensor  # noqa: E741
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
+        """All values from `ωM_h` of some ω and `Σ_h M_h`.
+
+        In a group `ωM_h = (ωV)·O_h` for all its heads with one ωV, so that the O_h of a group are
+        one factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
+        """
+        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
+        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
+        groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
+        O = torch.empty_like(spaces)  # noqa: E741
+        for group in groups:
+            together = vectors[:, group].flatten(1)
+            right = torch.linalg.svd(together, full_matrices=False)[2][:k]
+            O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
+        sums = torch.cat([O[group].sum(0) for group in groups])
+        V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
+        return cls(V.transpose(0, 1).contiguous(), O, groups)
+
+    @property
+    def of_heads(self) -> Tensor:
+        """`V` (H, d, k) of every head."""
+        each = torch.empty(len(self.O), *self.V.shape[1:], dtype=torch.float64)
+        for group, V in zip(self.groups, self.V, strict=True):
+            each[group] = V
+        return each
+
+
+def _sharing(values: Tensor) -> list[list[int]]:
+    """Which heads read the same values; none do if their groups have different sizes."""
+    bases = torch.linalg.qr(values)[0]
+    groups: list[list[int]] = []
+    for head in range(len(values)):
+        for group in groups:
+            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
+            if float(cosines.min()) > 1 - _SHARED:
+                group.append(head)
+                break
+        else:
+            groups.append([head])
+    even = len({len(group) for group in groups}) == 1
+    return groups if even else [[head] for head in range(len(values))]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, scalar
-from keyhole.extract.inexact.gauss_newton import Pairs
+from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _SCOUTS = 8
