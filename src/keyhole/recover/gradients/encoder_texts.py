@@ -324,7 +324,7 @@ def contexts_of(
 # With x(v, p) = (ŵ_v + û_p)/s + b (inputs.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of the first
 # maps is
 #
-#     G = Σ_v α_v ŵ_vᵀ + Σ_p β_p û_pᵀ + γ bᵀ,   α_v = Σ_p δ_vp / s(v, p),   β_p = Σ_v δ_vp / s(v, p).
+#     G = Σ_v α_v ŵ_vᵀ + Σ_p β_p û_pᵀ + γ bᵀ,  α_v = Σ_p δ_vp / s(v, p),  β_p = Σ_v δ_vp / s(v, p).
 #
 # The ŵ of the batch's tokens, the û and b are linearly independent where there are fewer of them
 # than the layer is wide, so least squares gives every α_v and β_p. A token that occurs once has all
