@@ -82,7 +82,8 @@ def sweep(
     known = [outcomes.known[key] for key in map(key_of, examples) if key in outcomes.known]
     return Disruption(
         method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
-        failed=tuple((e.id, failed[e.id]) for e in examples if e.id in failed), identity=identity, task=source.task, examples=tuple(examples),
+        failed=tuple((e.id, failed[e.id]) for e in examples if e.id in failed),
+        identity=identity, task=source.task, examples=tuple(examples),
         own_answers=source.task in GENERATES or any(e.label == NO_LABEL for e in examples),
     )  # fmt: skip
 
