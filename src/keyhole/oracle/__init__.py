@@ -1,11 +1,11 @@
 """What the attacker may ask: the protocol, planted targets, and wrappers around any oracle."""
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.degraded import Clipped, Degradation, Failing, Noisy, Rounded, SignOnly
 from keyhole.oracle.http import Limits, Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.rationed import Rationed, TooFast

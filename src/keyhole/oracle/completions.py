@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.oracle.address import without_password
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.probe import LIMITS, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of

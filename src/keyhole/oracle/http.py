@@ -194,7 +194,8 @@ class Http:
     def _too_slow(self, url: str, trouble: str) -> OracleError:
         seconds = f"{self.limits.seconds:g} s"
         return OracleError(
-            f"expected an answer from {url} within {seconds}, got {trouble}: raise --timeout"
+            f"expected an answer from {url} within {seconds}, got {trouble}: raise "
+            "--endpoint timeout"
         )
 
     def _read(

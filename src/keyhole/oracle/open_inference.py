@@ -23,10 +23,11 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.bodies import Limits, shown
-from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.options import connected
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.replies import Replies, expect_model
 from keyhole.oracle.tensors import FLOATS, chosen_input, most_at_once, named, stated
@@ -73,7 +74,7 @@ class OpenInference:
         self.url = without_password(address)
         self._name = unquote(model.partition("/")[0])  # what follows may be a version
         self._options, self._connections = options, connections
-        self._http = options.http(address, limits=limits, retries=retries, headers=headers)
+        self._http = connected(options, address, limits=limits, retries=retries, headers=headers)
         try:
             self._inspect()
         except BaseException:
@@ -115,12 +116,13 @@ class OpenInference:
         known = dim if dim is not None else served
         if known is None:
             raise InputError(
-                f"expected a dimension in the metadata of {self.url}, got none: give --dim"
+                f"expected a dimension in the metadata of {self.url}, got none: give "
+                "--endpoint dim=NUMBER"
             )
         if dim is None and known > self._http.limits.dim:
             raise OracleError(
                 f"expected a dimension of at most {self._http.limits.dim:,} from {self.url}, "
-                f"got {shown(known)}: give --dim or raise Limits(dim=)"
+                f"got {shown(known)}: give --endpoint dim or raise Limits(dim=)"
             )
         return known
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
-from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.options import connected
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.routes import LOGPROBS, MANY, ROUTES, Route
 
@@ -131,7 +132,7 @@ def _words(error: OracleError) -> str:
 
 def server_http(url: str, options: EndpointOptions, *, key: bool) -> Http:
     """A connection to a server of a language model."""
-    return options.http(url, limits=LIMITS, retries=1, key=key)
+    return connected(options, url, limits=LIMITS, retries=1, key=key)
 
 
 def _told(http: Http, url: str) -> object:

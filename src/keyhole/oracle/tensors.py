@@ -114,7 +114,8 @@ def chosen_input(inputs: Sequence[Stated], name: str | None, url: str) -> Stated
     if len(several) > 1:
         names = ", ".join(tensor.name for tensor in several[:5])
         raise InputError(
-            f"expected one input of vectors at {url}, got {shown(names, 200)}: give --input-tensor"
+            f"expected one input of vectors at {url}, got {shown(names, 200)}: give "
+            "--endpoint input=NAME"
         )
     return several[0]
 
@@ -148,8 +149,8 @@ def signs(labels: Sequence[object], positive: str | None, url: str) -> list[floa
         if word not in _NEGATIVE | _POSITIVE:
             raise OracleError(
                 f"expected numbers, or labels such as no and yes, from {url}, got "
-                f"{shown(repr(label), 60)}: give --positive LABEL, the one that counts as 1, or "
-                "--output-tensor NAME of one with numbers"
+                f"{shown(repr(label), 60)}: give --endpoint positive=LABEL, the one that "
+                "counts as 1, or --endpoint output=NAME of one with numbers"
             )
         answers.append(float(word in _POSITIVE))
     return answers

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.probe import Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 

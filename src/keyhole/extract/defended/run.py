@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from keyhole.core import Status
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.extract.auto import Kind, choose
@@ -15,7 +16,6 @@ from keyhole.extract.defended.tried import DefencesTried, Tried
 from keyhole.extract.judge import NEARLY
 from keyhole.oracle.address import without_password
 from keyhole.oracle.counted import Counted
-from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.protocol import Oracle, identity_of
 from keyhole.oracle.session import Notice, session, unheard
 from keyhole.oracle.target import open_target
