@@ -12,7 +12,7 @@ from keyhole.data import Example, read_examples, read_texts
 from keyhole.models import Loaded
 from keyhole.models.loading import class_names
 from keyhole.models.tasks import head_of
-from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.recover.embeddings.reader import CountedReader
 
 TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20

@@ -13,11 +13,11 @@ from keyhole.core.errors import InputError, expect_count
 from keyhole.core.progress import Track, untracked
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
-from keyhole.extract.last_layer.reference import compared
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
 from keyhole.extract.targets import named_method, opened
+from keyhole.extract.token_answers import compared
 from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.protocol import Oracle
