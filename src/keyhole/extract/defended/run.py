@@ -8,11 +8,9 @@ from keyhole.core import Status
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, Track, silent, untracked
+from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
-from keyhole.extract.defended.adapted import Adapted
-from keyhole.extract.defended.honest import HonestClient
-from keyhole.extract.defended.trials import Trial, trials
-from keyhole.extract.defended.tried import DefencesTried, Tried
+from keyhole.extract.defences import DefencesTried, HonestClient, Trial, Tried, trials
 from keyhole.extract.judge import NEARLY
 from keyhole.oracle.address import without_password
 from keyhole.oracle.counted import Counted
