@@ -29,9 +29,8 @@ from keyhole.disrupt.disruption import Control, Disruption, Outcome
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
-from keyhole.models.loading import kept_open
-from keyhole.models.positions import fitting
-from keyhole.models.tasks import GENERATES
+from keyhole.models.anatomy import fitting
+from keyhole.models.loading import GENERATES, kept_open
 
 
 def sweep(
