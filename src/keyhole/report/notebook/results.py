@@ -12,7 +12,7 @@ from keyhole.core import Outcome, Piece
 from keyhole.core.text import percent
 from keyhole.disrupt import Disruption
 from keyhole.disrupt.certificate.certification import Certification
-from keyhole.extract.defended.tried import DefencesTried
+from keyhole.extract.defences import DefencesTried
 from keyhole.extract.extraction import Extraction
 from keyhole.harden.evaluate import Evaluation
 from keyhole.harden.hardening import Hardening
@@ -20,7 +20,7 @@ from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.structure.layers import LayersInversion
-from keyhole.recover.gradients.recovery import BatchRecovery
+from keyhole.recover.gradients.recover_batch import BatchRecovery
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
     Bars,
