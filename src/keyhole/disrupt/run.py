@@ -11,7 +11,7 @@ from keyhole.core.files import is_file, read_text
 from keyhole.core.journal import digest
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, cluster
+from keyhole.core.tasks import MOST_PROCESSES
 from keyhole.data import Example, read_examples
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Disruption
@@ -21,8 +21,7 @@ from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
-from keyhole.models.loading import class_names, expect_names, load_config, task_of
-from keyhole.models.tasks import GENERATES, Task
+from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
 
 SHIPPED = "the reviews that ship with Keyhole"
 
@@ -83,11 +82,10 @@ def run(
     if continuation is not None and source.task not in GENERATES:
         raise InputError(f"expected --continuation with a language model, got {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
-    with cluster(dask) as (executor, size):
-        result = sweep(
-            method, source, chosen, executor, workers=size or processes, resume=resume,
-            data=_digest(data), progress=track("disrupt", len(chosen)),
-        )  # fmt: skip
+    result = sweep(
+        method, source, chosen, processes if dask is None else dask, resume=resume,
+        data=_digest(data), progress=track("disrupt", len(chosen)),
+    )  # fmt: skip
     return replace(result, data=SHIPPED if data is None else str(data))
 
 
