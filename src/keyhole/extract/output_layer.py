@@ -46,11 +46,8 @@ from keyhole.extract.token_answers import (
     WholeVectors,
     is_normalised,
 )
-from keyhole.oracle.output_matrix import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.oracle.ledger import remembered
 from keyhole.oracle.planted import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
 _FIRST = 32  # rows before the first look
