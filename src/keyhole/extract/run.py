@@ -16,10 +16,10 @@ from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
-from keyhole.extract.targets import named_method, opened
 from keyhole.extract.token_answers import compared
 from keyhole.oracle.ledger import Ledger, Notice, session, unheard
 from keyhole.oracle.protocol import Counted, Oracle
+from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of, open_endpoint, open_language_model
 
 
 def run(
@@ -72,7 +72,11 @@ def run(
         "min_tokens": min_tokens, "top": top, "tokens": tokens,
     }  # fmt: skip
     if method == "auto" and isinstance(target, str):
-        method = named_method(target) or method
+        kind = kind_of(target)
+        if kind is TargetKind.ATTENTION:
+            method = "attention-sub-layer"
+        elif kind in LANGUAGE_MODELS:
+            method = "output-layer"
     if isinstance(method, str):
         name = method
         method = METHODS.make(name, **options, seed=seed)
@@ -85,11 +89,8 @@ def run(
         raise InputError(f"expected --reference with output-layer, got {name}")
     oracle = target
     if isinstance(oracle, str):
-        language_model = isinstance(method, OutputLayer)
-        oracle = opened(
-            oracle, endpoint or EndpointOptions(), authorized=authorized,
-            language_model=language_model,
-        )  # fmt: skip
+        opened = open_language_model if isinstance(method, OutputLayer) else open_endpoint
+        oracle = opened(oracle, options=endpoint or EndpointOptions(), authorized=authorized)
     notes = [getattr(oracle, "note", "")]
 
     def heard(line: str) -> None:

@@ -112,17 +112,6 @@ class Server:
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
 
 
-def names_server(name: str) -> bool:
-    """Is it the address of a server alone, without a path that says what is asked?"""
-    if not names_address(name):
-        return False
-    try:
-        parts = urlsplit(name)
-    except ValueError:  # half an IPv6 address
-        return False
-    return parts.path in ("", "/") and not parts.query
-
-
 def _words(error: OracleError) -> str:
     """What came instead of an answer."""
     return shown(str(error).partition(", got ")[2] or error, 120)

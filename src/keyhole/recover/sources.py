@@ -20,7 +20,6 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.base_leak import BaseLeak
 from keyhole.recover.foreign import SUFFIXES, Dump, arrays_of, read_dump
-from keyhole.recover.foreign.llama_slot import MAGIC
 from keyhole.recover.leaks import Leak, own_leak
 from keyhole.recover.recover_text import foreign_contents
 
@@ -116,31 +115,3 @@ def _files(path: Path) -> list[Path]:
     if not inside:
         raise InputError(f"expected leaks ({', '.join(SUFFIXES)}) in {path}, got none")
     return inside
-
-
-def names_leak(name: str) -> bool:
-    """Is this the file of a leak: a saved slot of llama.cpp, or one of Keyhole's own?"""
-    if not is_file(name):
-        return False
-    with suppress(OSError, SafetensorError):
-        with Path(name).open("rb") as file:
-            start = file.read(len(MAGIC))
-        if start == MAGIC:
-            return True
-        if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as tensors:
-                return "leak" in (tensors.metadata() or {})
-    return False
-
-
-def names_dump(name: str) -> bool:
-    """Is this a file of another program's: of torch.save, or tensors that Keyhole never wrote?"""
-    if not is_file(name):
-        return False
-    if name.endswith((".pt", ".pth")):
-        return True
-    with suppress(OSError, SafetensorError):
-        if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as tensors:
-                return "keyhole" not in (tensors.metadata() or {})
-    return False

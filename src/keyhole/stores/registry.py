@@ -46,10 +46,6 @@ def kind_of(target: str) -> Kind | None:
     return None
 
 
-def names_store(target: str) -> bool:
-    return kind_of(target) is not None
-
-
 @contextmanager
 def open_store(target: str, known: Sequence[str] = ()) -> Generator[Store]:
     """The store that TARGET names, for the length of a block; `known` texts are for a server."""
