@@ -305,7 +305,7 @@ def _connected(address: str) -> Generator[Any]:
         library = importlib.import_module("distributed")
     except ImportError as missing:
         raise MissingExtra(
-            "expected distributed for a Dask cluster, got none: pip install 'keyhole[cluster]'"
+            "a Dask cluster needs distributed, which is not installed", "cluster"
         ) from missing
     try:
         client: Any = library.Client(address, timeout="10s")

@@ -110,5 +110,5 @@ def _cvxpy() -> Any:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "expected CVXPY for NuclearNorm, got none: pip install 'keyhole[convex]'"
+            "NuclearNorm needs CVXPY, which is not installed", "convex"
         ) from missing

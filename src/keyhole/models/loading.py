@@ -57,7 +57,7 @@ def transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise MissingExtra(
-            "expected transformers to be installed, got none: pip install 'keyhole[models]'"
+            "transformers is not installed", "models"
         ) from error
 
 

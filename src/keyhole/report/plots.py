@@ -30,7 +30,7 @@ def figure(findings: Sequence[Finding]) -> go.Figure | None:
         import plotly.graph_objects as go
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "expected plotly for a figure, got none: pip install 'keyhole[plots]'"
+            "a figure needs plotly, which is not installed", "plots"
         ) from missing
     traced = [finding for finding in findings if finding.trace]
     if not traced:

@@ -141,7 +141,7 @@ def library(module: str, package: str = "") -> Any:
             return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(
-            f"expected {package or module} to be installed, got none: pip install 'keyhole[stores]'"
+            f"{package or module} is not installed", "stores"
         ) from error
 
 
