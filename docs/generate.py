@@ -21,7 +21,8 @@ from functools import cache, partial
 from pathlib import Path
 
 from keyhole.core import Finding
-from keyhole.report import figure
+from keyhole.core.exposure import Exposure
+from keyhole.report import figure, words
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
@@ -61,7 +62,7 @@ def methods_reference() -> str:
         parts.append("<!-- not measured: counts by formula, and names of exposures -->\n")
         parts.append("| name | what it does | module | the audit tries it on |\n|---|---|---|---|")
         for entry in registry.values():
-            lines = "; ".join(str(line) for line in entry.lines) or "–"
+            lines = "; ".join(words.exposure(row.exposure) for row in entry.rows) or "–"
             cells = (f"`{entry.name}`", entry.about, source_link(entry.source), lines)
             parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         parts.append("")
@@ -147,8 +148,9 @@ def error_plot() -> str:
 
     findings = tuple(
         Finding(
-            exposure=name, attack="", status=result.status, reason="", remedy="", error=None,
-            queries=result.queries, seconds=0.0, floor=result.floor, trace=result.trace,
+            exposure=Exposure("KH-WEIGHTS-SCORES", name), attack="", status=result.status,
+            reason="", remedy="", error=None, queries=result.queries, seconds=0.0,
+            lower_bound=result.floor, trace=result.trace,
         )
         for name, result in extractions(quick=False).items()
     )  # fmt: skip

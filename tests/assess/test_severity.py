@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from keyhole.assess.rules import OTHERS
 
 from keyhole.assess import RULES, Family, Scale, Severity, score
-from keyhole.assess.rules import OTHERS
 from keyhole.assess.severity import USUAL, cost, exact, share
 from keyhole.core import Estimate, Finding, Piece, Reading, Readings, Status
 

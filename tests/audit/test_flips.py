@@ -32,7 +32,7 @@ from keyhole.disrupt import (
 from keyhole.disrupt.registry import Line
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.report import pictures, wording
+from keyhole.report import pictures, words
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 
@@ -177,7 +177,7 @@ def test_none_right_is_not_a_clean_bill():
     wrong = [replace(one, label=1 - one.label) for one in labelled]
     found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
-    assert wording.outcome(found) == "could not check"
+    assert words.outcome(found) == "could not check"
 
 
 def test_json_page_and_verdict(easily):

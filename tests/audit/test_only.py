@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from keyhole.assess.rules import RULES, rule_of, rule_of_check
+
 from keyhole.audit import Target, audit
 from keyhole.audit.plan import checks_of
 from keyhole.core.errors import InputError

@@ -26,7 +26,7 @@ from keyhole.models.demo import TEXTS, load_demo
 from keyhole.recover.attack import Proposal
 from keyhole.recover.registry import ATTACKS, Line, readers
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.report import wording
+from keyhole.report import words
 
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
 
@@ -278,6 +278,6 @@ def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides
     long, short = finding.texts[0].readings
     assert (finding.queries, finding.attack) == (2, "CountedReader")
     assert (long.exact, short.exact, short.original) == (False, True, "w40")
-    assert (finding.status, wording.outcome(finding)) == (Status.INEXACT, "1 of 2 texts")
+    assert (finding.status, words.outcome(finding)) == (Status.INEXACT, "1 of 2 texts")
     assert "read with counts of the corpus, nothing learnt" in finding.reason
     assert "--corpus FILE, with more texts" in finding.reason

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
 from keyhole.audit.journal import Resuming, make_all, opened_journal, what_determines
@@ -27,6 +26,7 @@ from keyhole.audit.targets import Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit
 from keyhole.core.errors import InputError, expect_count, expect_seed
+from keyhole.core.exposure import expect_exposures
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, crew_of

@@ -109,6 +109,4 @@ def _cvxpy() -> Any:
     try:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "NuclearNorm needs CVXPY, which is not installed", "convex"
-        ) from missing
+        raise MissingExtra("NuclearNorm needs CVXPY, which is not installed", "convex") from missing

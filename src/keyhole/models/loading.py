@@ -56,9 +56,7 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingExtra(
-            "transformers is not installed", "models"
-        ) from error
+        raise MissingExtra("transformers is not installed", "models") from error
 
 
 def names_model(name: str) -> bool:

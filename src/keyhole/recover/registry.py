@@ -1,7 +1,7 @@
 """Every attack on a leaked text under the name that people type, and what it reads.
 
-To add one, write the attack in its own module and add one entry to ATTACKS. Of several that read the
-same leak, the first is the default.
+To add one, write the attack in its own module and add one entry to ATTACKS. Of several that read
+the same leak, the first is the default.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ _unasked = partial(
     Row, "pooled", exposure=Exposure("KH-TEXT-EMBEDDING"), remedy=_POOLED,
     layers=lambda _: [], precisions=(),
 )  # fmt: skip
-_logits = Row(
-    "logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ()
-)
+_logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
 
 ATTACKS: Registry[Attack, Row] = Registry(
     "method",
