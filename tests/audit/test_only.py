@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from keyhole.assess.rules import RULES, rule_of, rule_of_check
+from keyhole.assess.rules import RULES, rule_of_check
 
 from keyhole.audit import Target, audit
 from keyhole.audit.plan import checks_of
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import rule_of
 from keyhole.oracle import plant
 from keyhole.oracle.target import demo
 
