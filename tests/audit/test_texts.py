@@ -17,6 +17,7 @@ from keyhole.audit.layers import left_out
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure as Shown
 from keyhole.core.progress import untracked
 from keyhole.core.registry import Entry
 from keyhole.invert import recover_texts
@@ -24,7 +25,7 @@ from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import TEXTS, load_demo
 from keyhole.recover.attack import Proposal
-from keyhole.recover.registry import ATTACKS, Line, readers
+from keyhole.recover.registry import ATTACKS, Row, readers
 from keyhole.recover.simulate import degrade, leak_of
 from keyhole.report import words
 
@@ -241,8 +242,8 @@ class Guess:
 
 @pytest.fixture
 def guess():
-    line = Line("hidden", False, "hidden states, guessed", "Do nothing.", lambda _: [2])
-    ATTACKS.add(Entry("guess", Guess, (line,)))
+    exposure = Shown("KH-TEXT-HIDDEN-STATES", "guessed")
+    ATTACKS.add(Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),)))
     yield
     ATTACKS.remove("guess")
 

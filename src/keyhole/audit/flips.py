@@ -24,13 +24,13 @@ from keyhole.core.progress import Progress, Track, silent
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
-from keyhole.disrupt.attacker import described
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.labels import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
 from keyhole.recover.pieces import decoded, labels
+from keyhole.report import words
 
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch
@@ -63,15 +63,15 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
 
     return [
         Check(
-            exposure_of(described(attacker), part),
-            partial(_check, part, target, attacker, examples), name, weight=_WEIGHT,
+            replace(exposure, part=part),
+            partial(_check, replace(exposure, part=part), target, attacker, examples), name, weight=_WEIGHT,
         )
-        for name, attacker in attackers(seed, share)
+        for name, exposure, attacker in attackers(seed, share)
     ]  # fmt: skip
 
 
 def _check(
-    part: str,
+    exposure: Exposure,
     target: TextTarget,
     attacker: Attacker,
     examples: Callable[[], Sequence[Example]],
@@ -79,36 +79,39 @@ def _check(
 ) -> Checked:
     labelled = examples()
     try:
-        return Checked((_tried(part, target, attacker, labelled, track),))
+        return Checked((_tried(exposure, target, attacker, labelled, track),))
     except InputError as error:  # attention that does not go where it can be cut
         return Checked(skips=(Skip(_CUT, type(attacker).__name__, str(error)),))
 
 
-def attackers(seed: int, share: float | None = None) -> list[tuple[str, Attacker]]:
-    """Those that the registry has a row for, in its order, by name."""
-    made: list[tuple[str, Attacker]] = []
+def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
+    """Those that the registry has a row for, in its order: name, what is cut, and attacker."""
+    made: list[tuple[str, Exposure, Attacker]] = []
     for entry, row in ATTACKERS.rows():
         # An attacker that draws nothing at random need not take a seed.
         seeded = {"seed": seed} if "seed" in entry.options else {}
-        made.append((entry.name, ATTACKERS.make(entry.name, **row.settings, share=share, **seeded)))
+        attacker = ATTACKERS.make(entry.name, **row.settings, share=share, **seeded)
+        cut = f"{100 * attacker.share:g}%" if isinstance(attacker, HackAttend) else ""
+        made.append((entry.name, replace(row.exposure, name=cut), attacker))
     return made
 
 
 def _tried(
-    part: str, target: TextTarget, attacker: Attacker, examples: Sequence[Example], track: Track
-) -> Finding:
+    exposure: Exposure, target: TextTarget, attacker: Attacker, examples: Sequence[Example],
+    track: Track,
+) -> Finding:  # fmt: skip
     """One attacker on the model, and on its twin where it has one."""
     started = time.perf_counter()
-    progress = track(attacker.words, len(examples))
+    progress = track(words.exposure(exposure), len(examples))
     disruption = _batches(target.loaded, examples, progress).attack(attacker)
     twin = None
     if target.twin is not None:
-        progress = track(f"{attacker.words}, {target.twin.name}", len(examples))
+        progress = track(f"{words.exposure(exposure)}, {target.twin.name}", len(examples))
         other = _batches(target.twin, examples, progress).attack(attacker)
         twin = (target.twin.name, other)
     seconds = time.perf_counter() - started
     cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
-    made = finding(part, disruption, cuts, seconds, twin)
+    made = finding(exposure, disruption, cuts, seconds, twin)
     about = f"; {target.about}" if target.about else ""
     return replace(made, reason=made.reason + about)
 
@@ -149,7 +152,7 @@ def audit_of(disruption: Disruption, target: str = "") -> Audit:
     return Audit(
         target=target or disruption.model,
         identity=disruption.identity or disruption.model,
-        findings=(finding("", disruption, cuts, disruption.seconds),),
+        findings=(finding(exposure_of(disruption.method), disruption, cuts, disruption.seconds),),
         seed=int(disruption.method.get("seed", 0)),
         seconds=disruption.seconds,
     )
@@ -170,7 +173,7 @@ def exposure_of(method: Mapping[str, Any], part: str = "") -> Exposure:
 
 
 def finding(
-    part: str,
+    exposure: Exposure,
     disruption: Disruption,
     cuts: Sequence[Cut],
     seconds: float,
@@ -183,10 +186,10 @@ def finding(
         name, other = twin
         flipped = f"{other.flips} of {len(other.attacked)}"
         reason += f"; of {name}: {flipped} ({percent(other.success)})"
-        words = f"{flipped} right answers flipped"
-        remedied = (Remedied(f"keyhole harden: {name}", other.success, words),)
+        left = f"{flipped} right answers flipped"
+        remedied = (Remedied(f"keyhole harden: {name}", other.success, left),)
     return Finding(
-        exposure=exposure_of(disruption.method, part),
+        exposure=exposure,
         attack=disruption.method["attack"],
         status=status,
         reason=reason,

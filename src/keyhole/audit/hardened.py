@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keyhole.audit.flips import cuts_of, finding
+from keyhole.audit.flips import cuts_of, exposure_of, finding
 from keyhole.core import Audit, Finding, Outcome, Remedied, Status
 from keyhole.core.exposure import Exposure
 from keyhole.disrupt.disruption import status_of
@@ -55,7 +55,9 @@ def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> 
             others[masks("attack", name=name)] = measured
             continue
         cuts = () if attacks else cuts_of(tokenizer, config, disruption)
-        attacks.append(finding(part, disruption, cuts, disruption.seconds))
+        attacks.append(
+            finding(exposure_of(disruption.method, part), disruption, cuts, disruption.seconds)
+        )
     others |= {
         masks("transferred", name=name): measured
         for name, measured in evaluation.transferred.items()

@@ -16,7 +16,7 @@ from keyhole.core.text import legible, percent
 
 # What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
 # layer 3" where it comes from a layer, `{name}` what the target calls it.
-_EXPOSURES: dict[tuple[str, ...], str] = {
+EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-WEIGHTS-SCORES", ""): "any answer",
     ("KH-WEIGHTS-SCORES", "full"): "full scores",
     ("KH-WEIGHTS-SCORES", "budget"): "scores under a budget",
@@ -100,7 +100,7 @@ _UNNAMED = {"KH-PREDICTIONS-CUTS": "a share", "KH-TEXT-ANSWERS": "without a name
 
 def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
     """What people call an exposure; of several `layers` where those were left out."""
-    words = _EXPOSURES.get((given.rule, given.variant, *given.defences))
+    words = EXPOSURES.get((given.rule, given.variant, *given.defences))
     if words is None:  # of a method that somebody added
         parts = [given.variant or given.rule, given.name, *given.defences]
         words = ", ".join(part.replace("{", "").replace("}", "") for part in parts if part)
