@@ -99,7 +99,9 @@ class Dummy:
 DUMMIES = {
     "extract": Dummy(
         extracting.METHODS,
-        Entry("dummy", CoinToss, (extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),)),
+        Entry("dummy", CoinToss, (
+            extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),
+        )),
         ("extract",), extract, endpoint,
     ),
     "invert": Dummy(

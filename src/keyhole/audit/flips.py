@@ -64,7 +64,8 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     return [
         Check(
             replace(exposure, part=part),
-            partial(_check, replace(exposure, part=part), target, attacker, examples), name, weight=_WEIGHT,
+            partial(_check, replace(exposure, part=part), target, attacker, examples),
+            name, weight=_WEIGHT,
         )
         for name, exposure, attacker in attackers(seed, share)
     ]  # fmt: skip
