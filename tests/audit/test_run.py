@@ -6,15 +6,17 @@ import json
 
 import pytest
 import torch
+from keyhole.oracle.target import open_surfaces
 
 from keyhole import oracle
 from keyhole.audit import Audit, Target, audit
+from keyhole.audit.target import open_target
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import registry as extraction
 from keyhole.extract.auto import Kind
 from keyhole.invert import registry as inversion
-from keyhole.oracle.target import describe, open_surfaces, open_target
+from keyhole.target import describe
 
 ATTACKS = [line for _, line in extraction.METHODS.lines()]
 LEAKS = [line for _, line in inversion.METHODS.lines()]

@@ -12,12 +12,13 @@ import torch
 from endpoint_server import Endpoint, output, scores, self_signed, serving, vectors
 
 from keyhole import extract, oracle
+from keyhole.audit.target import open_target
 from keyhole.core import Status
 from keyhole.core.endpoint import EndpointOptions, headers_of
 from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 from keyhole.oracle.open_inference import TakesTexts
-from keyhole.oracle.target import describe, open_target
+from keyhole.target import describe
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hostile import DIM, METADATA, Server, answer, raw
 
+from keyhole.audit.target import open_target
 from keyhole.core.errors import InputError
 from keyhole.oracle import Limits, OpenInference, OracleError
-from keyhole.oracle.target import open_target
 
 QUESTIONS = torch.zeros(4, 3, DIM, dtype=torch.float64)
 

@@ -29,11 +29,13 @@ from keyhole.audit.vectors import (
 from keyhole.core import Estimate, Finding, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
+from keyhole.core.journal import digest
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure as Captured
-from keyhole.models.loading import Loaded
+from keyhole.models.loading import Loaded, identity
 from keyhole.recover.attack import Attack, Counts
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
@@ -118,6 +120,26 @@ class StoreTarget:
     def facts(self) -> StoreFacts:
         read_with = self.method.note if isinstance(self.method, CountedReader) else ""
         return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
+
+    @property
+    def size(self) -> int:
+        return largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        method, values = self.method, self.vectors.double().contiguous()
+        return {
+            "weights": identity(self.loaded.model),
+            "pooling": str(self.pooling),
+            "longest text": self.longest,
+            "method": method.settings if isinstance(method, Counts) else repr(method),
+            "texts": len(self.rows),
+            "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
+            "device": next(self.loaded.model.parameters()).device.type,
+        }
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:

@@ -25,6 +25,7 @@ from keyhole.audit.stores import StoreTarget
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists, expect_file
 from keyhole.core.journal import digest
 from keyhole.core.machine import device_of, expect_device, largest_matrix
@@ -36,9 +37,8 @@ from keyhole.oracle.ledger import Notice, session, unheard
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.probe import Server
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.embedding.corpus import corpus_texts
-from keyhole.recover.embedding.counted import SHIPPED
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
+from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.sources import open_leaks, read_sources, task_for
 from keyhole.stores import Store, open_store
 from keyhole.target import (
@@ -354,17 +354,10 @@ class _Opener:
         given = self.options.data is not None
         texts, examples = self._texts_and_examples(loaded) if given else (list(demo.TEXTS), [])
         subject = TextTarget(
-            loaded, texts, self.options.layers, examples=examples, corpus=self._corpus(),
-            notes=() if given else demo.NOTES,
+            loaded, texts, self.options.layers, examples=examples,
+            notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
         return Target(self.name, (ModelPart(self.name, subject),))
-
-    def _corpus(self) -> Path | None:
-        """As other processes find it."""
-        if self.options.corpus is None:
-            return None
-        expect_file(self.options.corpus, "a corpus")
-        return Path(self.options.corpus).absolute()
 
     def _demo(self) -> Target:
         """The planted endpoints, and the classifier that ships with its hardened version."""
@@ -375,8 +368,9 @@ class _Opener:
         try:
             loaded = demo.load_demo("classification", device)
         except MissingExtra as missing:
-            what = "the text and the predictions of the classifier that ships with Keyhole"
-            return Target(name, endpoints, (Skip(what, "–", str(missing), unchecked=True),))
+            exposure = Exposure(NOT_CHECKED, "demo")
+            skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
+            return Target(name, endpoints, (skip,))
         hardened = demo.has_twin() and demo.load_demo("classification", device, hardened=True)
         texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
         notes = demo.NOTES
@@ -384,7 +378,7 @@ class _Opener:
             (texts, examples), about, notes = self._texts_and_examples(loaded), "", ()
         subject = TextTarget(
             loaded, texts, self.options.layers, examples=examples, twin=hardened or None,
-            about=about, notes=notes, corpus=self._corpus(),
+            about=about, notes=notes, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
 
@@ -393,7 +387,7 @@ class _Opener:
         loaded = self._weights(what)
         server = Server.at(self.place, self.options.endpoint.only_connecting(what))
         reason = "give --model to read it back"
-        skips = () if loaded else (Skip("what routes return", "none", reason),)
+        skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
         name = f"{server.kind or 'a server'} at {server.url}"
         return Target(name, (ServerTarget(name, server, loaded, self._texts()),), skips)
 
@@ -450,7 +444,7 @@ class _Opener:
                 f"the vector store {public} needs --model: name the encoder that made its vectors "
                 "(a folder, owner/name on the hub, or demo)"
             )
-        corpus = self._corpus()
+        corpus = corpus_file(options.corpus)
         method = CountedReader() if corpus is None else CountedReader(corpus)
         known = [] if options.known is None else read_texts(options.known)
         with open_store(self.place, known, shown=self.name) as store:
@@ -478,6 +472,14 @@ class _Opener:
         if not made:
             raise refused[0]
         return made
+
+
+def corpus_file(file: str | None) -> Path | None:
+    """The file of a corpus, as other processes find it."""
+    if file is None:
+        return None
+    expect_file(file, "a corpus")
+    return Path(file).absolute()
 
 
 def _no_endpoint(kind: TargetKind, name: str) -> InputError:

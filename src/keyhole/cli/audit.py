@@ -9,7 +9,7 @@ import typer
 
 from keyhole import report
 from keyhole.audit.check import Checked
-from keyhole.audit.opening import Opening
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.run import audit as run
 from keyhole.cli.answers import answer
 from keyhole.cli.app import (
@@ -204,15 +204,15 @@ def audit(
         own = {"TARGET": target is not None, "--ledger": ledger is not None, "--page": page != PAGE,
                "--json-file": json_file != FINDINGS,}  # fmt: skip
         expect_none_of(own)
-        base = Opening(
-            "", tuple(model or ()), known and str(known), corpus and str(corpus),
-            data and str(data), texts, flips, column, label, _numbers(layers), device,
-            authorized=authorized, endpoint=endpoint, against_defences=against_defences, seed=seed,
-            only=chosen,
+        base = AuditOptions(
+            model=tuple(model or ()), known=known and str(known), corpus=corpus and str(corpus),
+            data=data and str(data), texts=texts, flips=flips, column=column, label=label,
+            layers=_numbers(layers), device=device, authorized=authorized, endpoint=endpoint,
+            against_defences=against_defences, seed=seed, only=chosen,
         )  # fmt: skip
         raise typer.Exit(
             audit_fleet(
-                fleet, judge, base.anywhere(), out or FOLDER, baseline=baseline, outputs=outputs,
+                fleet, judge, base, out or FOLDER, baseline=baseline, outputs=outputs,
                 processes=processes, dask=dask, force=force, as_json=as_json,
             )
         )  # fmt: skip

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from keyhole import report
 from keyhole.assess import Assessment, FleetAssessment, assess_fleet
-from keyhole.audit import Member, Opening, fleet, read_fleet
+from keyhole.audit import AuditOptions, Member, fleet, read_fleet
 from keyhole.audit.check import Checked
-from keyhole.audit.fleet_file import members_of
+from keyhole.audit.fleets import members_of
 from keyhole.cli.answers import answer
 from keyhole.cli.app import expect_new, interruptible
 from keyhole.cli.bars import bars
@@ -37,7 +37,7 @@ def expect_none_of(given: Mapping[str, bool]) -> None:
 
 
 def audit_fleet(
-    targets: Path | Sequence[str], judge: Judge, base: Opening, out: Path, *,
+    targets: Path | Sequence[str], judge: Judge, base: AuditOptions, out: Path, *,
     baseline: Path | None, outputs: Sequence[str] | None, processes: int, dask: str | None,
     force: bool, as_json: bool,
 ) -> int:  # fmt: skip

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.oracle.http import Http, Limits, Refused, shown
-from keyhole.oracle.options import connected, names_address, without_password
+from keyhole.oracle.options import connected, without_password
 from keyhole.oracle.protocol import OracleError
 
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused

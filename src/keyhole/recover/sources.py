@@ -7,15 +7,12 @@ what those are, only the model can tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
-
 from keyhole.core.errors import InputError
-from keyhole.core.files import is_file, is_folder
+from keyhole.core.files import is_folder
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.base_leak import BaseLeak

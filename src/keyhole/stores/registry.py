@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -47,8 +48,13 @@ def kind_of(target: str) -> Kind | None:
 
 
 @contextmanager
-def open_store(target: str, known: Sequence[str] = ()) -> Generator[Store]:
-    """The store that TARGET names, for the length of a block; `known` texts are for a server."""
+def open_store(
+    target: str, known: Sequence[str] = (), shown: str | None = None
+) -> Generator[Store]:
+    """The store that TARGET names, for the length of a block; `known` texts are for a server.
+
+    `shown` is TARGET as people gave it, by which the store is called.
+    """
     kind = kind_of(target)
     if kind is None:
         forms = ", ".join(kind.form for kind in KINDS)
@@ -61,8 +67,9 @@ def open_store(target: str, known: Sequence[str] = ()) -> Generator[Store]:
         if unknown:
             takes = ", ".join(f"?{name}=" for name in kind.options) or "nothing"
             raise InputError(f"expected {takes} after {path}, got ?{unknown[0]}=")
+    called = _parted(shown or target)[0].removeprefix(_prefix(kind))
     with kind.open(Place(path, options, tuple(known))) as store:
-        yield store
+        yield replace(store, name=f"{called}{store.name.removeprefix(path)}") if shown else store
 
 
 def _prefix(kind: Kind) -> str:
