@@ -32,7 +32,7 @@ from keyhole.oracle.open_inference import (
     stated,
     words,
 )
-from keyhole.oracle.options import connected, without_password
+from keyhole.oracle.connection import connected, without_password
 from keyhole.oracle.protocol import OracleError
 
 _BESIDE = ("type", "position", "segment")  # inputs of whole numbers that are no ids
