@@ -24,7 +24,7 @@ from keyhole.disrupt.certificate.certification import Certification
 from keyhole.disrupt.certificate.certify import certify
 from keyhole.extract.defended.tried import DefencesTried, Tried
 from keyhole.harden.evaluate import Evaluation, Measured, attack
-from keyhole.harden.hardening import Hardening, Trained
+from keyhole.harden.run import Hardening, Trained
 from keyhole.harden.train import Training
 from keyhole.invert.structure.layers import Amplification, LayersInversion
 from keyhole.models import Loaded, identity

@@ -16,7 +16,7 @@ from keyhole.audit.flips import cuts_of, finding
 from keyhole.core import Audit, Finding, Outcome, Remedied, Status
 from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
-from keyhole.harden.hardening import Hardening
+from keyhole.harden.run import Hardening
 from keyhole.models.loading import load_config, load_tokenizer
 
 _WRONG = {

@@ -15,7 +15,7 @@ from keyhole.disrupt.certificate.certification import Certification
 from keyhole.extract.defended.tried import DefencesTried
 from keyhole.extract.extraction import Extraction
 from keyhole.harden.evaluate import Evaluation
-from keyhole.harden.hardening import Hardening
+from keyhole.harden.run import Hardening
 from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
