@@ -15,16 +15,15 @@ from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
 from keyhole.invert.solvers.end_to_end import EndToEnd
-from keyhole.invert.solvers.gradient_descent import GradientDescent
-from keyhole.invert.solvers.gradient_descent_as_published import GradientDescentAsPublished
+from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
+from keyhole.invert.solvers.multistart import Solve
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.peel import Peel
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.residual_stream import ResidualStream
-from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 from keyhole.invert.structure.layers import SolveLayers
 

@@ -16,10 +16,10 @@ from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.inversion import Inversion
+from keyhole.invert.krawczyk import certify as prove
 from keyhole.invert.problem import Problem
-from keyhole.invert.proofs.certify import certify as prove
 from keyhole.invert.registry import METHODS, STACK_METHODS
-from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.solvers.multistart import Solve
 from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
 from keyhole.invert.structure.layers_file import load_layers
 from keyhole.invert.structure.searches import opened, what_determines

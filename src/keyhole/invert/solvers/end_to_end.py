@@ -16,6 +16,7 @@ from torch import Tensor
 from keyhole.core import Status
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
+from keyhole.invert.solvers.starts import SMALL, newton
 from keyhole.invert.structure.layers import (
     Composed,
     Found,
@@ -25,7 +26,6 @@ from keyhole.invert.structure.layers import (
     settle,
 )
 from keyhole.invert.structure.searches import Searches
-from keyhole.invert.structure.starts import SMALL, newton
 
 TOGETHER = 8  # starts that advance side by side; what they found is kept before the next begin
 
