@@ -20,13 +20,12 @@ from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
 from keyhole.core import Fleet, Result, Status
-from keyhole.disrupt.certificate.certification import Certification
-from keyhole.disrupt.certificate.certify import certify
 from keyhole.extract.defended.tried import DefencesTried, Tried
 from keyhole.harden.evaluate import Evaluation, Measured, attack
 from keyhole.harden.run import Hardening, Trained
 from keyhole.harden.train import Training
-from keyhole.invert.structure.layers import Amplification, LayersInversion
+from keyhole.lab.certificates import Certification, certify
+from keyhole.lab.stacks import Amplification, StackInversion
 from keyhole.models import Loaded, identity
 from keyhole.recover.gradients import batch_of, recover_batch, update_of
 from keyhole.report.notebook import VIEWS, html
@@ -82,7 +81,7 @@ def results() -> dict[str, Result]:
     made = [
         audited, Fleet({"mine": audited, "yours": replace(audited, findings=())}, 1.0),
         extract.SingleHead()(oracle.plant(dim=6, seed=1)), inverted,
-        LayersInversion(
+        StackInversion(
             Status.RECOVERED, "why", "m", inverted.X, 1e-15, 0.1,
             layers=(Amplification(2.0, 1.5),), amplification=2.0,
         ),

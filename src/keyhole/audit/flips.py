@@ -24,7 +24,7 @@ from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
-from keyhole.disrupt.labels import settled
+from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import load_config, load_tokenizer
 from keyhole.models.tasks import GENERATES, head_of

@@ -22,19 +22,17 @@ from concurrent.futures import (
 )
 from typing import Any
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.journal import Journal
 from keyhole.core.machine import largest_matrix, threads_for
 from keyhole.core.progress import Progress, silent
 from keyhole.core.tasks import Pool
 from keyhole.data import NO_LABEL, Example, encode
-from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
-from keyhole.disrupt.disruption import Disruption
+from keyhole.disrupt.disruption import Attacker, Disruption, described
 from keyhole.disrupt.journal import Outcomes, key
-from keyhole.disrupt.labels import settled
-from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
+from keyhole.disrupt.tasks import settled
 from keyhole.models.positions import fitting
 from keyhole.models.tasks import GENERATES
 
@@ -92,8 +90,8 @@ def sweep(
     other data is refused then; more of the same data goes on.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
-    expect_least(1, together=together)
-    expect_least(0, retries=retries)
+    expect_count("together", together, 1)
+    expect_count("retries", retries, 0)
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,
                 "longest": source.longest, "method": method}  # fmt: skip

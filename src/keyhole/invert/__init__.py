@@ -11,52 +11,42 @@ from keyhole.invert.derivatives.hessian import gauss_newton_product, hessian, he
 from keyhole.invert.derivatives.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.krawczyk import Certificate, certify
-from keyhole.invert.planted import plant, plant_layers
+from keyhole.invert.planted import plant
 from keyhole.invert.problem import Problem
-from keyhole.invert.run import run, run_layers
+from keyhole.invert.run import run
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.end_to_end import EndToEnd
 from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
 from keyhole.invert.solvers.newton_cg import NewtonCG
-from keyhole.invert.solvers.peel import Peel
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.starts import mean_field
 from keyhole.invert.solvers.token_by_token import TokenByToken
-from keyhole.invert.structure.layers import Amplification, Layer, Layers, LayersInversion
-from keyhole.invert.structure.layers_file import load_layers, save_layers
 
 __all__ = [
     "LBFGS",
     "Adam",
-    "Amplification",
     "AttentionMaps",
     "AttentionOutput",
     "Auto",
     "Bounds",
     "Certificate",
     "ClosedForm",
-    "EndToEnd",
     "GradientDescent",
     "GradientDescentAsPublished",
     "HiddenStates",
     "Inversion",
     "KeyValues",
-    "Layer",
-    "Layers",
-    "LayersInversion",
     "Leak",
     "LevenbergMarquardt",
     "Logits",
     "Mark",
     "ModifiedNewton",
     "NewtonCG",
-    "Peel",
     "Pooled",
     "Problem",
     "RegularizedNewton",
@@ -73,18 +63,14 @@ __all__ = [
     "hessian_product",
     "jacobian",
     "leak_of",
-    "load_layers",
     "load_leak",
     "loss",
     "mean_field",
     "plant",
-    "plant_layers",
     "recover_text",
     "recover_texts",
     "recovering",
     "run",
-    "run_layers",
-    "save_layers",
     "save_leak",
 ]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
 from keyhole.core import Outcome, Piece
 from keyhole.core.text import percent
 from keyhole.disrupt import Disruption
-from keyhole.disrupt.certificate.certification import Certification
 from keyhole.extract.defended.tried import DefencesTried
 from keyhole.extract.extraction import Extraction
 from keyhole.harden.evaluate import Evaluation
@@ -19,7 +18,6 @@ from keyhole.harden.run import Hardening
 from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
-from keyhole.invert.structure.layers import LayersInversion
 from keyhole.recover.gradients.recovery import BatchRecovery
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
@@ -113,7 +111,7 @@ def inversion(result: Inversion) -> list[Block]:
     ]
 
 
-def layers(result: LayersInversion) -> list[Block]:
+def layers(result: Any) -> list[Block]:
     rows = [
         (f"layer {place}", number(layer.condition) or "–", number(layer.measured) or "–")
         for place, layer in enumerate(result.layers, 1)
@@ -229,7 +227,7 @@ def _answer(answer: Sequence[int]) -> str:
     return " ".join(str(each) for each in answer)
 
 
-def certification(result: Certification) -> list[Block]:
+def certification(result: Any) -> list[Block]:
     right = result.right
     open_ = len(right) - result.certified - result.flipped
     count = max(1, len(right))

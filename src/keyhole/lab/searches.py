@@ -10,18 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from keyhole.core import environment
 from keyhole.core.errors import InputError
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.result import typed
-from keyhole.invert.structure.layers import Found, Layers
 
 _FIX = "give --force to begin anew, or remove this file"
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What one search found, and how it ended, in words."""
+
+    inputs: Sequence[Tensor]
+    end: str
 
 
 class Searches:
@@ -68,28 +75,9 @@ def opened(path: str | Path | None, run: Run, *, force: bool) -> Generator[Searc
                 journal.path.unlink(missing_ok=True)
 
 
-def what_determines(stack: Layers, method: str) -> Run:
-    """Everything that the inputs found follow from."""
-    return {
-        "run": "invert layers",
-        "keyhole": environment()["keyhole"],
-        "method": method,
-        "stack": digest(*_parts(stack)),
-    }
-
-
 def name_of(tensor: Tensor) -> str:
     """A short name for the numbers of a tensor."""
     return digest(list(tensor.shape), _bytes(tensor))
-
-
-def _parts(stack: Layers) -> Sequence[object]:
-    weights: list[object] = [name_of(stack.B), stack.tolerance]
-    for layer in stack.layers:
-        tensors = (layer.W, layer.V, layer.key_bias, layer.output_bias)
-        weights += [None if tensor is None else name_of(tensor) for tensor in tensors]
-        weights += [layer.causal, layer.residual]
-    return weights
 
 
 def _bytes(tensor: Tensor) -> bytes:
