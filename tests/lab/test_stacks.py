@@ -154,7 +154,7 @@ def test_wrong_stacks_are_errors():
     with pytest.raises(InputError, match="at least one layer"):
         stacks.Stack((), torch.zeros(2, 2))
     layer, other = (stacks.Layer(torch.eye(d), torch.eye(d)) for d in (2, 3))
-    with pytest.raises(InputError, match="expected layer 2 to take the 2 outputs"):
+    with pytest.raises(InputError, match="layer 2 must take the 2 outputs"):
         stacks.Stack((layer, other), torch.zeros(2, 3))
     with pytest.raises(InputError, match="expected B"):
         stacks.Stack((layer,), torch.zeros(2, 3))

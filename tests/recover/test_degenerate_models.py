@@ -14,7 +14,7 @@ from keyhole.data import NO_LABEL, Example
 from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
 from keyhole.recover.gradients import recover_batch
-from keyhole.recover.gradients.client import batch_of, update_of
+from keyhole.recover.gradients.update import batch_of, update_of
 from keyhole.recover.recover_text import recover_text
 from keyhole.recover.simulate import degrade, leak_of
 

@@ -20,7 +20,7 @@ from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
 from keyhole.core import Fleet, Result, Status
-from keyhole.extract.defended.tried import DefencesTried, Tried
+from keyhole.extract.defences import DefencesTried, Tried
 from keyhole.harden.evaluate import Evaluation, Measured, attack
 from keyhole.harden.run import Hardening, Trained
 from keyhole.harden.train import Training

@@ -38,7 +38,7 @@ from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.run import run
 from keyhole.lab.certificates import certify_all
-from keyhole.models.tasks import Task
+from keyhole.models.loading import Task
 
 _RELEASED = "as-released"
 

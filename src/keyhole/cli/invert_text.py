@@ -29,7 +29,7 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.recover.gradients import BatchRecovery, is_update
-from keyhole.recover.gradients.run import opened, recovering_updates
+from keyhole.recover.gradients.recover_batch import opened, recovering_updates
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
 from keyhole.recover.recovery import Mark, TextRecovery

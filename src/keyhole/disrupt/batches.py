@@ -18,8 +18,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.disruption import Attacker, Disruption, described, joined
-from keyhole.models.positions import fitting
-from keyhole.models.tasks import GENERATES, head_of
+from keyhole.models.anatomy import fitting
+from keyhole.models.loading import GENERATES, head_of
 
 
 def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:

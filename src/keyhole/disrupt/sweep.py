@@ -33,8 +33,8 @@ from keyhole.disrupt.disruption import Attacker, Disruption, described
 from keyhole.disrupt.journal import Outcomes, key
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.tasks import settled
-from keyhole.models.positions import fitting
-from keyhole.models.tasks import GENERATES
+from keyhole.models.anatomy import fitting
+from keyhole.models.loading import GENERATES
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model

@@ -31,8 +31,8 @@ from keyhole.core.result import typed
 from keyhole.data import Example, encode
 from keyhole.harden.defences.combined import current
 from keyhole.harden.defences.defence import Batch, Defence
+from keyhole.models.anatomy import fitting
 from keyhole.models.loading import identity
-from keyhole.models.positions import fitting
 
 
 @dataclass(frozen=True, repr=False)

@@ -48,7 +48,7 @@ from keyhole.lab.written_out import (
     slopes,
     written_out,
 )
-from keyhole.models.positions import fitting
+from keyhole.models.anatomy import fitting
 
 SLACK = 1e-3
 

@@ -4,8 +4,8 @@ from keyhole.recover.attacks.decoder import DecoderStates
 from keyhole.recover.attacks.encoder import EncoderStates
 from keyhole.recover.attacks.key_values import CachedKeys
 from keyhole.recover.attacks.maps import EncoderMaps
-from keyhole.recover.attacks.pooled import PooledEmbedding
 from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.leaks import (
     AttentionMaps,
     AttentionOutput,

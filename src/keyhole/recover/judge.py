@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from keyhole.core import Status
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.judge import judge_vector
+from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.leaks import HiddenStates, Leak, Logits, Pooled
 from keyhole.recover.orders import in_best_order, open_places
 from keyhole.recover.other_texts import other_text

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.edits import Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Tokens, Vectors, rivals_of
 from keyhole.recover.leaks import Logits
 from keyhole.recover.rivals import exposed_rows
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from keyhole.recover.embedding.sums import Effects, Sets
+from keyhole.recover.embeddings.sums import Effects, Sets
 from keyhole.recover.search.substitution import Tried
 
 _WIDTH = 32  # of the beam over sets

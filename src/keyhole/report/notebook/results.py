@@ -11,14 +11,14 @@ from torch import Tensor
 from keyhole.core import Outcome, Piece
 from keyhole.core.text import percent
 from keyhole.disrupt import Disruption
-from keyhole.extract.defended.tried import DefencesTried
+from keyhole.extract.defences import DefencesTried
 from keyhole.extract.extraction import Extraction
 from keyhole.harden.evaluate import Evaluation
 from keyhole.harden.run import Hardening
 from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
-from keyhole.recover.gradients.recovery import BatchRecovery
+from keyhole.recover.gradients.recover_batch import BatchRecovery
 from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
     Bars,
