@@ -16,7 +16,8 @@ when its output is moved at random by 1e-8: the product of the κ bounds what is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -29,11 +30,11 @@ from torch import Tensor
 from keyhole.core import Status, environment
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import read_tensors, write_tensors
-from keyhole.core.journal import Run, digest
+from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
-from keyhole.core.result import Result
+from keyhole.core.result import Result, typed
 from keyhole.invert import planted
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
@@ -43,7 +44,6 @@ from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
 from keyhole.invert.solvers.starts import SMALL, newton
-from keyhole.lab.searches import Found, Searches, name_of, opened
 
 _MOVED = 1e-8  # relative, when amplification is measured
 _STARTS_AT_ONCE = 8  # that advance side by side; what they found is kept before the next begin
@@ -366,6 +366,55 @@ def _moved(equations: Composed | Equations, X: Tensor) -> float | None:
     return float((there - X).norm() / X.norm()) / _MOVED
 
 
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What one search found, and how it ended, in words."""
+
+    inputs: Sequence[Tensor]
+    end: str
+
+
+class Searches:
+    """What a run has found so far, by the name of each search; without a journal in memory.
+
+    A search is what takes long in a stack: the inputs of one layer for one output, or a handful of
+    starts through all layers. What one found is written before the next begins, and its numbers
+    come back from JSON bit for bit.
+    """
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = Journal(None, {}) if journal is None else journal
+        self.seconds = 0.0  # of all searches, those of earlier runs too
+
+    def made(self, name: str, search: Callable[[], Found], like: Tensor) -> Found:
+        """What a search finds, or found; inputs are of the kind of `like`."""
+        if name not in self._journal:
+            began = time.perf_counter()
+            with stopping_on_ctrl_c():  # what half a search found is not what all of it finds
+                found = search()
+            record = {
+                "inputs": [X.tolist() for X in found.inputs],
+                "end": found.end,
+                "seconds": time.perf_counter() - began,
+            }
+            self._journal.add({name: record})
+        found, seconds = self._journal.recall(name, partial(_found, like))
+        self.seconds += seconds
+        return found
+
+
+def _found(like: Tensor, record: dict[str, Any]) -> tuple[Found, float]:
+    inputs = typed(list[list[list[float]]], record["inputs"], "inputs")
+    found = Found([like.new_tensor(X) for X in inputs], typed(str, record["end"], "end"))
+    return found, typed(float, record["seconds"], "seconds")
+
+
+def _name_of(tensor: Tensor) -> str:
+    """A short name for the numbers of a tensor."""
+    numbers = tensor.detach().cpu().contiguous().to(torch.float64).numpy()
+    return digest(list(tensor.shape), numbers.tobytes())
+
+
 class SolveStack(Protocol):
     """Any method that inverts a stack; `memory` holds what an earlier run of it had found."""
 
@@ -407,7 +456,7 @@ class Peel:
             for B in outputs:
                 problem = stack.layers[number - 1].problem(B, tolerance=tolerance)
                 search = partial(self._search, problem)
-                found.append(searches.made(f"layer {number} for {name_of(B)}", search, B))
+                found.append(searches.made(f"layer {number} for {_name_of(B)}", search, B))
             inputs = [X for search in found for X in search.inputs]
             if not inputs:
                 several = f" for any of {len(found)} candidates" if len(found) > 1 else ""
@@ -534,19 +583,19 @@ def run(
             method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
             seed=seed, device=None if device == "cpu" else device,
         )  # fmt: skip
-    with opened(journal, _what_determines(asked, repr(method)), force=force) as searches:
+    with Journal(journal, _what_determines(asked, repr(method)), force=force) as finished:
         progress = track("invert layers")
-        if len(searches):
-            resuming(len(searches))
-        return method(asked, progress=progress, memory=searches)
+        if len(finished):
+            resuming(len(finished))
+        return method(asked, progress=progress, memory=Searches(finished))
 
 
 def _what_determines(stack: Stack, method: str) -> Run:
     """Everything that the inputs found follow from."""
-    weights: list[object] = [name_of(stack.B), stack.tolerance]
+    weights: list[object] = [_name_of(stack.B), stack.tolerance]
     for layer in stack.layers:
         tensors = (layer.W, layer.V, layer.key_bias, layer.output_bias)
-        weights += [None if tensor is None else name_of(tensor) for tensor in tensors]
+        weights += [None if tensor is None else _name_of(tensor) for tensor in tensors]
         weights += [layer.causal, layer.residual]
     return {
         "run": "invert layers",
