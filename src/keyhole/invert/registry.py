@@ -1,6 +1,6 @@
 """Every method of inversion under the name that people type, and what the audit tries it on.
 
-To add one, write the solver in its own module and add one line to METHODS.
+To add one, write the solver in its own module and add one entry to METHODS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
@@ -28,26 +29,24 @@ STARTS = 256  # of every search from many starts, unless told otherwise
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """One exposure that the audit tries a method on: what of a layer's work is handed out.
 
     `decimals` is how far the output is rounded, `maps` whether the attention maps come with it;
     `settings` are the method's hyperparameters there.
     """
 
-    exposure: str
+    exposure: Exposure
     remedy: str
     maps: bool = False
     decimals: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def __str__(self) -> str:
-        return self.exposure
-
 
 _OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
 _MAPS = "Do not return attention maps beside outputs: together they are linear equations."
 _ROUNDED = "Rounding hides the input of a badly conditioned layer only: keep the outputs inside."
+_output = partial(Exposure, "KH-INPUTS-LAYER-OUTPUT")
 _BRIEF = {"starts": 16, "seconds": 60.0}
 
 
@@ -56,17 +55,17 @@ def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0
     return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
 
 
-def _search(name: str, method: type[Solve]) -> Entry[Solve, Line]:
+def _search(name: str, method: type[Solve]) -> Entry[Solve, Row]:
     """A search from many starts."""
     return Entry(name, partial(method, starts=STARTS), method=method)
 
 
-METHODS: Registry[Solve, Line] = Registry(
+METHODS: Registry[Solve, Row] = Registry(
     "method",
     Entry("auto", Auto, (
-        Line("a layer's output", _OUTPUT, settings=_BRIEF),
-        Line("a layer's output to 3 decimals", _ROUNDED, decimals=3, settings=_BRIEF),
-        Line("a layer's output and attention maps", _MAPS, maps=True, settings=_BRIEF),
+        Row(_output(), _OUTPUT, settings=_BRIEF),
+        Row(_output(defences=("decimals-3",)), _ROUNDED, decimals=3, settings=_BRIEF),
+        Row(Exposure("KH-INPUTS-ATTENTION-MAPS"), _MAPS, maps=True, settings=_BRIEF),
     )),
     _search("levenberg-marquardt", LevenbergMarquardt),
     _search("newton-cg", NewtonCG),
