@@ -19,8 +19,7 @@ from torch import Tensor
 
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
-from keyhole.invert.structure.mean_field import mean_field
-from keyhole.invert.structure.starts import COLD, newton
+from keyhole.invert.solvers.starts import COLD, mean_field, newton
 
 _CORRECTIONS = 6
 _CONVERGED = 1e-10

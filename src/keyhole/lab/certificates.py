@@ -3,9 +3,9 @@
 Ours; nobody has published one. Two statements, each for the units that an attack may cut:
 
 - **k = 1, exact.** Every unit is cut, one at a time, and the least margin taken: at most
-  `layers·heads·n²` passes, each from the cut's layer on (singles.py).
+  `layers·heads·n²` passes, each from the cut's layer on.
 - **k ≥ 2, a bound.** The moves of the single cuts are known exactly, and what k of them do together
-  beyond that is bounded (bound.py): for k units of one layer, and for k anywhere, which is far
+  beyond that is bounded (cuts.py): for k units of one layer, and for k anywhere, which is far
   harder, because a cut changes the rows that later cuts are made in. Where moves are too large for
   a bound of second order, nothing is claimed.
 
@@ -16,28 +16,39 @@ and, as measured and not as proved, the 1e-5 by which float32 differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
-from keyhole.data import Batch
-from keyhole.disrupt.certificate.bound import Unbounded, interplay
-from keyhole.disrupt.certificate.classifier import Classifier, Trace, embedded, written_out
-from keyhole.disrupt.certificate.jacobians import (
+from keyhole.core import Outcome, Result, environment
+from keyhole.core.errors import InputError, expect_among, expect_count
+from keyhole.core.machine import expect_device
+from keyhole.core.progress import Track, untracked
+from keyhole.core.result import restored, typed
+from keyhole.data import Batch, encode
+from keyhole.disrupt.hack_attend import Spare
+from keyhole.disrupt.run import SHIPPED, examples_of, source_of
+from keyhole.disrupt.tasks import ask, settled
+from keyhole.disrupt.units import Unit, survey
+from keyhole.lab.cuts import SingleCuts, Unbounded, cut_each, interplay
+from keyhole.lab.written_out import (
     TANH_BEND,
+    Classifier,
     Sizes,
     Slopes,
+    Trace,
+    embedded,
     quadratic,
     sizes,
     slopes,
+    written_out,
 )
-from keyhole.disrupt.certificate.singles import Singles, singles
-from keyhole.disrupt.tasks import ask
-from keyhole.disrupt.units import Unit, survey
+from keyhole.models.anatomy import fitting
 
 SLACK = 1e-3
 
@@ -168,7 +179,7 @@ class _Proof:
         weights, _ = self.classifier.classes
         bends = TANH_BEND * (weights[self.label] - weights[other]).abs()
         with torch.no_grad():
-            alone = singles(self.classifier, self.traces, slope, bends, self.free, self.label)
+            alone = cut_each(self.classifier, self.traces, slope, bends, self.free, self.label)
             margins = alone.margins[:, other]
             least = Unit(*self.free.nonzero()[margins.argmin()].tolist())
             pooled = quadratic(bends, self.classifier.pooler[0]).sqrt()
@@ -184,7 +195,7 @@ class _Proof:
         return float(margins.min()), least, bounds
 
     def _bound(
-        self, other: int, size: list[Sizes], slope: list[Slopes], alone: Singles, free: Tensor,
+        self, other: int, size: list[Sizes], slope: list[Slopes], alone: SingleCuts, free: Tensor,
         pooled: Tensor, k: int,
     ) -> float:  # fmt: skip
         """What k of the free units leave of the margin at least."""
@@ -195,3 +206,127 @@ class _Proof:
             return -torch.inf
         cost = cost + more * (margin - alone.margins[:, other]).clamp(min=0)
         return margin - float(cost.topk(min(k, len(cost))).values.sum())
+
+
+# `keyhole disrupt --certify K` as a function, and what it gives: one certificate for each text.
+
+MOST = 64  # units: the bound says nothing long before
+
+
+@dataclass(frozen=True, repr=False)
+class Certification(Result):
+    """The certificates of all texts, in their order."""
+
+    certificates: tuple[Certificate, ...]
+    k: int
+    spare: str
+    seconds: float
+    model: str = ""
+    data: str = ""
+    slack: float = SLACK
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "certification"
+
+    @property
+    def right(self) -> tuple[Certificate, ...]:
+        return tuple(proof for proof in self.certificates if proof.right)
+
+    @property
+    def certified(self) -> int:
+        return sum(proof.holds for proof in self.right)
+
+    @property
+    def flipped(self) -> int:
+        return sum(proof.flipped for proof in self.right)
+
+    @property
+    def outcome(self) -> Outcome:
+        """A single unit flips a text; all are certified; or something is left open."""
+        if self.flipped:
+            return Outcome.GIVEN_AWAY
+        whole = bool(self.right) and self.certified == len(self.right)
+        return Outcome.KEPT if whole else Outcome.UNCHECKED
+
+    def summary(self) -> str:
+        right, count = self.right, len(self.right)
+        stand = sum(proof.alone > self.slack for proof in right)
+        lines = [
+            f"{stand} of {count} right answers stand whichever single unit is cut, "
+            f"{self.flipped} do not (exact: {sum(proof.units for proof in right):,} units were cut)"
+        ]
+        if self.k > 1:
+            lines.append(f"{self.certified} of {count} whichever {self.k} units are cut (proved)")
+            layers = max((len(proof.layers) for proof in right), default=0)
+            each = [self._of(lambda proof, n=n: proof.holds_in(n)) for n in range(layers)]
+            within = self._of(Certificate.holds_within_layers)
+            lines.append(
+                f"{within} of {count} whichever {self.k} units of one layer are cut (proved); "
+                f"layer by layer: {', '.join(map(str, each))}"
+            )
+        skipped = len(self.certificates) - count
+        lines.append(f"{skipped} that the model gets wrong were left alone; {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+    def _of(self, proved: Callable[[Certificate], bool]) -> int:
+        return sum(map(proved, self.right))
+
+    def contents(self) -> dict[str, Any]:
+        proofs = [
+            {**asdict(proof), "unit": list(astuple(proof.unit)) if proof.unit else None,
+             "holds": proof.holds, "flipped": proof.flipped}
+            for proof in self.certificates
+        ]  # fmt: skip
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {**plain, "certified": self.certified, "flipped": self.flipped,
+                "certificates": proofs}  # fmt: skip
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
+        del tensors
+        return cls(
+            certificates=tuple(_restored(proof) for proof in data["certificates"]),
+            **{name: data[name] for name in _PLAIN},
+        )
+
+
+_PLAIN = ("k", "spare", "seconds", "model", "data", "slack", "environment")
+_DERIVED = ("holds", "flipped")
+
+
+def _restored(data: dict[str, Any]) -> Certificate:
+    unit = typed(tuple[int, int, int, int, int] | None, data.get("unit"), "unit")
+    given = {name: value for name, value in data.items() if name not in _DERIVED}
+    proof = restored(Certificate, {**given, "unit": None})
+    return replace(proof, unit=None if unit is None else Unit(*unit))
+
+
+def certify_all(
+    model: str | Path, data: str | Path | None = None, k: int = 1, *,
+    spare: Spare | None = None, text: Sequence[str] = (), label: str | None = None,
+    classes: Sequence[str] = (), examples: int | None = None, longest: int = 128,
+    device: str = "cpu", allow_pickle: bool = False, track: Track = untracked,
+) -> Certification:  # fmt: skip
+    """Which predictions stand, whichever units are cut, up to k of them; arguments as of `run`."""
+    expect_count("--certify", k, 1, MOST)
+    expect_count("--longest", longest)
+    expect_device(device)
+    spare = "special" if spare is None else spare
+    expect_among("spare", spare, Spare)
+    source = source_of(str(model), None, device, longest, allow_pickle)
+    if source.task != "classification":
+        raise InputError(f"expected a classifier to certify, got a model for {source.task}")
+    chosen = examples_of(source, data, text, label, classes, examples)
+    started = time.perf_counter()
+    loaded, tokenizer = source.load()
+    longest = fitting(loaded, tokenizer, longest) or longest
+    progress = track("disrupt", len(chosen))
+    proofs: list[Certificate] = []
+    for example in chosen:
+        batch, labels = encode(tokenizer, [example], longest=longest)
+        answer = int(settled(loaded, batch, labels)[0])
+        proofs.append(certify(loaded, batch, answer, k, spare=spare, name=example.id))
+        progress(len(proofs), len(chosen))
+    seconds = time.perf_counter() - started
+    origin = SHIPPED if data is None else str(data)
+    return Certification(tuple(proofs), k, spare, seconds, str(model), origin)

@@ -13,18 +13,18 @@ import torch
 from keyhole import invert
 from keyhole.core.errors import InputError
 from keyhole.core.journal import AnotherRun, records_in
-from keyhole.invert.run import run_layers
+from keyhole.lab import stacks
 
 ONE = invert.LevenbergMarquardt(starts=8, steps=100, solutions=2)
 METHODS = {
-    "peel": invert.Peel(ONE, branches=2),
-    "end to end": invert.EndToEnd(replace(ONE, starts=20)),
+    "peel": stacks.Peel(ONE, branches=2),
+    "end to end": stacks.EndToEnd(replace(ONE, starts=20)),
 }
 
 
 @pytest.fixture(scope="module")
 def stack():
-    return invert.plant_layers(3, 4, 3, residual=True, scale=0.5, seed=2)[0]
+    return stacks.plant(3, 4, 3, residual=True, scale=0.5, seed=2)[0]
 
 
 class Stopped(Exception):
@@ -53,16 +53,16 @@ def test_stopped_it_goes_on_and_finds_the_same(stack, name, tmp_path):
     method, journal = METHODS[name], tmp_path / "journal"
     whole = method(stack)
     with pytest.raises(Stopped):
-        run_layers(stack, method, journal=journal, track=stop_after(2 if name == "peel" else 8))
+        stacks.run(stack, method, journal=journal, track=stop_after(2 if name == "peel" else 8))
     kept = journal.read_text()
     assert records_in(journal) > 0
     told = []
-    result = run_layers(stack, method, journal=journal, resuming=told.append)
+    result = stacks.run(stack, method, journal=journal, resuming=told.append)
     assert told == [kept.count("\n") - 1]
     assert journal.read_text().startswith(kept)  # nothing is searched twice
     same(result, whole)
     after = journal.read_text()
-    again = run_layers(stack, method, journal=journal)
+    again = stacks.run(stack, method, journal=journal)
     assert journal.read_text() == after
     assert again.seconds == pytest.approx(result.seconds)  # of searches, whoever made them
     same(again, whole)
@@ -84,19 +84,19 @@ class CtrlC:
 def test_what_half_a_search_found_is_not_kept(stack, tmp_path):
     journal = tmp_path / "journal"
     with pytest.raises(KeyboardInterrupt):
-        run_layers(stack, invert.Peel(CtrlC()), journal=journal)
+        stacks.run(stack, stacks.Peel(CtrlC()), journal=journal)
     assert not journal.exists()
 
 
 def test_another_stack_or_method_is_refused(stack, tmp_path):
     journal = tmp_path / "journal"
-    run_layers(stack, METHODS["peel"], journal=journal)
+    stacks.run(stack, METHODS["peel"], journal=journal)
     other = replace(stack, B=stack.B + 1e-9)
     with pytest.raises(AnotherRun, match=r"with stack .* give --force to begin anew"):
-        run_layers(other, METHODS["peel"], journal=journal)
+        stacks.run(other, METHODS["peel"], journal=journal)
     with pytest.raises(AnotherRun, match="with method EndToEnd"):
-        run_layers(stack, METHODS["end to end"], journal=journal)
-    run_layers(stack, METHODS["end to end"], journal=journal, force=True)
+        stacks.run(stack, METHODS["end to end"], journal=journal)
+    stacks.run(stack, METHODS["end to end"], journal=journal, force=True)
     assert '"method": "EndToEnd' in journal.read_text().splitlines()[0]
 
 
@@ -105,9 +105,9 @@ def test_another_stack_or_method_is_refused(stack, tmp_path):
 )
 def test_a_record_that_is_none_is_told_in_one_line(stack, tmp_path, spoiled):
     journal = tmp_path / "journal"
-    run_layers(stack, METHODS["peel"], journal=journal)
+    stacks.run(stack, METHODS["peel"], journal=journal)
     first, *others = journal.read_text().splitlines()
     lines = [first, *(json.dumps(json.loads(line) | spoiled) for line in others)]
     journal.write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(InputError, match=r"journal does not hold .*--force to begin anew"):
-        run_layers(stack, METHODS["peel"], journal=journal)
+        stacks.run(stack, METHODS["peel"], journal=journal)

@@ -1,8 +1,10 @@
-"""What k units cut together can do beyond what each does alone.
+"""What cuts do: each unit alone, exactly; k units together, within a bound.
 
-Let δ_u be how far the states of one pass move when unit u alone is cut: known exactly, by trying
-(singles.py). With the units C cut they move by `Δ = Σ_C λ_u δ_u + E`, 1 ≤ λ_u ≤ Λ_u, and E is of
-second order. At every stage f (attention, norm, feed-forward, norm, pooler) with Jacobian J
+Every unit is cut alone, in at most `layers·heads·n²` passes: a cut leaves the layers below as they
+were, so each pass starts at its layer. For k = 1 that is the answer. For larger k, let δ_u be how
+far the states of a pass move when unit u alone is cut, which is then known exactly. With the units
+C cut they move by `Δ = Σ_C λ_u δ_u + E`, 1 ≤ λ_u ≤ Λ_u, and E is of second order. At every stage f
+(attention, norm, feed-forward, norm, pooler) with Jacobian J
 
     f(x̄+Δ) − f(x̄) − Σ_C λ_u (f(x̄+δ_u) − f(x̄)) = J E + Pairs
     |Pairs| ≤ sup|f''|·(Σ_{u<v} |λ_u δ_u||λ_v δ_v| + Σ_u ½λ_u(λ_u − 1)|δ_u|²)
@@ -14,7 +16,7 @@ here, and is itself a sum of shares of the units. The gradient g of the margin m
     m(C) − m(∅) − Σ_C λ_u (m(u) − m(∅)) = Σ_stages g·Pairs + Σ_layers g·(D(x, C) − Σ_C λ_u D(x̄, u))
 
 with D what a cut adds to its row. No product of Lipschitz constants weighs any of it; the size of E
-(`E' ≤ ‖J‖E + |Pairs|`, jacobians.py) enters where it meets the moves. What f'' is at most:
+(`E' ≤ ‖J‖E + |Pairs|`, written_out.py) enters where it meets the moves. What f'' is at most:
 
 - **Norm**: with ĉ the direction of the centred row and a_⊥ what of a is across it,
   `√d σ² N''[a, b] = −a_⊥(b·ĉ) − b_⊥(a·ĉ) − ĉ(a_⊥·b_⊥)`, of norm √(4/3)|a||b| at most, with γg
@@ -37,15 +39,125 @@ the k largest bound what any k units do.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.certificate.jacobians import Sizes, Slopes
-from keyhole.disrupt.certificate.singles import Moves, Singles
+from keyhole.lab.written_out import Classifier, Sizes, Slopes, Trace
 
+_NUMBERS = 4_000_000  # of the largest tensor of one batch of passes
 _MOST, _MOST_SCORE = 0.7, 3.0  # of ω and T: beyond, a bound of second order says nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """How far one layer's stages move, for each unit of this layer and those below.
+
+    `x`, `y`, `z` (units, n) are norms per token; `t` and `T` (units, heads, n) the root mean
+    square (weighed with a) and half the range of a row's change of scores; `fed` (units, n) the
+    root of Σ_m weight_m·(change of hidden unit m)², with the weights of the margin, and `wide` with
+    those of the norm.
+    """
+
+    x: Tensor
+    t: Tensor
+    T: Tensor
+    y: Tensor
+    fed: Tensor
+    wide: Tensor
+    z: Tensor
+
+    def of(self, units: Tensor) -> Moves:
+        """Those of some of the units."""
+        return Moves(*(getattr(self, name)[units] for name in self.__dataclass_fields__))
+
+    def scaled(self, factor: Tensor) -> Moves:
+        """Each unit's moves, (units,) times as far."""
+        parts = (getattr(self, name) for name in self.__dataclass_fields__)
+        return Moves(*(part * factor.view(-1, *[1] * (part.ndim - 1)) for part in parts))
+
+    @classmethod
+    def none(cls, heads: int, n: int, like: Tensor) -> Moves:
+        """Of a layer below all cuts."""
+        token, score = like.new_zeros(0, n), like.new_zeros(0, heads, n)
+        return cls(token, score, score, token, token, token, token)
+
+
+@dataclass(frozen=True, eq=False)
+class SingleCuts:
+    """`margins` (units, classes) of the label over each class; `moves` layer by layer.
+
+    Units stand as `free.nonzero()` lists them; `last` (units,) is the pooler's root, as `fed`.
+    """
+
+    margins: Tensor
+    moves: list[Moves]
+    last: Tensor
+
+    def of_layer(self, number: int, free: Tensor) -> SingleCuts:
+        """Those of one layer's units."""
+        layers = free.nonzero()[:, 0]
+        moves = [move.of(layers[: len(move.x)] == number) for move in self.moves]
+        chosen = layers == number
+        return SingleCuts(self.margins[chosen], moves, self.last[chosen])
+
+
+def cut_each(
+    classifier: Classifier, traces: list[Trace], slopes: list[Slopes], pooled: Tensor,
+    free: Tensor, label: int,
+) -> SingleCuts:  # fmt: skip
+    """`pooled` weighs the bends of the pooler's units."""
+    layers = len(traces)
+    parts: list[list[Moves]] = [[] for _ in range(layers)]
+    margins: list[Tensor] = []
+    last: list[Tensor] = []
+    for start, cut in _batches(free):
+        logits, passed = classifier.passed(traces[start].x, cut, start)
+        margins.append(logits[:, label, None] - logits)
+        for offset, trace in enumerate(passed):
+            number = start + offset
+            weights = slopes[number].feed, classifier.layers[number].feed_weights
+            parts[number].append(_moves(trace, traces[number], weights, own=offset == 0))
+        change = (passed[-1].out - traces[-1].out)[:, 0] @ classifier.pooler[0].mT
+        last.append((pooled * change.square()).sum(-1).sqrt())
+    empty = Moves.none(free.shape[1], free.shape[2], traces[0].x)
+    moves = [_joined(part) if part else empty for part in parts]
+    return SingleCuts(torch.cat(margins), moves, torch.cat(last))
+
+
+def _batches(free: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Masks (m, heads, n, n) of single units, with their layer."""
+    _, heads, n, _ = free.shape
+    size = max(1, _NUMBERS // (heads * n * n + 1024 * n))
+    for number, allowed in enumerate(free):
+        for units in allowed.nonzero().split(size):
+            cut = torch.zeros(len(units), heads, n, n, dtype=torch.bool, device=free.device)
+            cut[torch.arange(len(units)), units[:, 0], units[:, 1], units[:, 2]] = True
+            yield number, cut
+
+
+def _moves(trace: Trace, clean: Trace, weights: tuple[Tensor, Tensor], own: bool) -> Moves:
+    """Of one batch; `own` where the cut was made in this layer, whose scores have not changed."""
+    wide = (trace.wide - clean.wide).square()
+    fed, norm = ((weight * wide).sum(-1).sqrt() for weight in weights)
+    if own:
+        t = T = trace.s.new_zeros(trace.s.shape[:-1])
+    else:
+        change = trace.s - clean.s
+        centred = change - (clean.a * change).sum(-1, keepdim=True)
+        t = (clean.a * centred.square()).sum(-1).sqrt()
+        T = (change.amax(-1) - change.amin(-1)) / 2
+    return Moves(
+        x=(trace.x - clean.x).norm(dim=-1), t=t, T=T, y=(trace.y - clean.y).norm(dim=-1),
+        fed=fed, wide=norm, z=(trace.z - clean.z).norm(dim=-1),
+    )  # fmt: skip
+
+
+def _joined(parts: list[Moves]) -> Moves:
+    names = Moves.__dataclass_fields__
+    return Moves(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 class Unbounded(Exception):
@@ -53,7 +165,12 @@ class Unbounded(Exception):
 
 
 def interplay(
-    layers: list[Sizes], slopes: list[Slopes], alone: Singles, pooled: Tensor, free: Tensor, k: int
+    layers: list[Sizes],
+    slopes: list[Slopes],
+    alone: SingleCuts,
+    pooled: Tensor,
+    free: Tensor,
+    k: int,
 ) -> tuple[Tensor, Tensor]:
     """Costs (units,) and Λ with `m(C) ≥ m(∅) − Σ_C (Λ_u (m(∅) − m(u))⁺ + cost_u)` for |C| ≤ k.
 

@@ -12,9 +12,9 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import judge
-from keyhole.invert.structure.continuation import solutions_along_the_curve
-from keyhole.invert.structure.mean_field import _covariance, _geometric_mean
-from keyhole.invert.structure.reduce import reduce
+from keyhole.invert.solvers.continuation import solutions_along_the_curve
+from keyhole.invert.solvers.reduce import reduce
+from keyhole.invert.solvers.starts import _covariance, _geometric_mean
 
 
 @pytest.mark.parametrize(("n", "d"), [(9, 4), (5, 4), (5, 5), (4, 6)])

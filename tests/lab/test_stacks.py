@@ -13,15 +13,17 @@ from torch.autograd.functional import jacobian
 from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.invert.structure.layers import MOVED, Composed
+from keyhole.lab import stacks
+from keyhole.lab.stacks import _MOVED as MOVED
+from keyhole.lab.stacks import Composed
 
 ONE = invert.LevenbergMarquardt(starts=16, steps=200, solutions=2)
-PEEL = invert.Peel(ONE, branches=2)
-WHOLE = invert.EndToEnd(invert.LevenbergMarquardt(starts=8, steps=200))
+PEEL = stacks.Peel(ONE, branches=2)
+WHOLE = stacks.EndToEnd(invert.LevenbergMarquardt(starts=8, steps=200))
 
 
 def test_a_stack_has_no_field_for_the_input():
-    assert {field.name for field in fields(invert.Layers)} == {"layers", "B", "tolerance"}
+    assert {field.name for field in fields(stacks.Stack)} == {"layers", "B", "tolerance"}
 
 
 def test_the_output_is_the_witness():
@@ -53,7 +55,7 @@ def test_a_residual_stack_comes_back(method, depth):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_bare_layers_have_some_input_with_the_output(depth):
     stack, _ = plant_stack(3, 4, depth, residual=False)
-    result = invert.Peel(replace(ONE, starts=32, solutions=1))(stack)
+    result = stacks.Peel(replace(ONE, starts=32, solutions=1))(stack)
     assert result.status is Status.RECOVERED, result.reason
     for solution in result.solutions:
         assert float((stack.output(solution) - stack.B).abs().max()) <= 1e-10
@@ -61,7 +63,7 @@ def test_bare_layers_have_some_input_with_the_output(depth):
 
 def test_causal_layers_are_peeled_token_by_token():
     stack, X = plant_stack(4, 4, 2, causal=True)
-    result = invert.Peel(invert.TokenByToken(beam=8), branches=4)(stack)
+    result = stacks.Peel(invert.TokenByToken(beam=8), branches=4)(stack)
     assert result.status is Status.RECOVERED
     assert min(off(solution, X) for solution in result.solutions) <= 1e-8
 
@@ -70,12 +72,12 @@ def test_layers_of_other_widths():
     draw = gaussians(0)
     X = draw(3, 3)
     layers = (
-        invert.Layer(0.3 * draw(3, 3), draw(3, 5), output_bias=draw(5)),
-        invert.Layer(0.3 * draw(2, 5, 5), draw(2, 5, 5) / 3, draw(2, 5), residual=True),
+        stacks.Layer(0.3 * draw(3, 3), draw(3, 5), output_bias=draw(5)),
+        stacks.Layer(0.3 * draw(2, 5, 5), draw(2, 5, 5) / 3, draw(2, 5), residual=True),
     )
-    B = invert.Layers(layers, torch.zeros(3, 5)).output(X)
-    result = invert.EndToEnd(invert.LevenbergMarquardt(starts=8, steps=100))(
-        invert.Layers(layers, B)
+    B = stacks.Stack(layers, torch.zeros(3, 5)).output(X)
+    result = stacks.EndToEnd(invert.LevenbergMarquardt(starts=8, steps=100))(
+        stacks.Stack(layers, B)
     )
     assert result.solved
     assert min(off(solution, X) for solution in result.solutions) <= 1e-8
@@ -118,10 +120,10 @@ def unreachable():
 
 def test_an_output_that_nothing_has():
     few = invert.LevenbergMarquardt(starts=4, steps=30)
-    peeled = invert.Peel(few)(unreachable())
+    peeled = stacks.Peel(few)(unreachable())
     assert peeled.status is Status.UNSOLVED
     assert "no input of layer" in peeled.reason
-    whole = invert.EndToEnd(few)(unreachable())
+    whole = stacks.EndToEnd(few)(unreachable())
     assert whole.status in (Status.UNSOLVED, Status.INEXACT)
     assert "none of 4 starts" in whole.reason
     assert whole.solutions == ()
@@ -134,7 +136,7 @@ def test_a_layer_that_forgets_leaves_a_family():
     layers = (replace(stack.layers[0], V=V), replace(stack.layers[1], residual=True))
     stack = replace(stack, layers=layers)
     stack = replace(stack, B=stack.output(X))
-    result = invert.Peel(replace(ONE, starts=8, solutions=1))(stack)
+    result = stacks.Peel(replace(ONE, starts=8, solutions=1))(stack)
     assert result.status is Status.NOT_IDENTIFIABLE
     assert "layer 1" in result.reason
     assert result.bound is None
@@ -150,12 +152,12 @@ def test_a_tolerance_is_allowed_for():
 
 def test_wrong_stacks_are_errors():
     with pytest.raises(InputError, match="at least one layer"):
-        invert.Layers((), torch.zeros(2, 2))
-    layer, other = (invert.Layer(torch.eye(d), torch.eye(d)) for d in (2, 3))
-    with pytest.raises(InputError, match="expected layer 2 to take the 2 outputs"):
-        invert.Layers((layer, other), torch.zeros(2, 3))
+        stacks.Stack((), torch.zeros(2, 2))
+    layer, other = (stacks.Layer(torch.eye(d), torch.eye(d)) for d in (2, 3))
+    with pytest.raises(InputError, match="layer 2 must take the 2 outputs"):
+        stacks.Stack((layer, other), torch.zeros(2, 3))
     with pytest.raises(InputError, match="expected B"):
-        invert.Layers((layer,), torch.zeros(2, 3))
+        stacks.Stack((layer,), torch.zeros(2, 3))
 
 
 def test_the_result_is_saved_and_loaded(tmp_path):
@@ -166,10 +168,10 @@ def test_the_result_is_saved_and_loaded(tmp_path):
     assert data["kind"] == "layers inversion"
     assert data["solutions"] == len(result.solutions) >= 1
     assert data["bound"] == result.bound
-    again = invert.LayersInversion.load(tmp_path / "stack.json")
+    again = stacks.StackInversion.load(tmp_path / "stack.json")
     assert again.to_dict() == result.to_dict()
     assert torch.equal(again.X, result.X)
     assert all(map(torch.equal, again.solutions, result.solutions))
     assert len(again.layers) == 2
-    assert repr(again).startswith("LayersInversion: recovered: residual")
+    assert repr(again).startswith("StackInversion: recovered: residual")
     assert len(repr(again).splitlines()) <= 3

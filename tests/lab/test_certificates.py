@@ -16,9 +16,8 @@ import tiny_heads
 from keyhole.core.errors import InputError
 from keyhole.data import Example, encode
 from keyhole.disrupt import HackAttend
-from keyhole.disrupt.certificate import Certificate, certify, certify_each
-from keyhole.disrupt.certificate.classifier import embedded, written_out
-from keyhole.disrupt.certificate.jacobians import jacobian, spectral
+from keyhole.lab.certificates import Certificate, certify, certify_each
+from keyhole.lab.written_out import embedded, jacobian, spectral, written_out
 from keyhole.models.demo import EXAMPLES, load_demo
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.autograd.functional import jacobian
 
 from keyhole.core.errors import InputError
+from keyhole.invert import krawczyk as balls
 from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.krawczyk import Certificate, certify
 from keyhole.invert.problem import Problem
-from keyhole.invert.proofs import balls
-from keyhole.invert.proofs.certify import Certificate, certify
 
 # name: sizes (heads, m less than d) and the fields that differ from the plain layer
 VARIANTS = {
