@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from keyhole.configs.leaked_files import SLOT_MAGIC
+from keyhole.configs.files import SLOT_MAGIC
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_file, is_folder
@@ -33,9 +33,9 @@ from keyhole.models.loading import task_of
 from keyhole.models.next_token import NextTokenLogits
 from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle.completions import Completions
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
 from keyhole.oracle.token_questions import Logits

@@ -12,6 +12,7 @@ import pytest
 import command_line
 import keyhole
 from keyhole.audit import targets
+from keyhole.audit.target import target_of
 from keyhole.core import Audit, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.journal import Journal
@@ -108,7 +109,7 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
 def test_the_demo_without_transformers_checks_its_endpoints(without, monkeypatch):
     without("transformers")
     monkeypatch.setattr(
-        "keyhole.audit.targets.open_surfaces", lambda _: {"head": keyhole.oracle.plant(dim=3)}
+        "keyhole.audit.target.demo_endpoints", lambda: {"head": keyhole.oracle.plant(dim=3)}
     )
     audit = keyhole.audit("demo")
     assert audit.exposed
@@ -122,7 +123,7 @@ def test_nothing_found_is_not_clean_where_a_part_was_not_opened(without):
     opened = keyhole.audit.open_target("demo")
     assert not opened.models
     silent = keyhole.oracle.Head(LAYER.W[0], 0 * LAYER.W[0, 0])  # v = 0 gives nothing away
-    audit = keyhole.audit(keyhole.audit.Target("t", {"": silent}, skips=opened.skips))
+    audit = keyhole.audit(replace(target_of(silent), name="t", skips=opened.skips))
     assert not audit.exposed
     assert audit.exit_code == 3
 

@@ -24,8 +24,8 @@ from keyhole.audit import Audit, Target, audit
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.finding import Piece, Reading, Readings
-from keyhole.oracle.target import demo
 from keyhole.report import words as sentences
+from keyhole.target import demo_endpoints
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_row_says_of_what(found):
     made = read(found, 1, 2)
     assert "text of the classifier in the box" in report.render(made)
     assert "text of the classifier in the box\n" in words(made)
-    for name in demo():
+    for name in demo_endpoints():
         assert name.startswith("the ")
 
 

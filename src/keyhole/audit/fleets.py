@@ -46,7 +46,7 @@ from keyhole.core.progress import Track, untracked
 from keyhole.core.result import typed
 from keyhole.core.tasks import MOST_PROCESSES, Runner, Task
 from keyhole.models.loading import close_kept
-from keyhole.oracle.options import without_password
+from keyhole.oracle.connection import without_password
 from keyhole.target import TargetKind, kind_of
 
 _OWN = ("target", "name", "ledger")  # of one target alone

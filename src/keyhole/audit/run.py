@@ -33,8 +33,8 @@ from keyhole.core.result import restored
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import Notice, unheard
-from keyhole.oracle.options import without_password
 from keyhole.report import words
 
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
@@ -338,6 +338,7 @@ def make(
 
 def _open(named: NamedTarget, worker: int, resources: ExitStack) -> tuple[Plan, dict[str, Check]]:
     started = time.perf_counter()
-    target = resources.enter_context(named.open(worker).ready(named.options.ledger))
+    opened = named.open(worker)
+    target = resources.enter_context(opened.ready(named.options.ledger))
     checks = numbered(checks_of(target, named.options))
-    return Plan.of(target, checks, named.options, time.perf_counter() - started), checks
+    return Plan.of(opened, checks, named.options, time.perf_counter() - started), checks

@@ -33,9 +33,9 @@ from keyhole.data import Example, read_examples, read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
 from keyhole.oracle.ledger import Notice, session, unheard
 from keyhole.oracle.open_inference import TakesTexts
-from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.probe import Server
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from keyhole.core.endpoint import EndpointOptions
+from keyhole.oracle.connection import connected, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
-from keyhole.oracle.options import connected, without_password
 from keyhole.oracle.protocol import OracleError
 
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
