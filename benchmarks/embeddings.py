@@ -77,7 +77,7 @@ def full() -> Iterator[texts.Part]:
     cases = [case for row, case in enumerate(cases, 1) if row in {*CHOSEN.rows, 6}]
     secrets = read_texts(data / "sst2" / "dev.tsv")
     lengths = [_lengths(part) for part in CHOSEN.tokens.split(",")]
-    longest = CountedReader(corpus=()).longest
+    longest = CountedReader(corpus=()).max_length
     search = SumSearch(passes=CHOSEN.passes)
     yield from parts(texts.minilm(CHOSEN), cases, secrets, lengths, search, longest)
 

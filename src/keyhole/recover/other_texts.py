@@ -16,7 +16,7 @@ from torch import Tensor
 
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.edits import Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.leaks import Logits
 from keyhole.recover.rivals import exposed_rows
 
@@ -31,7 +31,7 @@ def other_text(
     exposure = Exposure("pooled", pooling="last", steps=leak.exposure.steps)
     vectors = Vectors(target, exposure, ids)
     text = vectors.inside(ids)
-    rivals = rivals_of(vectors, text, vectors([text])[0], leak.length is not None).texts
+    rivals = alternatives_to(vectors, text, vectors([text])[0], leak.length is not None).texts
 
     def misfit(texts: Sequence[Tokens]) -> Tensor:
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]
