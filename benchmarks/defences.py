@@ -26,8 +26,8 @@ from keyhole.extract.defended.run import try_defence
 from keyhole.extract.defended.trials import Trial, graded, trials
 from keyhole.extract.defended.tried import Tried
 from keyhole.models import Loaded
-from keyhole.recover.against_defences import DEFENCES, read_behind
-from keyhole.recover.scrambled import FORMS
+from keyhole.recover.defences import DEFENCES, read_behind
+from keyhole.recover.secrets import FORMS
 from show import Row
 
 OPTIONS = texts.options(texts=5)

@@ -16,11 +16,11 @@ from keyhole.core import Status
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.models.demo import load_demo
-from keyhole.recover import judge as judge_module
-from keyhole.recover import rivals
 from keyhole.recover.attack import Target
-from keyhole.recover.judge import judge
-from keyhole.recover.precision import precision_of
+from keyhole.recover.layers import judge as judge_module
+from keyhole.recover.layers import judge as rivals
+from keyhole.recover.layers.judge import judge
+from keyhole.recover.layers.precision import precision_of
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 

@@ -13,7 +13,7 @@ from keyhole.core import Status
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.judge import judge
+from keyhole.recover.layers.judge import judge
 
 IDS = tiny.ids(texts=2, length=14)
 

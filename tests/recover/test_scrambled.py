@@ -11,13 +11,12 @@ from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
-from keyhole.recover.against_defences import DEFENCES, own_texts, read_behind
 from keyhole.recover.at_rest import encrypted, tokens_by_size
 from keyhole.recover.attack import Target
+from keyhole.recover.defences import DEFENCES, own_texts, read_behind
 from keyhole.recover.leaks import HiddenStates, KeyValues
-from keyhole.recover.scrambled import BLOCK, hidden_behind, matrices_of
+from keyhole.recover.secrets import BLOCK, hidden_behind, matrices_of, unrotated, unscrambled
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.recover.unscrambled import unrotated, unscrambled
 
 TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
 

@@ -10,7 +10,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole.recover.attack import Target
-from keyhole.recover.judge import judge
+from keyhole.recover.layers.judge import judge
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.pooling import embeddings, ways
 from keyhole.stores import open_store

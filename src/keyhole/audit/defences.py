@@ -23,9 +23,9 @@ from keyhole.extract.defended.tried import Tried
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.oracle import Oracle, OracleError
-from keyhole.recover.against_defences import LeakTried, read_behind
+from keyhole.recover.defences import LeakTried, read_behind
 from keyhole.recover.registry import caches
-from keyhole.recover.scrambled import FORMS
+from keyhole.recover.secrets import FORMS
 
 _BROKEN = "Do not rely on it: count queries per client, and treat what they bring as given away."
 _HELD = "It held against what was tried, at the cost to honest clients that is stated."

@@ -31,7 +31,8 @@ from keyhole.models.tasks import head_of
 from keyhole.oracle.probe import Answered, Server
 from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
 from keyhole.oracle.vector_prompts import FORMS
-from keyhole.recover import HiddenStates, Logits, recover_text
+from keyhole.recover import HiddenStates, Logits
+from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.final_state import final_states
 from keyhole.recover.leaks import Leak

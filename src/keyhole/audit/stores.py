@@ -49,7 +49,7 @@ from keyhole.recover.pooling import (
     from_texts,
     longest_text,
 )
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.same_numbers import same_numbers
 from keyhole.stores import Store
 

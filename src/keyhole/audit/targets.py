@@ -32,7 +32,7 @@ from keyhole.oracle.options import EndpointOptions
 from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
 from keyhole.oracle.tensors import TakesTexts
-from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
+from keyhole.recover.files.sources import names_dump, names_leak, open_leaks, read_sources, task_for
 from keyhole.stores import Store, names_store, open_store
 
 

@@ -35,7 +35,6 @@ from keyhole.recover.attacks.counted_reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
@@ -45,6 +44,7 @@ from keyhole.recover.registry import (
     Line,
     readers,
 )
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.simulate import LONGEST, degrade, leak_of
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered

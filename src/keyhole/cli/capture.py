@@ -23,7 +23,7 @@ from keyhole.core.journal import records_in
 from keyhole.data import NO_LABEL, Example, read_examples, read_texts
 from keyhole.recover.gradients.run import capture_update
 from keyhole.recover.gradients.update import KIND, Protocol
-from keyhole.recover.run import UNFINISHED, capturing, files_of
+from keyhole.recover.simulate import UNFINISHED, capturing, files_of
 
 
 @app.command(

@@ -28,15 +28,16 @@ from keyhole.data import read_texts
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
+from keyhole.recover.files.sources import leak_files, open_leaks, read_sources, task_for
 from keyhole.recover.gradients import BatchRecovery, is_update
 from keyhole.recover.gradients.run import opened, recovering_updates
+from keyhole.recover.judge import Mark
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
-from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS
 from keyhole.recover.run import LeakRead, recovering_files
 from keyhole.recover.simulate import LONGEST
-from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
 
 EXAMPLE = (
     "\b\nExample:\n"

@@ -103,11 +103,11 @@ if TYPE_CHECKING:
         degrade,
         leak_of,
         load_leak,
-        recover_text,
         recover_texts,
         recovering,
         save_leak,
     )
+    from keyhole.recover import run as recover_text
 else:  # on demand: an inversion of one layer needs no transformers
 
     def __getattr__(name: str) -> Any:

@@ -23,18 +23,6 @@ _ADVICE = {
 }
 
 
-class Mark(StrEnum):
-    """How far one token is to be believed.
-
-    Verified: running the model on the text reproduces the whole leak, and would not with another
-    token here, within the leak's precision. Likely: every other token tried here fits worse, by
-    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
-    Unknown: others would do as well, or nothing leaked here.
-    """
-
-    VERIFIED = "verified"
-    LIKELY = "likely"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, repr=False)

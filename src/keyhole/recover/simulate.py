@@ -20,11 +20,10 @@ from keyhole.data import opening
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import identity
-from keyhole.recover.base_leak import PRECISIONS
-from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits, Pooled
-from keyhole.recover.scrambled import FORMS as SECRET_FORMS
-from keyhole.recover.scrambled import hidden_behind
-from keyhole.recover.solvable import expect_numbers
+from keyhole.recover.attack import expect_numbers
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
+from keyhole.recover.secrets import FORMS as SECRET_FORMS
+from keyhole.recover.secrets import hidden_behind
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
@@ -32,6 +31,7 @@ FORMS = {
     **{name: f"{name}:KEY" for name in SECRET_FORMS},
 }  # fmt: skip
 LONGEST = 512  # tokens of a text that a leak is made of
+UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
 def leak_of(
@@ -186,3 +186,95 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "int4": _steps(7),
     "binary": lambda tensor: torch.where(tensor > 0, 1.0, -1.0),
 }
+
+
+def capture(
+    model: str | Loaded,
+    texts: str | Sequence[str],
+    expose: str | Exposure,
+    *,
+    out: str | Path = "leak.safetensors",
+    precision: str = "float32",
+    noise: float = 0.0,
+    forms: Sequence[str] = (),
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    force: bool = False,
+    seed: int = 0,
+) -> list[Path]:
+    """Run a model on texts and write down what it would leak, to hand to an attacker.
+
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
+    is the file, or a folder where there are several texts. The leak takes the `forms` that
+    `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
+    deviation was added. A folder remembers in a journal which leaks are in it until all of them
+    are; `force` replaces the journal of another run.
+    """
+    return [
+        path
+        for path, _ in capturing(
+            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
+        )
+    ]  # fmt: skip
+
+
+def capturing(
+    model: str | Loaded,
+    texts: str | Sequence[str],
+    expose: str | Exposure,
+    *,
+    out: str | Path = "leak.safetensors",
+    precision: str = "float32",
+    noise: float = 0.0,
+    forms: Sequence[str] = (),
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    force: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[Path, Leak]]:
+    """The same as they come: each leak and the file that holds it."""
+    expect_seed(seed)
+    parse_forms(forms)
+    exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    paths = files_of(Path(out), len(texts))
+    loaded = model
+    if isinstance(loaded, str):
+        loaded = open_model(
+            loaded, task=head_for(exposure.kind), device=device, allow_pickle=allow_pickle
+        )
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write to", paths[0].parent, error) from error
+    run: dict[str, Any] = {
+        "run": "capture", "model": loaded.identity, "exposure": str(exposure),
+        "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
+    }  # fmt: skip
+    if forms:
+        run["forms"] = list(forms)
+    unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
+    with Journal(unfinished, run, replace=force) as journal:
+        for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
+            if path.name in journal and path.exists():
+                yield path, load_leak(path)
+                continue
+            leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
+            leak = degrade(leak, precision, noise, seed + number, forms)
+            leak.save(path)
+            journal.add({path.name: {}})
+            yield path, leak
+    if unfinished is not None:
+        unfinished.unlink()
+
+
+def files_of(out: Path, count: int) -> list[Path]:
+    """The files that so many leaks are written to."""
+    if count == 0:
+        raise InputError("expected one text or more, got none")
+    if count == 1:
+        return [out]
+    if out.suffix:
+        raise InputError(f"expected a folder for {count} leaks, got {out}")
+    return [out / f"leak-{number:04d}.safetensors" for number in range(count)]

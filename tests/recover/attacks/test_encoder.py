@@ -17,10 +17,9 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
 from keyhole.recover.attack import Target
-from keyhole.recover.search.encoder_batch import EncoderBatch
-from keyhole.recover.search.inverse_map import inverse_map, random_texts
-from keyhole.recover.search.lbfgs import BatchedLBFGS
-from keyhole.recover.search.token_table import TokenTable
+from keyhole.recover.layers.encoder_batch import EncoderBatch
+from keyhole.recover.layers.inverse_map import TokenTable, inverse_map, random_texts
+from keyhole.recover.layers.lbfgs import BatchedLBFGS
 
 WORDS = tiny.tokenizer()
 

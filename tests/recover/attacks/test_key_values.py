@@ -12,9 +12,9 @@ import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.attacks.key_values import CachedKeys, attention_inputs
+from keyhole.recover.layers.key_values import CachedKeys, attention_inputs
 from keyhole.recover.leaks import HiddenStates, KeyValues
-from keyhole.recover.recover_text import recover_text, recover_texts
+from keyhole.recover.run import recover_text, recover_texts
 
 FIRST = [*((family, 1) for family in tiny.ENCODERS), *((family, 0) for family in tiny.DECODERS)]
 

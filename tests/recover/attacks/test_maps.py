@@ -11,11 +11,12 @@ import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy, capture, identity
-from keyhole.recover import EncoderMaps, TokenSearch, recover_text, recover_texts, recovering
+from keyhole.recover import EncoderMaps, TokenSearch, recover_texts, recovering
+from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
+from keyhole.recover.layers.trials import Comparison
 from keyhole.recover.leaks import AttentionMaps
-from keyhole.recover.search.comparison import Comparison
-from keyhole.recover.search.map_scores import Anchors, LogMaps, Questions
 
 TOKENIZER = tiny.tokenizer()
 QUICK = EncoderMaps(deeper=TokenSearch(rounds=2, passes=25, candidates=8))

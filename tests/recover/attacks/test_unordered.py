@@ -12,7 +12,7 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
-from keyhole.recover.attacks.unordered import UnorderedStates
+from keyhole.recover.layers.unordered import UnorderedStates
 
 WORDS = tiny.tokenizer()
 IDS = tiny.ids(texts=3, length=12)

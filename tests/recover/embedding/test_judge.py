@@ -15,9 +15,9 @@ from keyhole.models import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embedding.edits import Vectors
 from keyhole.recover.embedding.judge import judge_vector
-from keyhole.recover.judge import judge
+from keyhole.recover.judge import Mark
+from keyhole.recover.layers.judge import judge
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.recovery import Mark
 from keyhole.recover.simulate import degrade, leak_of
 
 FORMS = {

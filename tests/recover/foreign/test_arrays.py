@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import tiny_models as tiny
 from keyhole.core.errors import InputError
-from keyhole.recover.foreign import arrays_of, read_dump
+from keyhole.recover.files.arrays import arrays_of, read_dump
 
 ROWS = torch.arange(12.0).reshape(3, 4)
 

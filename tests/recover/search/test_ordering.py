@@ -8,7 +8,7 @@ import torch
 import tiny_models as tiny
 from keyhole.models import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.search import ordering
+from keyhole.recover.layers import ordering
 
 EXPOSURE = Exposure("hidden", 2)
 

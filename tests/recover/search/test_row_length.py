@@ -10,8 +10,8 @@ import reference
 import tiny_models as tiny
 from keyhole.models import Exposure, anatomy, capture
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.row_length import row_lengths, whole_rows
 from keyhole.recover.leaks import HiddenStates
-from keyhole.recover.search.row_length import row_lengths, whole_rows
 from keyhole.recover.simulate import degrade
 
 

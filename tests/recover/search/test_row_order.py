@@ -10,7 +10,7 @@ import torch
 import tiny_models as tiny
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.search.row_order import assigned, places
+from keyhole.recover.layers.unordered import assigned, places
 
 
 def test_an_assignment_is_the_best_of_all():

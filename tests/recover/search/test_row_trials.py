@@ -9,7 +9,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole.models import Exposure, capture
-from keyhole.recover.search.row_trials import try_rows
+from keyhole.recover.layers.trials import try_rows
 
 LENGTH = 40
 WRONG = torch.tensor([3, 4, 11, 20, 27, 33])

@@ -10,7 +10,7 @@ import torch
 
 import tiny_models as tiny
 from keyhole.models import Exposure, capture
-from keyhole.recover.search.sum_trials import try_sums
+from keyhole.recover.layers.trials import try_sums
 
 LENGTH = 24
 

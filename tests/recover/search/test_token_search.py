@@ -9,17 +9,12 @@ import tiny_models as tiny
 from keyhole.core import OUTCOMES, Outcome, Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
-from keyhole.recover import (
-    PooledEmbedding,
-    SubLayerOutput,
-    TokenSearch,
-    recover_text,
-)  # fmt: skip
+from keyhole.recover import PooledEmbedding, SubLayerOutput, TokenSearch
+from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.token_search import Prior, Vocabulary
+from keyhole.recover.layers.trials import Comparison, substitute
 from keyhole.recover.leaks import AttentionOutput, Pooled
-from keyhole.recover.search.comparison import Comparison
-from keyhole.recover.search.relaxation import Prior, Vocabulary
-from keyhole.recover.search.substitution import substitute
 
 TOKENIZER = tiny.tokenizer()
 QUICK = TokenSearch(rounds=2, passes=30, candidates=8)

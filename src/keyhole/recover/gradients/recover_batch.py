@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.models.loading import identity
-from keyhole.recover.attack import Target
+from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.batch import Batch
 from keyhole.recover.gradients.client import task_for
 from keyhole.recover.gradients.contexts import contexts_of
@@ -32,8 +32,8 @@ from keyhole.recover.gradients.recovery import BatchRecovery
 from keyhole.recover.gradients.span import Span, inputs_last, map_rows, span_of
 from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
 from keyhole.recover.gradients.update import Update
-from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.recover.solvable import solvable
+from keyhole.recover.judge import Mark
+from keyhole.recover.recovery import TextRecovery
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer

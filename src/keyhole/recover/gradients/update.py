@@ -20,7 +20,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
-from keyhole.recover.base_leak import FORMAT
+from keyhole.recover.leaks import FORMAT
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -21,7 +21,8 @@ from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.structure.layers import LayersInversion
 from keyhole.recover.gradients.recovery import BatchRecovery
-from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.recover.judge import Mark
+from keyhole.recover.recovery import TextRecovery
 from keyhole.report.notebook.blocks import (
     Bars,
     Grid,
