@@ -1,13 +1,33 @@
-"""What a judge of texts says: whether running the model on a text gives the leak again."""
+"""What every judge of recovered texts says, and how it is asked.
+
+An attack proposes; its judge runs the model on the proposal and compares with what leaked. There is
+a judge for rows of positions (layers/judge.py), one for a vector of a whole text
+(embeddings/judge.py) and one for gradients (gradients/judge.py). All give a Verdict.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
 
 from keyhole.core import Status
-from keyhole.recover.judge import Mark
 
-ODDS = 10.0  # their logarithm against a rival: e¹⁰ : 1 for a likely token
+ODDS = 10.0  # their logarithm against an alternative: e¹⁰ : 1 for a likely token
+
+
+class Mark(StrEnum):
+    """How far one token is to be believed.
+
+    Verified: running the model on the text reproduces the whole leak, and would not with another
+    token there, within the leak's precision. Likely: every other token tried there fits worse, by
+    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
+    Unknown: others would do as well, or nothing leaked there.
+    """
+
+    VERIFIED = "verified"
+    LIKELY = "likely"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -26,16 +46,13 @@ class Verdict:
     forwards: int = 1
     similarity: float | None = None
 
+    @classmethod
+    def without_fit(cls, status: Status, reason: str, tokens: int) -> Verdict:
+        """Where `tokens` proposed ids cannot be compared with the leak at all."""
+        return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
-class Mark(StrEnum):
-    """How far one token is to be believed.
 
-    Verified: running the model on the text reproduces the whole leak, and would not with another
-    token here, within the leak's precision. Likely: every other token tried here fits worse, by
-    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
-    Unknown: others would do as well, or nothing leaked here.
-    """
+class Judge(Protocol):
+    """Runs the model of `target` on a proposal and compares with `leak`."""
 
-    VERIFIED = "verified"
-    LIKELY = "likely"
-    UNKNOWN = "unknown"
+    def __call__(self, target: Any, leak: Any, ids: list[int], /) -> Verdict: ...
