@@ -21,10 +21,7 @@ import plotly.graph_objects as go
 import show
 import texts
 from keyhole import oracle
-from keyhole.extract.defended.honest import HonestClient
-from keyhole.extract.defended.run import try_defence
-from keyhole.extract.defended.trials import Trial, graded, trials
-from keyhole.extract.defended.tried import Tried
+from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
 from keyhole.models import Loaded
 from keyhole.recover.defences import DEFENCES, read_behind
 from keyhole.recover.secrets import FORMS

@@ -30,11 +30,11 @@ from keyhole.core import Status
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.counted import Counted
-from keyhole.recover.embedding.edits import Rivals, Tokens, Vectors, rivals_of
-from keyhole.recover.embedding.judge import judge_vector, may_be
-from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
-from keyhole.recover.embedding.sum_search import SumSearch
+from keyhole.recover.embeddings.counts import Counted
+from keyhole.recover.embeddings.edits import Rivals, Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.judge import judge_vector, may_be
+from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 

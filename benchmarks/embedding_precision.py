@@ -24,8 +24,8 @@ from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled, recover_texts
 from keyhole.recover.attack import Target
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.embedding.sum_search import SumSearch
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import Change, changes, vectors_of
 

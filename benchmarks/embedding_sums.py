@@ -23,9 +23,9 @@ import texts
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.counted import Counted
-from keyhole.recover.embedding.likely_tokens import FAR
-from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.changes import FAR
+from keyhole.recover.embeddings.counts import Counted
+from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from show import Row
 
 OPTIONS = texts.options(texts=40)

@@ -28,11 +28,10 @@ import texts
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.embedding.counted import SHIPPED, Counted
-from keyhole.recover.embedding.ngrams import NGrams
-from keyhole.recover.embedding.scoring import Encoder, Texts, matrix_half
-from keyhole.recover.embedding.sum_search import Reading, SumSearch
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams
+from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
 
 OPTIONS = texts.options(texts=100)

@@ -28,11 +28,10 @@ from torch import Tensor
 import show
 import texts
 from keyhole.extract import Extraction, OutputLayer
-from keyhole.extract.last_layer.answers import Prompts, WholeVectors
-from keyhole.extract.last_layer.reference import distance, true_matrix
+from keyhole.extract.token_answers import Prompts, WholeVectors, distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
 from keyhole.oracle.completions import Completions
-from keyhole.oracle.output_matrix import OutputMatrix
+from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.token_questions import Logits
 from show import Row
 

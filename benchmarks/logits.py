@@ -26,11 +26,11 @@ import texts
 from keyhole.models import Exposure, Loaded, capture
 from keyhole.recover import Logits
 from keyhole.recover.attack import Target
-from keyhole.recover.attacks.counted_reader import beginnings
-from keyhole.recover.embedding.counted import Counted
-from keyhole.recover.embedding.scoring import Encoder, Texts
-from keyhole.recover.embedding.sum_search import SumSearch
-from keyhole.recover.final_state import vectors_of
+from keyhole.recover.embeddings.counts import Counted
+from keyhole.recover.embeddings.encoder import Encoder, Texts
+from keyhole.recover.embeddings.final_state import vectors_of
+from keyhole.recover.embeddings.reader import beginnings
+from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
 OPTIONS = texts.options(texts=100)

@@ -1,7 +1,8 @@
 """What every benchmark does with its rows: print a table, write JSON, say what fell short.
 
-A benchmark is a module with `run(quick) -> list[Row]` and, at its end, `show.main(run)`. Both
-sides of a ratio are measured in the same run: machines are noisy, absolute times mean little.
+A benchmark is a module with `run(quick, option=default, …)` that yields rows and, at its end,
+`show.main(run)`: the parameters of `run` are its options. Both sides of a ratio are measured in the
+same run: machines are noisy, absolute times mean little.
 
 What `--json` writes is a record as documents quote it (docs/quoted.py): copied into docs/figures/
 it stands there with its command, commit and machine, and docs/benchmarks.md shows it.
@@ -10,16 +11,20 @@ it stands there with its command, commit and machine, and docs/benchmarks.md sho
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -75,20 +80,36 @@ def relative(found: Tensor, truth: Tensor) -> float:
     return float((found - truth).abs().max() / truth.abs().max())
 
 
-def main(run: Callable[[bool], list[Row]], title: str) -> None:
-    parser = argparse.ArgumentParser(description=title)
+def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
+    """Run a benchmark from the command line: its options are the parameters of `run`.
+
+    Each row is shown as soon as it is known. A failure, Ctrl-C or SIGTERM keeps the rows before it.
+    """
+    title = title or sys.modules["__main__"].__doc__ or ""
+    parser = argparse.ArgumentParser(
+        description=title, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, seconds: for the tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
-    arguments = parser.parse_args()
-    started = time.perf_counter()
-    rows = run(arguments.quick)
+    hints = get_type_hints(run)
+    for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
+        _add_option(parser, name, hints[name], parameter.default)
+    given = vars(parser.parse_args())
+    quick, file = given.pop("quick"), given.pop("json")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    started, rows, failure = time.perf_counter(), list[Row](), None
+    try:
+        for row in run(quick, **given):
+            rows.append(row)
+            print(row.what, row.measured, row.details, sep=" | ", file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        failure = error
     seconds = time.perf_counter() - started
     print(_table(title.splitlines()[0], rows))
     print(f"{seconds:.0f} s, commit {commit()}, {torch.get_num_threads()} threads")
     if missed := broken(rows):
         print(f"promises not met: {'; '.join(missed)}")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    if file:
         versions = environment()
         data = {
             "title": title.splitlines()[0],
@@ -96,12 +117,34 @@ def main(run: Callable[[bool], list[Row]], title: str) -> None:
             "commit": commit(),
             "machine": machine(),
             "kept": "as the command wrote it",
-            "quick": arguments.quick,
+            "quick": quick,
             "seconds": seconds,
             "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    if failure is not None:
+        raise failure
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any) -> None:
+    """An option of a benchmark: a flag, one of several words, a list with commas, or a value."""
+    flag, args = f"--{name.replace('_', '-')}", get_args(kind)
+    if kind is bool:
+        parser.add_argument(flag, action="store_true")
+    elif get_origin(kind) is Literal:
+        parser.add_argument(flag, choices=args, default=default)
+    elif get_origin(kind) is list and args[0] is Path:
+        parser.add_argument(flag, type=Path, nargs="+", default=default)
+    elif get_origin(kind) is list:
+        convert = args[0]
+        parser.add_argument(
+            flag, type=lambda text: [convert(part) for part in text.split(",")], default=default
+        )
+    else:
+        plain = next((part for part in args if part is not NoneType), kind)
+        parser.add_argument(flag, type=plain, default=default)
 
 
 def command(words: list[str]) -> str:

@@ -16,7 +16,7 @@ from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.edits import Vectors
+from keyhole.recover.embeddings.edits import Vectors
 
 WAY = Exposure("pooled")
 Change = Callable[[Pooled], Pooled]

@@ -122,7 +122,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
     }
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert held == there
-    assert {"keyhole/py.typed", "keyhole/recover/embedding/corpus.txt"} <= held
+    assert {"keyhole/py.typed", "keyhole/recover/embeddings/corpus.txt"} <= held
 
 
 def test_the_wheel_says_what_it_is(wheel):

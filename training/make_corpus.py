@@ -2,7 +2,7 @@
 
     python training/make_corpus.py
 
-writes src/keyhole/recover/embedding/corpus.txt, one sentence a line: the everyday sentences beside
+writes src/keyhole/recover/embeddings/corpus.txt, one sentence a line: the everyday sentences beside
 this script (everyday.txt, written for this purpose), then the sentences of our own documents,
 without code, tables, pictures and what `make docs` generates. A sentence that has three words in a
 row with a text that the demo reads back is left out: the demo must not find its answers there.
@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from keyhole.models import demo
-from keyhole.recover.embedding.counted import SHIPPED
+from keyhole.recover.embeddings.counts import SHIPPED
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -10,7 +10,7 @@ from keyhole.audit import Stored, audit, open_target
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
-from keyhole.recover.pooling import embeddings
+from keyhole.recover.embeddings.pooling import embeddings
 
 TEXTS = [f"w{number} w{number + 40}" for number in range(12)]
 SEEDS = {"first": 0, "second": 1, "third": 2}

@@ -16,9 +16,9 @@ from keyhole.core import Status
 from keyhole.core.progress import silent
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.embedding.sum_search import SumSearch
-from keyhole.recover.pooling import embeddings
+from keyhole.recover.embeddings.pooling import embeddings
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.stores import open_store
 
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()

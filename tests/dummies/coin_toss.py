@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from call_stack import remember
 
+from keyhole.extract.extraction import Step
 from keyhole.extract.judge import settle
-from keyhole.extract.step import Step
 from keyhole.oracle import Head
 
 

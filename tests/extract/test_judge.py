@@ -7,8 +7,8 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.extract import Status
+from keyhole.extract.extraction import Step
 from keyhole.extract.judge import settle
-from keyhole.extract.step import Step
 
 HONEST = oracle.plant(dim=5, rank=2, seed=9)
 

@@ -7,7 +7,7 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.extract import Status
-from keyhole.extract.links import find_link
+from keyhole.extract.auto import find_link
 from keyhole.oracle.links import Linked
 
 EXPOSED = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)

@@ -24,7 +24,7 @@ from keyhole.extract import (
     SingleHead,
     Status,
 )
-from keyhole.extract.step import Step
+from keyhole.extract.extraction import Step
 from keyhole.oracle import Counted, Ledger, MultiHead, OneLayer, Oracle, Rounded, plant
 
 Function = partial(AnyFunction, dim=5)

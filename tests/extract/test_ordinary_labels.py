@@ -9,9 +9,9 @@ from keyhole import oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryLabels
-from keyhole.extract.defended.honest import HonestClient
-from keyhole.extract.defended.ordinary_tokens import ordinary_sequence, usual_norm_of
+from keyhole.extract.defences import HonestClient
 from keyhole.extract.ordinary_labels import LabelExam
+from keyhole.extract.ordinary_questions import ordinary_sequence, usual_norm_of
 
 TARGET = oracle.plant(dim=5, seed=6)
 

@@ -9,8 +9,7 @@ from keyhole import oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryQuestions
-from keyhole.extract.defended.beside import Beside
-from keyhole.extract.defended.ordinary_tokens import usual_norm_of
+from keyhole.extract.ordinary_questions import Beside, usual_norm_of
 
 
 def guarded(target, **change):

@@ -13,7 +13,7 @@ import torch
 from keyhole import extract, oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.inexact import halfspace
+from keyhole.extract import halfspace
 from keyhole.extract.sign_only_as_published import Plan
 
 

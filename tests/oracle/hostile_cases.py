@@ -115,7 +115,9 @@ def _times() -> Iterator[Case]:
     }
     for where in WHERE:
         for name, behave in behaviours.items():
-            match = "expected an answer from .* within 1 s, got none in time: raise --timeout"
+            match = (
+                "expected an answer from .* within 1 s, got none in time: raise --endpoint timeout"
+            )
             if name == "a dripping chunk size":
                 match += "|illegal chunk"
             yield Case(name, where, behave, match, timeout=1.0)

@@ -34,7 +34,7 @@ def test_a_dimension_beyond_the_limit_is_taken_where_it_is_asked_for():
 def test_limits_reach_a_target_by_its_address():
     with Server(_metadata(20), "metadata") as server:
         with pytest.raises(
-            OracleError, match=r"dimension of at most 10 from .*, got 20: give --dim"
+            OracleError, match=r"dimension of at most 10 from .*, got 20: give --endpoint dim"
         ):
             open_target(f"{server.url}/v2/models/m", Limits(dim=10))
         with closing(open_target(f"{server.url}/v2/models/m/versions/1")) as remote:
@@ -138,7 +138,7 @@ def test_a_proxy_of_the_environment_is_asked(monkeypatch):
 def test_a_handshake_without_end_ends_in_time():
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,  # the kernel connects, nobody answers
-        pytest.raises(OracleError, match=r"within 1 s, got none in time: raise --timeout"),
+        pytest.raises(OracleError, match=r"within 1 s, got none in time: raise --endpoint timeout"),
     ):
         OpenInference(f"https://127.0.0.1:{silent.getsockname()[1]}", "m", timeout=1)
 
@@ -165,7 +165,7 @@ def test_headers_that_cannot_be_sent_are_refused_and_not_shown(secret):
     "wrong", [{"timeout": 0}, {"timeout": float("nan")}, {"retries": -1}, {"batch": 0}]
 )
 def test_impossible_limits_are_refused(wrong):
-    with pytest.raises(InputError, match=r"expected (--timeout above 0|retries of 0|--batch of 1)"):
+    with pytest.raises(InputError, match=r"expected (timeout above 0|retries of 0|batch of 1)"):
         OpenInference("http://localhost", "m", **wrong)
     with pytest.raises(InputError, match="expected a limit body above 0, got -1"):
         Limits(body=-1)

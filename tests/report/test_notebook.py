@@ -22,7 +22,7 @@ from keyhole.audit.together import together
 from keyhole.core import Fleet, Result, Status
 from keyhole.disrupt.certificate.certification import Certification
 from keyhole.disrupt.certificate.certify import certify
-from keyhole.extract.defended.tried import DefencesTried, Tried
+from keyhole.extract.defences import DefencesTried, Tried
 from keyhole.harden.evaluate import Evaluation, Measured, attack
 from keyhole.harden.hardening import Hardening, Trained
 from keyhole.harden.train import Training

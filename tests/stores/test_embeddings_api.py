@@ -16,7 +16,7 @@ from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.oracle.protocol import OracleError
-from keyhole.recover.pooling import embeddings
+from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.stores import open_store
 
 TEXTS = [f"w{number} w{number + 1}" for number in range(40)]

@@ -11,8 +11,9 @@ import torch
 import tiny_models as tiny
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.judge import judge
+from keyhole.recover.embeddings.pooling import embeddings, ways
+from keyhole.recover.judge import judge
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.pooling import embeddings, ways
 from keyhole.stores import open_store
 
 faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")

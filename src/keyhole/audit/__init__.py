@@ -6,24 +6,36 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keyhole.audit.fleet_file import Member, read_fleet
-from keyhole.audit.fleets import fleet
-from keyhole.audit.given import Data, Stored
-from keyhole.audit.opening import Opening
-from keyhole.audit.run import audit
-from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import Target, open_target
-from keyhole.audit.texts import TextTarget
-from keyhole.core import Audit
+from keyhole.audit.options import AuditOptions
+
+if TYPE_CHECKING:
+    from keyhole.audit.fleet_file import Member, read_fleet
+    from keyhole.audit.fleets import fleet
+    from keyhole.audit.given import Data, Stored
+    from keyhole.audit.opening import Opening
+    from keyhole.audit.run import audit
+    from keyhole.audit.stores import StoreTarget
+    from keyhole.audit.targets import Target, open_target
+    from keyhole.audit.texts import TextTarget
+    from keyhole.core import Audit
 
 __all__ = [
-    "Audit", "Data", "Member", "Opening", "StoreTarget", "Stored", "Target", "TextTarget", "audit",
-    "fleet", "open_target", "read_fleet",
+    "Audit", "AuditOptions", "Data", "Member", "Opening", "StoreTarget", "Stored", "Target",
+    "TextTarget", "audit", "fleet", "open_target", "read_fleet",
 ]  # fmt: skip
+
+# Where each name is: all of these load torch, and the options alone should not wait for it.
+_MODULES = {
+    "Audit": "core", "Data": "audit.given", "Member": "audit.fleet_file",
+    "Opening": "audit.opening", "StoreTarget": "audit.stores", "Stored": "audit.given",
+    "Target": "audit.targets", "TextTarget": "audit.texts", "audit": "audit.run",
+    "fleet": "audit.fleets", "open_target": "audit.targets", "read_fleet": "audit.fleet_file",
+}  # fmt: skip
 
 
 class _Audit(ModuleType):
@@ -31,7 +43,13 @@ class _Audit(ModuleType):
     `keyhole.audit` is the name of the package and of what it does.
     """
 
-    __call__ = staticmethod(audit)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__getattr__("audit")(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"keyhole.{_MODULES[name]}"), name)
 
 
 module: Any = sys.modules[__name__]

@@ -16,8 +16,7 @@ from typing import Any
 
 from keyhole.core import Readings
 from keyhole.recover import TextRecovery
-from keyhole.recover.embedding.corpus import corpus_texts
-from keyhole.recover.embedding.counted import SHIPPED
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token
 

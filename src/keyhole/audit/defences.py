@@ -16,10 +16,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.progress import Track
 from keyhole.core.status import OUTCOMES
 from keyhole.extract.auto import Kind, choose
-from keyhole.extract.defended.honest import HonestClient
-from keyhole.extract.defended.run import try_defence
-from keyhole.extract.defended.trials import Trial, trials
-from keyhole.extract.defended.tried import Tried
+from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_defence
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure
 from keyhole.oracle import Oracle, OracleError

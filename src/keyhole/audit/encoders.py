@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keyhole.audit.stores import ORDINARY, StoreTarget
-from keyhole.recover.pooling import from_statistics
+from keyhole.recover.embeddings.pooling import from_statistics
 
 
 def likeliest(candidates: Sequence[StoreTarget]) -> StoreTarget:

@@ -27,8 +27,7 @@ from keyhole.core.progress import Expecting, Track
 from keyhole.core.tasks import Crew, Task
 from keyhole.models.loading import identity
 from keyhole.recover.attack import Counts
-from keyhole.recover.embedding.corpus import corpus_texts
-from keyhole.recover.embedding.counted import SHIPPED
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 
 Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
 

@@ -26,13 +26,13 @@ from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count, expect_seed
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, crew_of
 from keyhole.oracle import Oracle
-from keyhole.oracle.options import EndpointOptions
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, session, unheard
 
 
 def audit(

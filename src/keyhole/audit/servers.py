@@ -33,8 +33,12 @@ from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
 from keyhole.oracle.vector_prompts import FORMS
 from keyhole.recover import HiddenStates, Logits
 from keyhole.recover import run as recover_text
+from keyhole.models.loading import Loaded, head_of
+from keyhole.oracle.completions import FORMS
+from keyhole.oracle.probe import LOGPROBS, STATES, VECTOR, Answered, Route, Server
+from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
-from keyhole.recover.final_state import final_states
+from keyhole.recover.embeddings.final_state import final_states
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery

@@ -35,10 +35,8 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Attack, Counts
 from keyhole.recover.attack import Target as Attacked
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.embedding.corpus import corpus_texts
-from keyhole.recover.embedding.counted import SHIPPED
-from keyhole.recover.pooling import (
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
+from keyhole.recover.embeddings.pooling import (
     AGREES,
     AGREES_QUANTISED,
     Pooling,
@@ -48,9 +46,12 @@ from keyhole.recover.pooling import (
     from_statistics,
     from_texts,
     longest_text,
+    same_numbers,
 )
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.same_numbers import same_numbers
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest

@@ -31,7 +31,7 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
-from keyhole.recover.attacks.counted_reader import CountedReader
+from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written

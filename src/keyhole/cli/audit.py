@@ -34,12 +34,12 @@ from keyhole.cli.fleets import FOLDER, audit_fleet, expect_none_of
 from keyhole.cli.judging import Environment, Judge, PolicyFile
 from keyhole.cli.outputs import Outputs, output_option
 from keyhole.core import Audit
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import MOST, InputError
 from keyhole.core.files import write_text
 from keyhole.core.journal import records_in
-from keyhole.oracle.address import without_password
 from keyhole.oracle.ledger import answers_in
-from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.options import without_password
 from keyhole.report import json_form
 from keyhole.report.fleet_formats import FLEET_FORMATS
 from keyhole.report.formats import FORMATS

@@ -10,7 +10,7 @@ import typer
 from keyhole.cli.answers import answer
 from keyhole.cli.app import Force, Json, app, expect_folder, expect_new
 from keyhole.core.errors import InputError
-from keyhole.extract.heads import canonical as heads
+from keyhole.extract import canonical as heads
 from keyhole.oracle import MultiHead, save
 from keyhole.oracle.planted import Head
 from keyhole.oracle.storage import load_plain

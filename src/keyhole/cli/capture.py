@@ -21,7 +21,7 @@ from keyhole.cli.console import show
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.journal import records_in
 from keyhole.data import NO_LABEL, Example, read_examples, read_texts
-from keyhole.recover.gradients.run import capture_update
+from keyhole.recover.gradients.recover_batch import capture_update
 from keyhole.recover.gradients.update import KIND, Protocol
 from keyhole.recover.simulate import UNFINISHED, capturing, files_of
 

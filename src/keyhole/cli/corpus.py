@@ -23,7 +23,7 @@ from keyhole.cli.console import show
 from keyhole.core.errors import expect_count
 from keyhole.core.files import write_text
 from keyhole.core.journal import records_in
-from keyhole.recover.drawn import draw_texts
+from keyhole.recover.embeddings.drawn import draw_texts
 
 
 @app.command(

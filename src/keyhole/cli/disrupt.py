@@ -38,7 +38,7 @@ from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.run import run
-from keyhole.models.tasks import Task
+from keyhole.models.loading import Task
 
 _RELEASED = "as-released"
 

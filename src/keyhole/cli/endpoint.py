@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from keyhole.oracle.options import EndpointOptions, headers_of
+from keyhole.core.endpoint import EndpointOptions, headers_of
 
 _TENSOR = "of an endpoint with several"
 
@@ -86,7 +86,7 @@ class asks_endpoint:  # noqa: N801 - a decorator
 
     def __call__(self, *, header: list[str] | None, **words: Any) -> None:
         about = {name: words.pop(name) for name in _FIELDS}
-        self._command(endpoint=EndpointOptions(headers=headers_of(header), **about), **words)
+        self._command(endpoint=EndpointOptions(headers=headers_of(header or ()), **about), **words)
 
     @property
     def __signature__(self) -> inspect.Signature:

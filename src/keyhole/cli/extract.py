@@ -24,12 +24,12 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import say
 from keyhole.cli.endpoint import asks_endpoint
 from keyhole.core import exit_code
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.extract.defended.run import against_defences as try_defences
+from keyhole.extract.defences import against_defences as try_defences
 from keyhole.extract.registry import METHODS
 from keyhole.extract.run import run
 from keyhole.oracle.ledger import answers_in
-from keyhole.oracle.options import EndpointOptions
 
 _UNIT = "queries, the judge's included"
 _AUTO = "auto"

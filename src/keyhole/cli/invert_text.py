@@ -32,6 +32,7 @@ from keyhole.recover.files.sources import leak_files, open_leaks, read_sources, 
 from keyhole.recover.gradients import BatchRecovery, is_update
 from keyhole.recover.gradients.run import opened, recovering_updates
 from keyhole.recover.judge import Mark
+from keyhole.recover.gradients.recover_batch import opened, recovering_updates
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
 from keyhole.recover.recovery import TextRecovery

@@ -7,7 +7,7 @@ import typer
 from keyhole.cli.answers import answer
 from keyhole.cli.app import Json, app
 from keyhole.cli.canonical import Heads, Tolerance, read
-from keyhole.extract.heads.canonical import difference
+from keyhole.extract.canonical import difference
 
 
 @app.command(

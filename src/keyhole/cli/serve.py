@@ -12,7 +12,7 @@ from keyhole.cli.app import ClippedAt, Decimals, Json, Noise, Seed, SignOnly, ap
 from keyhole.cli.console import show
 from keyhole.core import dump
 from keyhole.core.errors import MissingExtra
-from keyhole.oracle.degraded import Degradation
+from keyhole.oracle.defences import Degradation
 
 
 @app.command(

@@ -10,11 +10,13 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from keyhole.core.errors import InputError
+
+if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs none of it
+    import torch
+    from torch import nn
 
 _SHARE = 0.8  # of what is free: something must be left for the work itself
 
@@ -60,6 +62,8 @@ def _shown(size: int) -> str:
 
 def expect_device(name: str | torch.device) -> None:
     """Refuse a device that nothing can be computed on and read back from."""
+    import torch
+
     here = "cpu or cuda" if torch.cuda.is_available() else "cpu"
     refusal = InputError(f"expected a device of this machine ({here}), got {name}")
     try:
@@ -77,6 +81,8 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
 
     With more workers than GPUs they share; a device that is named by its number is that one.
     """
+    import torch
+
     gpus = torch.cuda.device_count() if gpus is None else gpus
     return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked
 
@@ -100,6 +106,8 @@ _CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for 
 @contextmanager
 def threads_for(size: int) -> Generator[None]:
     """As many threads as help on matrices of so many numbers; in the end, as many as there were."""
+    import torch
+
     before = torch.get_num_threads()
     if size >= LARGE or is_chosen(before):
         yield
@@ -115,6 +123,8 @@ def is_chosen(threads: int) -> bool:
     """Did somebody choose this number, or did torch by itself?"""
     if any(os.environ.get(name) for name in _CHOICES):
         return True
+    import torch
+
     # One for each core of the machine, or of those that this process may use.
     cores = {torch.get_num_interop_threads()}
     if hasattr(os, "sched_getaffinity"):  # not everywhere
@@ -124,6 +134,8 @@ def is_chosen(threads: int) -> bool:
 
 def largest_matrix(model: nn.Module) -> int:
     """How many numbers the largest matrix of a model holds; tables of embeddings are looked up."""
+    from torch import nn
+
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     sizes = (
         parameter.shape[-2:].numel()

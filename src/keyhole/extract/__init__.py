@@ -4,14 +4,13 @@ docs/mathematics.md has all of it in one notation.
 """
 
 from keyhole.core import Status
+from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Auto, choose
-from keyhole.extract.defended.adapted import Adapted
-from keyhole.extract.defended.run import against_defences
-from keyhole.extract.defended.tried import DefencesTried, Tried
+from keyhole.extract.canonical import canonical, same_function
+from keyhole.extract.defences import DefencesTried, Tried, against_defences
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
-from keyhole.extract.heads.canonical import canonical, same_function
 from keyhole.extract.judge import Method, judge
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead

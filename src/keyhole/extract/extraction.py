@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -12,8 +13,8 @@ from keyhole.core.finding import points
 from keyhole.core.result import Result, environment, typed
 from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
-from keyhole.extract.last_layer.described import LastLayer
 from keyhole.oracle.links import Linked
+from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 
 
@@ -148,3 +149,104 @@ _PLAIN = (
     "reason", "method", "queries", "seconds", "remembered", "floor", "known", "guarantee",
     "guarantee_v", "environment",
 )  # fmt: skip
+
+
+# What an attack knows at some point, and how much of the whole that is.
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an attack knows at some point: a model, and the number of unknowns it settles.
+
+    `known` of `floor` unknowns are settled, whatever turns out later: where their number is still
+    open, `floor` is the most that there can be, or None if that is open too.
+    `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
+    proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
+    questions: how many answers speak against it, of how many. `numbers` is how many an answer
+    holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
+    found out besides the weights; it joins the reason of a judged result. `stated` is what the
+    method's theorem says in advance.
+    """
+
+    model: Planted
+    known: int
+    floor: int | None
+    guarantee: float | None = None
+    guarantee_v: float | None = None
+    numbers: int = 1
+    remark: str = ""
+    assumed: str = ""
+    confirm: Callable[[Oracle], tuple[int, int]] | None = None
+    stated: Statement | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the unknowns, how much is settled at least."""
+        return self.known / self.floor if self.floor else 0.0
+
+    @property
+    def fewest(self) -> int | None:
+        """The fewest answers that could do."""
+        return None if self.floor is None else math.ceil(self.floor / self.numbers)
+
+
+# What is known of a last layer, in numbers and in words.
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """The rank of a last layer's answers, the width that follows, and how exactly it is known.
+
+    `above` and `below` are the last singular value that counts and the first that does not. Without
+    a cliff between them `width` is None, and `rank` what it has at least. `decimals` are the digits
+    that answers were rounded to, None where they were not. `tokens` of the `vocabulary` have their
+    row of the matrix. `stated` is the width that the server itself claims.
+
+    `rms` is beside the true matrix, where one was given: of the difference that the best linear map
+    leaves, and `relative` to the matrix's own. `tied` says that it is the table of inputs too.
+    """
+
+    rank: int
+    width: int | None
+    constant: bool
+    blocks: int
+    log_probabilities: bool
+    above: float
+    below: float
+    decimals: int | None
+    tokens: int
+    vocabulary: int
+    stated: int | None = None
+    rms: float | None = None
+    relative: float | None = None
+    tied: bool | None = None
+
+    def __str__(self) -> str:
+        if self.width is None:
+            claimed = "" if self.stated is None else f", of {self.stated:,} that the server states"
+            return f"{self.rank:,} directions or more{claimed}: no cliff yet"
+        words = (
+            f"width {self.width:,}: {self.rank:,} singular values down to {self.above:.1e}, "
+            f"then {self.below:.1e}; {self._norm()}; {self.tokens:,} of {self.vocabulary:,} rows "
+            f"of the matrix, up to an invertible {self.rank:,} × {self.rank:,} matrix"
+        )
+        if self.log_probabilities:
+            words += " and a row added to all of them"
+        if self.decimals is not None:
+            words += f"; answers rounded to {self.decimals} digits"
+        if self.rms is not None and self.relative is not None:
+            words += (
+                f"; {self.rms:.1e} RMS from the true matrix after the best linear map, "
+                f"{self.relative:.1e} of its own"
+            )
+        return words + ("; it is the table of input embeddings too" if self.tied else "")
+
+    def _norm(self) -> str:
+        """What the constant says of the layer's biases; see OutputMatrix.width for why."""
+        rank = self.rank - self.blocks
+        blocks = f"; {self.blocks} of them from a matrix in blocks of 32" if self.blocks else ""
+        if self.constant:
+            likely = "a LayerNorm with biases" if rank == self.width else "an output bias"
+            return f"answers share a constant ({likely}){blocks}"
+        likely = "an RMSNorm" if rank == self.width else "a LayerNorm without biases"
+        return f"no constant, so no biases ({likely}){blocks}"

@@ -27,10 +27,9 @@ from keyhole.core.errors import InputError, expect_number
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import NEARLY, Exam, Examination, settle
 from keyhole.extract.single_head import SingleHead
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError
 

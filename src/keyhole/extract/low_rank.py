@@ -24,9 +24,8 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 

@@ -30,10 +30,9 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, MissingExtra
 from keyhole.extract.bilinear import BilinearForms, read_values
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
 from keyhole.extract.low_rank import expect_rank, unknowns
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 

@@ -25,11 +25,10 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.defended.ordinary_tokens import are_ordinary, usual_norm_of
 from keyhole.extract.domain import Domain
-from keyhole.extract.extraction import Check, Extraction
+from keyhole.extract.extraction import Check, Extraction, Step
 from keyhole.extract.judge import Examination, settle
-from keyhole.extract.step import Step
+from keyhole.extract.ordinary_questions import are_ordinary, usual_norm_of
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 

@@ -24,7 +24,7 @@ are inexact, all of them are fitted together in the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -34,20 +34,12 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.numerics import least_squares
+from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.defended.beside import Beside, fit_values
-from keyhole.extract.defended.ordinary_tokens import (
-    ordinary_sequence,
-    ordinary_tokens,
-    spread_tokens,
-    usual_norm_of,
-)
 from keyhole.extract.domain import within_reach
-from keyhole.extract.extraction import Extraction
-from keyhole.extract.inexact import gauss_newton
-from keyhole.extract.inexact.gauss_newton import Singles
+from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.gauss_newton import Linear, Singles, Theta
 from keyhole.extract.judge import NEARLY, Exam, Examination, settle
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -225,3 +217,170 @@ class _State:
         """How far an answer may be off."""
         rounding = 4 * _EPSILON * float(answers.abs().max())
         return max(self._method.answer_error, rounding, torch.finfo(torch.float64).tiny)
+
+
+# Answers to `[a ; C]` for many first tokens a beside the same others C, and to C alone.
+#
+# With u = Wb for the last token b, and A the attention of each token,
+#
+#     f = Σ_i A_i·vᵀx_i,   ∂f/∂(x_iᵀu) = A_i·(vᵀx_i − f),   ∂f/∂(vᵀx_i) = A_i,
+#
+# which is what least squares on all answers (inexact/gauss_newton.py) needs.
+
+_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Beside:
+    """First tokens (s, m, d) beside others (s, k, d), of which the last is b, in s sets.
+
+    `answers` (s, m + 1) are those to `[a ; C]`, and in the end of a row the one to C alone.
+    """
+
+    tokens: Tensor
+    others: Tensor
+    answers: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Beside]) -> Beside:
+        """Several of the same sizes as one."""
+        columns = zip(*((p.tokens, p.others, p.answers) for p in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
+
+    def residual(self, theta: Theta) -> Tensor:
+        first, rest = self._attention(theta)
+        return self._answer(theta, first, rest) - self.answers
+
+    def at(self, theta: Theta) -> Linear:
+        v, _ = theta
+        first, rest = self._attention(theta)
+        answer = self._answer(theta, first, rest)
+        firsts, others, last = self._firsts, self.others, self.others[:, -1]
+        on_first = first * (firsts @ v - answer)
+        on_rest = rest * ((others @ v)[:, None] - answer[..., None])
+
+        def push(change: Theta) -> Tensor:
+            dv, dW = change
+            du = (last @ dW.mT)[..., None]
+            moved = on_first * (firsts @ du)[..., 0] + (on_rest @ (others @ du))[..., 0]
+            return moved + first * (firsts @ dv) + (rest @ (others @ dv)[..., None])[..., 0]
+
+        def pull(r: Tensor) -> Theta:
+            each = r[..., None]
+            du = firsts.mT @ (on_first[..., None] * each) + others.mT @ (on_rest.mT @ each)
+            dv = firsts.mT @ (first[..., None] * each) + others.mT @ (rest.mT @ each)
+            return dv[..., 0].sum(0), du[..., 0].mT @ last
+
+        return Linear(answer - self.answers, push, pull)
+
+    @property
+    def _firsts(self) -> Tensor:
+        """The first tokens, and a zero where there is none."""
+        return torch.cat([self.tokens, torch.zeros_like(self.tokens[:, :1])], 1)
+
+    def _attention(self, theta: Theta) -> tuple[Tensor, Tensor]:
+        """A of the first tokens (s, m + 1), 0 where there is none; of the others (s, m + 1, k)."""
+        u = (self.others[:, -1] @ theta[1].mT)[..., None]
+        none = torch.full_like(self.answers[:, :1], -math.inf)
+        scores = torch.cat([(self.tokens @ u)[..., 0], none], 1)
+        beside = (self.others @ u).mT.expand(-1, scores.shape[1], -1)
+        A = torch.cat([scores[..., None], beside], -1).softmax(-1)
+        return A[..., 0], A[..., 1:]
+
+    def _answer(self, theta: Theta, first: Tensor, rest: Tensor) -> Tensor:
+        v = theta[0]
+        return first * (self._firsts @ v) + (rest @ (self.others @ v)[..., None])[..., 0]
+
+
+def fit_values(asked: Beside) -> tuple[Tensor, float]:
+    """v from one set where nothing else is known: u, v and log Z by damped Gauss–Newton.
+
+    It starts where attention is even: u = 0, and v from a linear fit. With v comes the root mean
+    square of what is left unexplained.
+    """
+    tokens, mean = asked.tokens[0], asked.answers[0, -1]
+    change, k, d = asked.answers[0, :-1] - mean, asked.others.shape[1], tokens.shape[1]
+    ones = torch.ones(len(tokens), 1, dtype=torch.float64)
+    even = least_squares(torch.cat([tokens, ones], 1), change[:, None])[:d, 0]
+    theta = torch.cat([torch.zeros_like(even), (k + 1) * even, even.new_tensor([math.log(k)])])
+
+    def at(theta: Tensor) -> tuple[Tensor, Tensor]:
+        u, v, log_sum = theta[:d], theta[d:-1], theta[-1]
+        alpha, gap = torch.sigmoid(tokens @ u - log_sum), tokens @ v - mean
+        slope = (alpha * (1 - alpha) * gap)[:, None]
+        return alpha * gap - change, torch.cat([slope * tokens, alpha[:, None] * tokens, -slope], 1)
+
+    damping = 1e-2
+    residual, J = at(theta)
+    for _ in range(_STEPS):
+        square, pull = J.mT @ J, J.mT @ residual
+        step = torch.linalg.solve(square + damping * torch.diag(square.diagonal()), pull)
+        ahead, slopes = at(theta - step)
+        if float(ahead @ ahead) < float(residual @ residual):
+            theta, residual, J, damping = theta - step, ahead, slopes, max(damping / 8, 1e-15)
+        else:
+            damping *= 4
+        if damping > 1e12 or float(step.norm()) <= 1e-14 * float(theta.norm()):
+            break
+    return theta[d:-1], float(residual.square().mean().sqrt())
+
+
+# Random tokens that look like anybody's: neither along a coordinate nor along one another.
+
+_APART = 0.85  # |cosine| that two tokens of one sequence may have
+_DRAWS = 1000
+_PEAK = 0.9  # |coordinate| that a unit token may have
+
+
+def usual_norm_of(dim: int) -> float:
+    """d^¼: the scores of a W of spectral norm 2 then have a deviation of about 1.
+
+    So they have in a working layer, and nobody knows better of a target that is a black box.
+    """
+    return dim**0.25
+
+
+def ordinary_tokens(count: int, beside: Tensor, stream: torch.Generator) -> Tensor:
+    """Random unit tokens (count, d), each neither along an axis nor along a token of `beside`."""
+    dim = beside.shape[1]
+    kept = torch.empty(0, dim, dtype=torch.float64)
+    for _ in range(_DRAWS):
+        drawn = torch.randn(2 * count + 8, dim, generator=stream, dtype=torch.float64)
+        drawn = torch.nn.functional.normalize(drawn, dim=1)
+        odd = torch.cat([drawn.abs() / _PEAK, (drawn @ beside.mT).abs() / _APART], 1)
+        kept = torch.cat([kept, drawn[odd.amax(1) < 1] if dim > 1 else drawn])
+        if len(kept) >= count:
+            return kept[:count]
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"{dim} dimensions have no room for {len(beside) + 1} tokens of which none are alike",
+    )
+
+
+def are_ordinary(units: Tensor) -> Tensor:
+    """Which of the sequences (b, n, d) of unit tokens have none along an axis or another."""
+    cosines = (units @ units.mT).abs()
+    cosines.diagonal(dim1=-2, dim2=-1).zero_()
+    return (cosines.amax((-2, -1)) < _APART) & (units.abs().amax((-2, -1)) < _PEAK)
+
+
+def ordinary_sequence(length: int, dim: int, stream: torch.Generator) -> Tensor:
+    """A sequence (length, d) of such tokens."""
+    tokens = torch.empty(0, dim, dtype=torch.float64)
+    for _ in range(length):
+        tokens = torch.cat([tokens, ordinary_tokens(1, tokens, stream)])
+    return tokens
+
+
+def spread_tokens(dim: int, stream: torch.Generator) -> Tensor:
+    """d such tokens at right angles to one another: what they are multiplied by is solved for best.
+
+    In few dimensions a random basis may have an axis in it; then another one is drawn.
+    """
+    for _ in range(_DRAWS):
+        basis, R = torch.linalg.qr(torch.randn(dim, dim, generator=stream, dtype=torch.float64))
+        if dim == 1 or float(basis.abs().max()) < _PEAK:
+            return (basis * R.diagonal().sign()).mT
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE, f"{dim} dimensions have no basis without a token along an axis"
+    )

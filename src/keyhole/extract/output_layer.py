@@ -28,28 +28,29 @@ width at all. Targets that give only the best k are asked for tokens that a bias
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.extract.extraction import Extraction
-from keyhole.extract.last_layer.answers import (
+from keyhole.extract.domain import Witness
+from keyhole.extract.extraction import Check, Extraction, LastLayer, Step
+from keyhole.extract.judge import JUDGE_STREAM, Method, attempt, verdict
+from keyhole.extract.token_answers import (
     Answers,
     ChosenTokens,
     Prompts,
     WholeVectors,
     is_normalised,
 )
-from keyhole.extract.last_layer.described import LastLayer
-from keyhole.extract.last_layer.judge import LayerStep, settle
-from keyhole.extract.last_layer.spectrum import Cliff, cliff, decimals_of
-from keyhole.extract.step import Step
-from keyhole.oracle.output_matrix import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Oracle
+from keyhole.oracle.ledger import remembered
+from keyhole.oracle.planted import OutputMatrix
+from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
 _FIRST = 32  # rows before the first look
@@ -214,3 +215,197 @@ def _enough(rank: int) -> int:
 def taken_off(rows: Tensor, centred: bool) -> Tensor:
     """Without the number that all tokens of a log-probability vector share."""
     return rows - rows.mean(1, keepdim=True) if centred else rows
+
+
+# The width behind many answers: where their singular values fall off a cliff, and onto what.
+#
+# Answers without rounding, as rows of Y (n, m), have rank r: behind r singular values come zeros.
+# What is printed has errors. Those of rounding to a step s are known, of standard deviation σ =
+# s/√12, and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and
+# Pastur), so that whatever stands out beyond that is not rounding. Other errors (float32, a
+# server's own arithmetic) differ from row to row; there the cliff must be steep, and the ground
+# behind it flat beside it: singular values of answers alone decay smoothly, and have no cliff while
+# n ≤ r. A steep cliff is looked for first, since answers of six digits may have other errors that
+# are larger.
+#
+# Subtracting the mean answer tells whether they share a constant: all of them lie on one plane
+# through the origin, of dimension r, or on one beside it, of dimension r − 1.
+
+_STEEP = 10.0  # a cliff, where nothing is known of the errors
+_STEEP_KNOWN = 1.3  # where they are those of rounding
+_BEYOND = 1.1  # of the largest singular value that rounding can have
+_BLOCK = 32
+_DECIMALS = 6
+_FLOAT32 = 2.0**-23
+
+
+@dataclass(frozen=True)
+class Cliff:
+    """`rank` singular values stand out: the last of them, and the first of the others.
+
+    `seen` says that the fall between them is a cliff. If not, there are `rank` directions or more.
+    `constant` says that the mean answer has one of them to itself. `blocks` come from arithmetic in
+    blocks of 32 numbers (oracle/planted.py): one for each, far below the others.
+    """
+
+    rank: int
+    above: float
+    below: float
+    seen: bool
+    constant: bool = False
+    blocks: int = 0
+
+
+def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
+    """The cliff of answers (n, m), at least `spare` before the last; `step` of their rounding."""
+    n, m = answers.shape
+    sizes = torch.linalg.svdvals(answers)
+    floor = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
+    sizes = sizes.clamp(min=max(floor, torch.finfo(sizes.dtype).tiny))
+    values: list[float] = sizes.tolist()
+    found = _steepest(values, spare)
+    if not found.seen and step is not None:
+        edge = _BEYOND * step / math.sqrt(12) * (math.sqrt(n) + math.sqrt(m))
+        found = _beyond(values, edge, spare)
+    if not found.seen:
+        return found
+    without = torch.linalg.svdvals(answers - answers.mean(0))
+    level = math.sqrt(found.above * found.below)
+    constant = int((without > level).sum()) < found.rank
+    blocks = _blocks(values, found.rank, int(constant))
+    return replace(found, constant=constant, blocks=blocks)
+
+
+def _blocks(values: list[float], rank: int, constant: int) -> int:
+    """How many of the directions are one for each 32 of the others, behind a fall of their own."""
+    blocks, rest = divmod(rank - constant, _BLOCK + 1)
+    width = blocks * _BLOCK + constant
+    there = blocks and not rest and values[width - 1] >= _STEEP * values[width]
+    return blocks if there else 0
+
+
+def _steepest(values: list[float], spare: int) -> Cliff:
+    """The steepest fall, if the ground behind it is flatter than the fall is steep."""
+    ratios = [values[i] / values[i + 1] for i in range(len(values) - spare)]
+    falls = [
+        (ratio, i + 1)
+        for i, ratio in enumerate(ratios)
+        if ratio >= _STEEP and (values[i + 1] / values[-1]) ** 2 <= ratio * _STEEP
+    ]
+    if not falls:
+        return Cliff(len(values), values[-1], 0.0, seen=False)
+    rank = max(falls)[1]
+    return Cliff(rank, values[rank - 1], values[rank], seen=True)
+
+
+def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
+    rank = sum(value > edge for value in values)
+    if rank in (0, len(values)):
+        return Cliff(rank, values[rank - 1] if rank else 0.0, 0.0, seen=False)
+    steep = values[rank - 1] >= _STEEP_KNOWN * values[rank]
+    return Cliff(rank, values[rank - 1], values[rank], seen=steep and len(values) - rank >= spare)
+
+
+def decimals_of(answers: Tensor) -> int | None:
+    """To how many digits after the point answers are rounded; None where they are not.
+
+    A number that went through float32 is off its digits by its own rounding.
+    """
+    for decimals in range(_DECIMALS + 1):
+        shifted = answers * 10.0**decimals
+        allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
+        if float(allowed.max()) > 0.05:  # there anything is nearly a whole number
+            return _exact_decimals(answers, decimals)
+        if bool(((shifted - shifted.round()).abs() <= allowed).all()):
+            return decimals
+    return None
+
+
+def _exact_decimals(answers: Tensor, least: int) -> int | None:
+    """The same for numbers that kept float64."""
+    for decimals in range(least, _DECIMALS + 1):
+        shifted = answers * 10.0**decimals
+        if bool(((shifted - shifted.round()).abs() <= 1e-7).all()):
+            return decimals
+    return None
+
+
+# The judge of a last layer: fresh prompts, and what of their answers no state can explain.
+#
+# An answer y of the layer is W h: what remains of it outside of the columns of W is error, of the
+# matrix and of the answer. Fresh answers that are rounded cannot agree to more than their digits,
+# nor the matrix that came from such: there a matrix is known approximately if it explains most of
+# them.
+
+_FRESH = 8
+_TINY = torch.finfo(torch.float64).tiny
+_ROUNDED = 0.1  # of the answers' size, where all of it lies outside of a wrong matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStep(Step):
+    """A last layer, with what is known of it and where its answers come from."""
+
+    matrix: OutputMatrix
+    layer: LastLayer
+    answers: Answers
+
+
+def settle(method: Method, oracle: Oracle, length: int) -> Extraction:
+    """Run the attack and judge the matrix that it proposes by prompts of so many tokens."""
+    started = time.perf_counter()
+    counted, before = Counted(oracle), remembered(oracle)
+    steps, status, reason = attempt(method, Witness(counted))
+    queries, free = counted.queries, remembered(oracle) - before
+    seconds = time.perf_counter() - started
+    last = steps[-1][1] if steps else None
+    if not isinstance(last, LayerStep):
+        return Extraction(status, reason, repr(method), None, queries, seconds, remembered=free)
+    check: Check | None = None
+    if status is Status.UNVERIFIED:
+        prompts = Prompts(length, torch.Generator().manual_seed(method.seed ^ JUDGE_STREAM))
+        try:
+            outside, rows = _unexplained(last, prompts)
+        except BudgetExhausted:
+            reason = "the budget ended before the result could be checked"
+        except (OracleError, InputError) as error:
+            status, reason = Status.ORACLE_FAILED, str(error)
+        except Unsuccessful as end:
+            status, reason = end.status, end.reason
+        else:
+            wrong = outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
+            asked, paid = counted.queries - queries, remembered(oracle) - before - free
+            check = Check(float(wrong.max()), float(wrong.mean()), asked, paid)
+            status, reason = _verdict(check, outside, rows, last.layer.decimals, method.tolerance)
+    return Extraction(
+        status=status,
+        reason=f"{reason}; {last.layer}",
+        method=repr(method),
+        model=last.matrix,
+        queries=queries,
+        seconds=seconds,
+        check=check,
+        remembered=free,
+        floor=last.floor,
+        known=last.share if status is not Status.MISMATCH else 0.0,
+        layer=last.layer,
+    )
+
+
+def _unexplained(step: LayerStep, prompts: Prompts) -> tuple[Tensor, Tensor]:
+    """What no state explains of fresh answers, and those answers."""
+    rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
+    if step.layer.log_probabilities:
+        rows = rows - rows.mean(1, keepdim=True)
+    return step.matrix.outside(rows), rows
+
+
+def _verdict(
+    check: Check, outside: Tensor, rows: Tensor, decimals: int | None, accepted: float
+) -> tuple[Status, str]:
+    status, reason = verdict(check, accepted)
+    if status is Status.MISMATCH and decimals is not None:
+        share = float(torch.linalg.vector_norm(outside) / torch.linalg.vector_norm(rows))
+        if share <= _ROUNDED:
+            return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
+    return status, reason

@@ -28,7 +28,7 @@ Departures and choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,11 +38,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import Exam, settle
-from keyhole.extract.relu.absolute_terms import Folds, neurons
-from keyhole.extract.relu.half_circle import Pieces, find_pieces
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
@@ -302,3 +299,223 @@ class _Cells:
         x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
         clearance = (x @ units.mT).abs().amin(1)
         return x[clearance.argsort(descending=True)[: d + 2]]
+
+
+# All kinks of a piecewise linear function on one half circle.
+#
+# A function that is linear between hyperplanes through the origin is, along `x(θ) = a cos θ + b sin
+# θ`, a piece `p cos θ + q sin θ` between kinks. A generic line crosses every hyperplane once,
+# possibly far out; on the half circle, its projective form, nothing is at infinity. An even
+# function has E(θ + π) = E(θ), so the half circle closes and has no ends to treat apart.
+#
+# The search asks one batch a level. Three neighbouring answers that fit one piece settle the two
+# arcs between them. Where an arc stays open between two settled ones, their pieces meet in it at
+# some angle: the kink, if there is only one. The next questions stand just before and just after
+# that angle; if each still fits its piece, the arc between them is the kink, known to rounding
+# without a long bisection. The meeting point itself would be a poor witness: two kinks of opposite
+# sign can lie both on the same side of it, and then it fits both pieces. Other open arcs are
+# halved.
+
+_FIRST = 16  # points of the first level
+_LEVELS = 64
+_FINEST = 1e-10  # arcs shorter than this are not divided: what is in them counts as one kink
+_REACH = 0.05  # an arc is settled by a neighbour at least this long in comparison
+_LONGER = 4.0
+_CLEAR = 1e3  # how far beside a kink to ask: there its two pieces differ by so many tolerances
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Kinks in rising order; piece j runs from kink j to the next, the last to kinks[0] + π.
+
+    `planar` (m, 2) holds p and q of each piece, for angles between kinks[0] and kinks[0] + π.
+    """
+
+    kinks: Tensor
+    planar: Tensor
+
+    @property
+    def widths(self) -> Tensor:
+        return torch.cat([self.kinks[1:], self.kinks[:1] + math.pi]) - self.kinks
+
+
+def find_pieces(
+    values: Callable[[Tensor], Tensor], tolerance: Callable[[Tensor], float], limit: int
+) -> Pieces:
+    """Every kink of `values`, a function of angles with period π.
+
+    `tolerance` says, for the answers so far, how far from a piece they may lie and be on it. More
+    than `limit` kinks end the search.
+    """
+    t = (torch.arange(_FIRST, dtype=torch.float64) + 0.5) * (math.pi / _FIRST)
+    y = values(t)
+    for _ in range(_LEVELS):
+        search = _Search(t, y, tolerance(y))
+        t_new = search.next_points()
+        if not len(t_new):
+            return search.pieces()
+        if len(t_new) > 4 * limit + _FIRST:
+            break
+        t, order = torch.cat([t, t_new]).sort()
+        y = torch.cat([y, values(t_new)])[order]
+    raise Unsuccessful(
+        Status.MISMATCH, f"the answers bend in more than {limit:,} places of a half circle"
+    )
+
+
+class _Search:
+    """What the answers so far say: which arcs are settled, and where to ask next.
+
+    Arc i runs from point i to the next, the last one round to the first.
+    """
+
+    def __init__(self, t: Tensor, y: Tensor, tolerance: float) -> None:
+        self._t, self._y, self._tolerance = t, y, tolerance
+        self._arcs = (t.roll(-1) - t).remainder(math.pi)
+        before, after = self._arcs.roll(1), self._arcs
+        chord = (y.roll(1) * after.sin() + y.roll(-1) * before.sin()) / (before + after).sin()
+        self._straight = (y - chord).abs() <= tolerance
+        by_left = self._straight & (before >= _REACH * after)
+        by_right = self._straight.roll(-1) & (after.roll(-1) >= _REACH * after)
+        self._settled = by_left | by_right
+        between = self._settled.roll(1) & self._settled.roll(-1) & ~self._settled
+        meeting, self._bend = self._meetings()
+        # Short neighbours say too little about their pieces to tell a kink from rounding.
+        doubt = 4 * tolerance * (1 / before + 1 / after.roll(-1))
+        self._meets = between & (meeting > 0) & (meeting < after) & (self._bend > doubt)
+        self._meeting = torch.where(self._meets, meeting, after / 2)
+        sharp = self._meets & (self._bend * after <= 4 * _CLEAR * tolerance)
+        self._bridge = ~self._settled & (sharp | (after <= _FINEST))
+
+    def _meetings(self) -> tuple[Tensor, Tensor]:
+        """How far past point i the pieces before and after arc i meet, and how they differ."""
+        # With angles counted from point i, both pieces are `p cos + q sin`.
+        p, back, turn = self._y, self._arcs.roll(1), self._arcs
+        q = (p * back.cos() - p.roll(1)) / back.sin()
+        value, on = self._y.roll(-1), self._arcs.roll(-1)
+        slope = (self._y.roll(-2) - value * on.cos()) / on.sin()
+        p_far = value * turn.cos() - slope * turn.sin()
+        q_far = value * turn.sin() + slope * turn.cos()
+        angle = torch.atan2(p_far - p, q - q_far).remainder(math.pi)
+        return angle, torch.hypot(p_far - p, q_far - q)
+
+    def next_points(self) -> Tensor:
+        """Two points beside each meeting, and the middle of every other open arc."""
+        meets = self._meets & ~self._bridge
+        halved = ~(self._settled | self._bridge | self._meets | self._waiting())
+        start, at, length = self._t[meets], self._meeting[meets], self._arcs[meets]
+        aside = _CLEAR * self._tolerance / self._bend[meets]
+        left = torch.maximum(at - 2 * aside, at / 2)  # uneven: half way must not be the kink
+        right = torch.minimum(at + aside, (at + length) / 2)
+        middles = self._t[halved] + self._arcs[halved] / 2
+        return torch.cat([start + left, start + right, middles]).remainder(math.pi)
+
+    def _waiting(self) -> Tensor:
+        """Open arcs beside a much longer open one, which once divided may settle them."""
+        open_arcs = torch.where(self._settled, 0.0, self._arcs)
+        return torch.maximum(open_arcs.roll(1), open_arcs.roll(-1)) > _LONGER * self._arcs
+
+    def pieces(self) -> Pieces:
+        # A kink may also have hit a point: both arcs beside it are settled, yet it is no bridge.
+        hit = ~self._straight & ~self._bridge & ~self._bridge.roll(1)
+        (i,) = (hit | self._bridge).nonzero(as_tuple=True)
+        kinks = self._t[i] + torch.where(hit, 0.0, self._meeting)[i]
+        if not len(i):
+            return Pieces(kinks, kinks.reshape(0, 2))
+        kinks = kinks[0] + (kinks - kinks[0]).remainder(math.pi)
+        t = kinks[0] + (self._t - kinks[0]).remainder(math.pi)
+        return Pieces(kinks, _fit(kinks, t, self._y))
+
+
+def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
+    """Least squares for each piece on its points."""
+    m = len(kinks)
+    ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
+    middles, reach = (kinks + ends) / 2, torch.sin((ends - kinks) / 2)
+    piece = torch.searchsorted(kinks, t, right=True) - 1
+    # Counted from the middle and in units of the width, the two unknowns hardly mix.
+    angle = t - middles[piece]
+    rows = torch.stack([angle.cos(), angle.sin() / reach[piece]], 1)
+    normal = torch.zeros(m, 2, 2, dtype=torch.float64)
+    normal.index_add_(0, piece, rows.unsqueeze(2) * rows.unsqueeze(1))
+    moment = torch.zeros(m, 2, dtype=torch.float64).index_add_(0, piece, rows * y.unsqueeze(1))
+    p, q = (torch.linalg.pinv(normal) @ moment.unsqueeze(2)).squeeze(2).unbind(1)
+    c, s, q = middles.cos(), middles.sin(), q / reach
+    return torch.stack([c * p - s * q, s * p + c * q], 1)
+
+
+# Sums of folds, `E(x) = ½ Σ_k s_k |n_kᵀx|` with s_k = ±1: the even part of a ReLU network.
+#
+# A neuron w·ReLU(aᵀx) is the fold of n = |w|·a with s = sign(w), plus a linear function. From folds
+# and the linear part ℓ of the whole, neurons are made again:
+#
+#     E(x) + ℓᵀx = Σ_k s_k ReLU(o_k n_kᵀx) + rᵀx,   r = ℓ − ½ Σ_k s_k o_k n_k,   any o_k = ±1.
+#
+# The true orientations make r = 0. With n_k independent they are the solution of a linear system.
+# With up to about 2d neurons the cube [−1, 1]^m generically meets the affine space of solutions in
+# that corner alone, and alternating reflections find it. Beyond, it is a subset-sum problem: of few
+# neurons all corners are tried, of more it is left alone, and two neurons, ReLU(rᵀx) − ReLU(−rᵀx),
+# carry the remainder, so that the function is exact.
+
+_REFLECTIONS = 200
+_FEW = 14  # neurons, of whose orientations all are tried
+_EXACT = 1e-10  # of the sum of the folds: a remainder below is rounding
+
+
+@dataclass(frozen=True)
+class Folds:
+    """The normals n_k (m, d) and signs s_k (m,)."""
+
+    normals: Tensor
+    signs: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 0.5 * (x @ self.normals.mT).abs() @ self.signs
+
+    def __len__(self) -> int:
+        return len(self.signs)
+
+    def joined(self, other: Folds) -> Folds:
+        normals = torch.cat([self.normals, other.normals])
+        return Folds(normals, torch.cat([self.signs, other.signs]))
+
+    @classmethod
+    def none(cls, d: int) -> Folds:
+        return cls(torch.empty(0, d, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
+
+
+def neurons(folds: Folds, linear: Tensor, *, orient: bool = True) -> tuple[ReluFfn, int]:
+    """A network with these folds and this linear part, and the number of its unknowns."""
+    halves = 0.5 * folds.signs.unsqueeze(1) * folds.normals
+    o = _orientations(halves, linear) if orient else torch.ones_like(folds.signs)
+    remainder = linear - o @ halves
+    A, w = o.unsqueeze(1) * folds.normals, folds.signs
+    size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(linear)
+    if torch.linalg.vector_norm(remainder) <= _EXACT * size:
+        # ℓ was read directly and is the better known: spread the difference over the neurons.
+        A = A + (2 / max(1, len(w))) * torch.outer(w, remainder)
+        return ReluFfn(A, w), max(A.numel(), len(linear))
+    A = torch.cat([A, torch.stack([remainder, -remainder])])
+    w = torch.cat([w, torch.tensor([1.0, -1.0], dtype=torch.float64)])
+    return ReluFfn(A, w), A.numel() - len(remainder)  # two neurons, one vector
+
+
+def _orientations(halves: Tensor, linear: Tensor) -> Tensor:
+    """Signs o with `oᵀ halves = ℓ` if they are found, else some signs."""
+    inverse = torch.linalg.pinv(halves)  # (d, m)
+    size = torch.linalg.vector_norm(halves, dim=1).sum()
+    z = torch.zeros(len(halves), dtype=torch.float64)
+    o = torch.ones_like(z)
+    # With independent normals there is one solution, and the first look finds it.
+    independent = int(torch.linalg.matrix_rank(halves)) == len(halves) if len(halves) else True
+    for _ in range(1 if independent else _REFLECTIONS):
+        solution = z - (z @ halves - linear) @ inverse
+        o = torch.where(solution < 0, -1.0, 1.0).to(torch.float64)
+        if torch.linalg.vector_norm(o @ halves - linear) <= _EXACT * size:
+            return o
+        z = z + (2 * solution - z).clamp(-1, 1) - solution
+    if independent or len(halves) > _FEW:
+        return o
+    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    corners = torch.cartesian_prod(*[signs] * len(halves)).reshape(-1, len(halves))
+    return corners[torch.linalg.vector_norm(corners @ halves - linear, dim=1).argmin()]

@@ -8,20 +8,18 @@ from pathlib import Path
 
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.progress import Track, untracked
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
-from keyhole.extract.last_layer.reference import compared
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
 from keyhole.extract.targets import named_method, opened
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.ledger import Ledger
-from keyhole.oracle.options import EndpointOptions
-from keyhole.oracle.protocol import Oracle
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.extract.token_answers import compared
+from keyhole.oracle.ledger import Ledger, Notice, session, unheard
+from keyhole.oracle.protocol import Counted, Oracle
 
 
 def run(

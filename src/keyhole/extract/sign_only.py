@@ -42,9 +42,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.text import percent
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.extraction import Extraction
-from keyhole.extract.inexact.asked_again import labels_again
-from keyhole.extract.inexact.halfspace import (
+from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.halfspace import (
     CHANCE,
     EPSILON,
     Average,
@@ -55,9 +54,7 @@ from keyhole.extract.inexact.halfspace import (
     samples_for_length,
     signs,
 )
-from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.judge import Examination, settle
-from keyhole.extract.step import Step
+from keyhole.extract.judge import Examination, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 

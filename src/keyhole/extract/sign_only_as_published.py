@@ -35,9 +35,8 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.text import percent
-from keyhole.extract.extraction import Extraction, Statement
-from keyhole.extract.inexact.asked_again import labels_again
-from keyhole.extract.inexact.halfspace import (
+from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.halfspace import (
     CHANCE,
     Average,
     bisect,
@@ -45,10 +44,8 @@ from keyhole.extract.inexact.halfspace import (
     samples_for_entries,
     signs,
 )
-from keyhole.extract.inexact.intervals import Interval
-from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.judge import Examination, settle
-from keyhole.extract.step import Step
+from keyhole.extract.intervals import Interval
+from keyhole.extract.judge import Examination, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 

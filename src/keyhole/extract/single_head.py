@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
-from keyhole.extract.step import Step
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 

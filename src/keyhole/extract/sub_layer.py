@@ -43,19 +43,17 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.extraction import Extraction
+from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
-from keyhole.extract.step import Step
-from keyhole.extract.sub_layers.attention_weights import Reader
-from keyhole.extract.sub_layers.head_groups import Values
-from keyhole.extract.sub_layers.score_factors import Factors, read_factors
+from keyhole.extract.sub_layers.scores import Factors, Reader, read_factors
 from keyhole.extract.sub_layers.surroundings import (
     Surroundings,
     open_surroundings,
     read_total,
 )
-from keyhole.extract.sub_layers.value_spaces import (
+from keyhole.extract.sub_layers.values import (
     Probe,
+    Values,
     find_anchor,
     read_vectors,
     strengthened,

@@ -7,14 +7,14 @@ MODEL, http://host:port                       a language model's next tokens, fo
 
 from __future__ import annotations
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import names_model, task_of
 from keyhole.models.next_token import NextTokenLogits
 from keyhole.models.sub_layer import sub_layer
-from keyhole.oracle.address import expect_authorized, names_address, without_password
 from keyhole.oracle.completions import Completions
-from keyhole.oracle.options import EndpointOptions
+from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.target import open_target
 from keyhole.oracle.token_questions import Logits

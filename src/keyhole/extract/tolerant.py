@@ -38,15 +38,12 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
-from keyhole.extract.extraction import Extraction
-from keyhole.extract.inexact import gauss_newton
-from keyhole.extract.inexact.asked_again import asked_again
-from keyhole.extract.inexact.gauss_newton import Pairs, Singles
-from keyhole.extract.inexact.intervals import Forms, Interval, weights_named
-from keyhole.extract.inexact.judge import AmplifiedExam
-from keyhole.extract.judge import Examination, settle
-from keyhole.extract.step import Step
+from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.gauss_newton import Pairs, Singles
+from keyhole.extract.intervals import Forms, Interval, weights_named
+from keyhole.extract.judge import AmplifiedExam, Examination, asked_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 

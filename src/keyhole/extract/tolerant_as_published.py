@@ -39,13 +39,10 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
-from keyhole.extract.extraction import Extraction, Statement
-from keyhole.extract.inexact.asked_again import asked_again
-from keyhole.extract.inexact.gauss_newton import Pairs, Singles
-from keyhole.extract.inexact.intervals import Interval
-from keyhole.extract.inexact.judge import AmplifiedExam
-from keyhole.extract.judge import Examination, settle
-from keyhole.extract.step import Step
+from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.gauss_newton import Pairs, Singles
+from keyhole.extract.intervals import Interval
+from keyhole.extract.judge import AmplifiedExam, Examination, asked_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 

@@ -16,18 +16,15 @@ from urllib.parse import unquote
 import torch
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.oracle.address import without_password
-from keyhole.oracle.bodies import Garbled
-from keyhole.oracle.http import as_object
-from keyhole.oracle.options import EndpointOptions
-from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.replies import expect_model
-from keyhole.oracle.tensors import (
+from keyhole.oracle.http import Garbled, as_object
+from keyhole.oracle.open_inference import (
     IDS,
     TEXTS,
     Stated,
     described,
+    expect_model,
     named,
     numbers,
     objects,
@@ -35,6 +32,8 @@ from keyhole.oracle.tensors import (
     stated,
     words,
 )
+from keyhole.oracle.options import connected, without_password
+from keyhole.oracle.protocol import OracleError
 
 _BESIDE = ("type", "position", "segment")  # inputs of whole numbers that are no ids
 
@@ -57,7 +56,7 @@ class TextEndpoint:
         address = f"{url.rstrip('/')}/v2/models/{model}"
         self.identity = without_password(address)
         self.name = unquote(model.partition("/")[0])
-        self._http = self._options.http(address)
+        self._http = connected(self._options, address)
         try:
             metadata = self._http.request("GET", self.identity)
             self.inputs = stated(metadata, "inputs", self.identity)

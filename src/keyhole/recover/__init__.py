@@ -7,6 +7,12 @@ from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.maps import EncoderMaps
 from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.attacks.decoder import DecoderStates
+from keyhole.recover.attacks.encoder import EncoderStates
+from keyhole.recover.attacks.key_values import CachedKeys
+from keyhole.recover.attacks.maps import EncoderMaps
+from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.leaks import (
     AttentionMaps,
     AttentionOutput,

@@ -24,6 +24,18 @@ from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.maps import EncoderMaps
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
+from keyhole.recover.attacks.decoder import DecoderStates
+from keyhole.recover.attacks.encoder import EncoderStates
+from keyhole.recover.attacks.key_values import CachedKeys
+from keyhole.recover.attacks.maps import EncoderMaps
+from keyhole.recover.attacks.sublayer import SubLayerOutput
+from keyhole.recover.attacks.unordered import UnorderedStates
+from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
+from keyhole.recover.embeddings.pooled import PooledEmbedding
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.short_prompt import ShortPrompt
+from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.search.token_search import TokenSearch
 
 _COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"
@@ -64,7 +76,7 @@ def spread(parts: Anatomy) -> list[int]:
 
 
 def soon_counted(parts: Anatomy) -> list[None]:
-    """One check, of a model whose vocabulary is run in minutes (recover/embedding/bag.py)."""
+    """One check, of a model whose vocabulary is run in minutes (recover/embeddings/counts.py)."""
     return [None] if parts.table.numel() <= _COUNTED else []
 
 

@@ -18,12 +18,12 @@ from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Outcome
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.data import NO_LABEL, Example, read_texts
 from keyhole.models import Loaded, demo
-from keyhole.models.in_memory import is_model, lent
+from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
-from keyhole.oracle.options import EndpointOptions
 from keyhole.testing.lines import UNCHECKED, came_back, line, skipped
 from keyhole.testing.record import tell
 

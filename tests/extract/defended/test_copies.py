@@ -9,7 +9,7 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
-from keyhole.extract.defended.copies import Copied
+from keyhole.extract.adapted import Copied
 
 TARGET = oracle.plant(dim=5, seed=4)
 

@@ -12,9 +12,7 @@ import torch
 from command_line import inside
 from keyhole import extract, oracle
 from keyhole.core import Status, dump
-from keyhole.extract.defended.honest import HonestClient
-from keyhole.extract.defended.run import try_defence
-from keyhole.extract.defended.trials import Trial, trials
+from keyhole.extract.defences import HonestClient, Trial, trials, try_defence
 from keyhole.oracle import Degradation
 
 DIM = 5

@@ -14,7 +14,7 @@ import reference
 from keyhole import oracle
 from keyhole.core.errors import InputError
 from keyhole.extract import canonical, same_function
-from keyhole.extract.heads.canonical import difference, remarks
+from keyhole.extract.canonical import difference, remarks
 
 
 def heads(dim: int, count: int, seed: int) -> oracle.MultiHead:

@@ -10,7 +10,7 @@ from planted_heads import orthogonal_heads
 
 from any_function import normal
 from keyhole.extract.bilinear import random_orthogonal, read_values
-from keyhole.extract.heads.hessian_blocks import QuadraticForms, finest_blocks
+from keyhole.extract.orthogonal_heads import QuadraticForms, finest_blocks
 from keyhole.oracle import Counted
 
 

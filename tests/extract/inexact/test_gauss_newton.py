@@ -7,8 +7,8 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract.inexact import gauss_newton
-from keyhole.extract.inexact.gauss_newton import Pairs, Singles
+from keyhole.extract import gauss_newton
+from keyhole.extract.gauss_newton import Pairs, Singles
 
 
 def test_least_squares_agrees_with_a_dense_fit():

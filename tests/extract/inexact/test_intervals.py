@@ -7,7 +7,7 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract.inexact.intervals import Forms, Interval, best_logit
+from keyhole.extract.intervals import Forms, Interval, best_logit
 
 HEAD = oracle.plant(dim=5, seed=0)
 

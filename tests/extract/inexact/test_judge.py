@@ -8,8 +8,8 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract.inexact.judge import SignExam
-from keyhole.extract.step import Step
+from keyhole.extract.extraction import Step
+from keyhole.extract.judge import SignExam
 
 HEAD = oracle.plant(dim=5, seed=0)
 

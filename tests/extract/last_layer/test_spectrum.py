@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.extract.last_layer.spectrum import cliff, decimals_of
+from keyhole.extract.output_layer import cliff, decimals_of
 
 
 def answers(n, m, rank, noise=0.0, seed=0, decay=1.0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from any_function import normal
-from keyhole.extract.relu.absolute_terms import Folds, neurons
+from keyhole.extract.relu_network import Folds, neurons
 from keyhole.oracle import ReluFfn
 
 

@@ -11,7 +11,7 @@ from reference_relu import kinks as reference_kinks
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.relu.half_circle import find_pieces
+from keyhole.extract.relu_network import find_pieces
 
 
 def _tolerance(y: Tensor) -> float:

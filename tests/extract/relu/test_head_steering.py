@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from any_function import normal
-from keyhole.extract.relu.head_steering import NotSteerable, Steered
+from keyhole.extract.one_layer import NotSteerable, Steered
 from keyhole.oracle import OneLayer, ReluFfn, plant
 
 

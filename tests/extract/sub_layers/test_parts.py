@@ -7,10 +7,9 @@ import torch
 from planted_sub_layers import LLAMA, planted
 
 from keyhole.core import Unsuccessful
-from keyhole.extract.sub_layers.attention_weights import Reader
-from keyhole.extract.sub_layers.gates import find_gates
-from keyhole.extract.sub_layers.rotary_planes import find_planes
+from keyhole.extract.sub_layers.scores import Reader, find_planes
 from keyhole.extract.sub_layers.surroundings import open_surroundings
+from keyhole.extract.sub_layers.values import find_gates
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from planted_layers import layer
 
-from keyhole.extract.vectors.head_values import separate_values
-from keyhole.extract.vectors.probe_sequences import open_panel
+from keyhole.extract.vector_answers import open_panel, separate_values
 from keyhole.oracle import Counted
 
 

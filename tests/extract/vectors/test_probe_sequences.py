@@ -9,7 +9,7 @@ import torch
 from planted_layers import KINDS, layer
 
 from any_function import normal
-from keyhole.extract.vectors.probe_sequences import Panel, open_panel, solve_scores
+from keyhole.extract.vector_answers import Panel, open_panel, solve_scores
 from keyhole.oracle import Counted
 
 

@@ -10,9 +10,8 @@ import reference
 import tiny_models as tiny
 from keyhole.models.capture import Exposure, capture, hooks
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.contexts import contexts_of
-from keyhole.recover.gradients.inputs import first_inputs
-from keyhole.recover.gradients.span import span_of
+from keyhole.recover.gradients.encoder_texts import contexts_of
+from keyhole.recover.gradients.span import first_inputs, span_of
 
 
 def target_of(family, head="AutoModel"):

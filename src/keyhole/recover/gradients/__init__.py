@@ -7,11 +7,16 @@
 `run.py` is the two commands.
 """
 
-from keyhole.recover.gradients.batch import Batch
-from keyhole.recover.gradients.client import batch_of, update_of
-from keyhole.recover.gradients.recover_batch import recover_batch
-from keyhole.recover.gradients.recovery import BatchRecovery
-from keyhole.recover.gradients.update import Protocol, Update, is_update, load_update
+from keyhole.recover.gradients.recover_batch import BatchRecovery, recover_batch
+from keyhole.recover.gradients.update import (
+    Batch,
+    Protocol,
+    Update,
+    batch_of,
+    is_update,
+    load_update,
+    update_of,
+)
 
 __all__ = [
     "Batch", "BatchRecovery", "Protocol", "Update", "batch_of", "is_update", "load_update",

@@ -22,8 +22,7 @@ from torch import Tensor
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.inputs import normed
-from keyhole.recover.gradients.span import Span
+from keyhole.recover.gradients.span import Span, normed
 
 _SAME = 1e-4  # of a row's length: rows nearer than this are one and the same
 _MORE = 2  # times the texts of a batch: prefixes that are followed

@@ -18,15 +18,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.contexts import Contexts
-from keyhole.recover.gradients.inputs import second_inputs
-from keyhole.recover.gradients.places import Places
-from keyhole.recover.gradients.span import Span
+from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
@@ -236,3 +235,160 @@ def _with(text: Tensor, place: int, number: int) -> Tensor:
     changed = text.clone()
     changed[place] = number
     return changed
+
+
+# What an encoder's first attention gives for a text, and for all texts one token away from it.
+#
+# At position i head h gives c_i = Σ_j e_ij v_j / Σ_j e_ij with e_ij = exp(q_i·k_j/√k), and the
+# heads side by side are the input of the attention's output map. Whether a text is in the batch
+# shows in whether its c_i lie in the span of that map's gradient, so only their products with
+# directions R of the span's complement matter: v_j R takes the place of v_j. A token that changes
+# at one position takes one term out of both sums and puts another in, at all other positions, which
+# is some thousand times cheaper than running the layer.
+
+
+@dataclass(frozen=True, eq=False)
+class Contexts:
+    """Queries and keys (t, n, h, k) of tokens at positions, and products (t, n, h, r) of their
+    values with directions; a text is the numbers (n,) of its tokens."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def misfit(self, text: Tensor) -> Tensor:
+        """The mean squared distance of a text's rows from the span."""
+        places = torch.arange(len(text), device=text.device)
+        scores = torch.einsum("ihk,jhk->hij", self.queries[text, places], self.keys[text, places])
+        rows = torch.einsum("hij,jhr->ir", scores.softmax(-1), self.values[text, places])
+        return rows.square().sum(-1).mean()
+
+    def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
+        """The same (c,) of the text with each of some tokens in turn at one position."""
+        places = torch.arange(len(text), device=text.device)
+        queries, keys = self.queries[text, places], self.keys[text, places]
+        values = self.values[text, places]
+        others = places != place
+        scores = torch.einsum("ihk,jhk->hij", queries, keys)
+        highest = scores.amax(-1, keepdim=True)
+        weights = (scores - highest).exp() * others
+        total = weights.sum(-1, keepdim=True)  # (h, i, 1), without the position that changes
+        rows = torch.einsum("hij,jhr->hir", weights, values)
+        own = torch.einsum("ihk,thk->hit", queries, self.keys[tokens, place])
+        new_values = self.values[tokens, place]
+        own = (own - highest).exp()
+        # rows: (h, i, t, r) summed over heads, without ever holding all heads at once.
+        given = torch.zeros(len(text), len(tokens), values.shape[-1]).to(values)
+        for head in range(values.shape[1]):
+            new = rows[head][:, None] + own[head][..., None] * new_values[:, head]
+            given += new / (total[head] + own[head])[..., None]
+        far = (given.square().sum(-1) * others[:, None]).sum(0)
+        return (far + self._own_rows(tokens, place, keys, values, others)) / len(text)
+
+    def _own_rows(
+        self, tokens: Tensor, place: int, keys: Tensor, values: Tensor, others: Tensor
+    ) -> Tensor:
+        """Squared distances (c,) of the row at the position that changes itself."""
+        queries = self.queries[tokens, place]
+        scores = torch.einsum("thk,jhk->htj", queries, keys)
+        own = torch.einsum("thk,thk->ht", queries, self.keys[tokens, place])
+        scores = scores.masked_fill(~others, -torch.inf)
+        weights = torch.cat([scores, own[..., None]], -1).softmax(-1)
+        rows = torch.einsum("htj,jhr->tr", weights[..., :-1], values)
+        rows = rows + torch.einsum("ht,thr->tr", weights[..., -1], self.values[tokens, place])
+        return rows.square().sum(-1)
+
+
+def contexts_of(
+    parts: Anatomy, inputs: FirstInputs, tokens: Tensor, count: int, directions: Tensor
+) -> Contexts:
+    """The tables of tokens (t,) at the first `count` positions, along directions (d, r)."""
+    attention = parts.attentions[0]
+    rows = torch.stack([inputs.at(tokens, place) for place in range(count)], 1)
+
+    def mapped(module: Any) -> Tensor:
+        weight = module.weight.detach().double()
+        given = rows @ weight.mT + module.bias.detach().double()
+        return given.unflatten(-1, (parts.heads, parts.head_dim))
+
+    values = mapped(cast("Any", attention.value))
+    along = directions.double().unflatten(0, (parts.heads, parts.head_dim))
+    scale = values.square().sum((-1, -2)).mean().sqrt()  # so that distances are relative ones
+    values = torch.einsum("tnhk,hkr->tnhr", values, along) / scale
+    queries = mapped(cast("Any", attention.query)) / parts.head_dim**0.5
+    return Contexts(queries.float(), mapped(cast("Any", attention.key)).float(), values.float())
+
+
+# Where tokens stand: the gradient's sums over each token and over each position.
+#
+# With x(v, p) = (ŵ_v + û_p)/s + b (inputs.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of the first
+# maps is
+#
+#     G = Σ_v α_v ŵ_vᵀ + Σ_p β_p û_pᵀ + γ bᵀ,  α_v = Σ_p δ_vp / s(v, p),  β_p = Σ_v δ_vp / s(v, p).
+#
+# The ŵ of the batch's tokens, the û and b are linearly independent where there are fewer of them
+# than the layer is wide, so least squares gives every α_v and β_p. A token that occurs once has all
+# of its α_v in one β_p, and the α of different tokens are independent as well, so regressing β_p on
+# them gives a share near 1 where it stands and near 0 elsewhere; a token that occurs several times
+# has parts. So the pairs that the span of several texts admits besides the true ones are told
+# apart.
+#
+# The same sums say which tokens stand together. A value's gradient is Σ_i A_ij o_i in each head,
+# with o_i the gradient of the head's output at position i of the same text and A_ij the attention:
+# in every head the tokens of one text share a direction nearly, because one loss made them. Cosines
+# of the value map's α, head by head, are therefore near 1 within a text and near 0 between texts.
+
+_RANK = 1e-9  # of the largest singular value: what counts as dependent
+_WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
+_GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step by step
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Of tokens (t,): how much of each stands at each position, `shares` (t, n).
+
+    `directions` (t, h, k) are those of the value's gradient in each head, of length one.
+    """
+
+    tokens: Tensor
+    shares: Tensor
+    directions: Tensor
+
+    def beside(self, number: int) -> Tensor:
+        """How much each token (t,) resembles those that stand in one text with token `number`.
+
+        The mean cosine over heads with the token's own direction, then with the common one of the
+        few that resemble it most, then of more of them: at most one of those at each position, and
+        only such as stand at one position alone.
+        """
+        most, at = self.shares.max(1)
+        once = most > _WHOLE
+        common = self.directions[number]
+        for count in _GROWING:
+            alike = torch.einsum("thk,hk->th", self.directions, common).mean(-1)
+            ranked = alike.masked_fill(~once, -1.0).argsort(descending=True).tolist()
+            nearest = dict[int, int]()  # the token most like it at each position
+            for token in ranked[: int(once.sum())]:
+                nearest.setdefault(int(at[token]), token)
+            members = [number, *list(nearest.values())[:count]]
+            common = torch.nn.functional.normalize(self.directions[members].mean(0), dim=-1)
+        return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
+
+
+def places_of(
+    rows: Tensor, values: Tensor, heads: int, inputs: FirstInputs, tokens: Tensor, count: int
+) -> Places:
+    """What the gradient's rows (m, d) say of tokens at the first `count` positions.
+
+    `values` (d, d) are the rows of the value map among them.
+    """
+    if inputs.places is None:
+        raise ValueError("expected a model with embeddings of positions")
+    table = torch.cat([inputs.words[tokens], inputs.places[:count], inputs.offset[None]])
+    inverse = torch.linalg.pinv(table.mT, rtol=_RANK)
+    sums = inverse @ rows.mT
+    own, at = sums[: len(tokens)], sums[len(tokens) : len(tokens) + count]
+    shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
+    each = (inverse @ values.mT)[: len(tokens)].unflatten(-1, (heads, -1))
+    unit = torch.nn.functional.normalize(each, dim=-1)
+    return Places(tokens, shares, unit)

@@ -22,8 +22,7 @@ from keyhole.core.errors import InputError
 from keyhole.models.capture import hooks
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.batch import Batch
-from keyhole.recover.gradients.update import Update
+from keyhole.recover.gradients.update import Batch, Update
 
 Texts = Sequence[Sequence[int]]
 

@@ -7,9 +7,10 @@ and the judge makes the update again. What the update does not show is said.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,18 @@ from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.batch import Batch
 from keyhole.recover.gradients.client import task_for
 from keyhole.recover.gradients.contexts import contexts_of
+from keyhole.core import Status, Unsuccessful, environment
+from keyhole.core.errors import InputError, expect_seed
+from keyhole.core.progress import Track, untracked
+from keyhole.core.result import Result, restored
+from keyhole.data import Example
+from keyhole.models.anatomy import anatomy
+from keyhole.models.demo import folder_of, open_model
+from keyhole.models.loading import Loaded, identity, task_of
+from keyhole.recover.attack import Target
 from keyhole.recover.gradients.decoder_texts import DecoderTexts
-from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search
-from keyhole.recover.gradients.errors import Errors
-from keyhole.recover.gradients.inputs import FirstInputs, first_inputs, position_table
-from keyhole.recover.gradients.judge import Fit, judge
+from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search, contexts_of, places_of
+from keyhole.recover.gradients.judge import Errors, Fit, judge
 from keyhole.recover.gradients.labels import labelled
 from keyhole.recover.gradients.places import places_of
 from keyhole.recover.gradients.recovery import BatchRecovery
@@ -34,6 +42,29 @@ from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
 from keyhole.recover.gradients.update import Update
 from keyhole.recover.judge import Mark
 from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.gradients.span import (
+    FirstInputs,
+    Span,
+    all_tokens,
+    first_inputs,
+    inputs_last,
+    map_rows,
+    position_table,
+    span_of,
+    tokens_in,
+    used_rows,
+)
+from keyhole.recover.gradients.update import (
+    Batch,
+    Protocol,
+    Update,
+    batch_of,
+    load_update,
+    task_for,
+    update_of,
+)
+from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.recover.solvable import solvable
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
@@ -266,3 +297,120 @@ def _text(
         verified=sure, passes=0, seconds=seconds, marks=(mark,) * len(ids), residual=fit.residual,
         precision=fit.errors, pieces=target.pieces(ids),
     )  # fmt: skip
+
+
+# What the recovery of a batch from an update returns.
+
+_ADVICE = {
+    Status.RECOVERED: "Treat these gradients as the texts themselves.",
+    Status.INEXACT: "Part of the batch is known, as its texts' marks say. Treat it as given away.",
+    Status.UNSOLVED: "Not recovered this time, which is no proof of safety.",
+    Status.NOT_IDENTIFIABLE: "More tokens than the model is wide: the span of their inputs is all "
+    "there is.",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class BatchRecovery(Result):
+    """The texts of a batch, in no order, with their classes where the task has any.
+
+    `tokens` are the ids that are in the batch, as far as the update shows them by itself: all of
+    them, wherever they stand. `residual` is the difference of the batch's own update from the
+    leaked one, `precision` the size of the leak's errors, both relative to the update.
+    """
+
+    status: Status
+    reason: str
+    method: str
+    texts: tuple[TextRecovery, ...]
+    labels: tuple[int, ...]
+    tokens: tuple[int, ...]
+    passes: int
+    seconds: float
+    residual: float | None = None
+    precision: float | None = None
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "batch recovery"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE.get(self.status, self.status.advice)
+
+    @property
+    def verified(self) -> int:
+        """How many texts are."""
+        return sum(text.verified for text in self.texts)
+
+    def summary(self) -> str:
+        lines = [f"{self.status} ({self.reason})"]
+        lines += [f"  {text.text} ({text.marked})" for text in self.texts]
+        return "\n".join([*lines, f"  {self.cost}"])
+
+    @property
+    def cost(self) -> str:
+        """What it took, and what to do about it."""
+        return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
+
+    def contents(self) -> dict[str, Any]:
+        return {**asdict(self), "advice": self.advice}
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
+        return restored(cls, data, more=True)
+
+
+# `keyhole capture --expose gradient` and `keyhole invert text` on such files, as functions.
+
+LONGEST = 512  # tokens of a text that a gradient is made of
+
+
+def capture_update(
+    model: str | Loaded,
+    examples: Sequence[Example],
+    *,
+    out: str | Path,
+    protocol: Protocol | None = None,
+    hide: Sequence[str] = (),
+    precision: str = "float32",
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    seed: int = 0,
+) -> Update:
+    """Write down what a client would hand over for one batch of texts.
+
+    `model` is what the command line takes, or one that is loaded with its head. Texts without a
+    class get the one that the model itself gives. `hide` leaves out the gradients of `embeddings`.
+    """
+    expect_seed(seed)
+    loaded = opened(model, device, allow_pickle)
+    longest = min(LONGEST, anatomy(loaded.model).longest)
+    batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
+    update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
+    update.save(out)
+    return update
+
+
+def recovering_updates(
+    model: str | Loaded,
+    files: Sequence[str | Path],
+    *,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    track: Track = untracked,
+) -> Iterator[tuple[Path, BatchRecovery]]:
+    """The batch behind each file of gradients, one by one."""
+    loaded = opened(model, device, allow_pickle)
+    overall = track("invert text", len(files))
+    for number, file in enumerate(files, 1):
+        update = load_update(file)
+        yield Path(file), recover_batch(loaded.model, loaded.tokenizer, update)
+        overall(number, note=Path(file).name)
+
+
+def opened(model: str | Loaded, device: str, allow_pickle: bool) -> Loaded:
+    """The model with the head that its loss is taken of."""
+    if not isinstance(model, str):
+        return model
+    task = task_of(folder_of(model))
+    return open_model(model, task=task, device=device, allow_pickle=allow_pickle)

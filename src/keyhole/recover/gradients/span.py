@@ -13,11 +13,17 @@ the largest row of σ plus that of the largest column nearly (Bandeira and van H
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.errors import InputError
+from keyhole.models.anatomy import Anatomy
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
 from keyhole.recover.gradients.update import Update
 
 _FLOAT32 = 3e-7  # of the largest singular value: what adding up in float32 leaves
@@ -94,3 +100,175 @@ def map_rows(update: Update, names: dict[int, str], map_: nn.Module) -> Tensor |
 def inputs_last(tensor: Tensor, map_: nn.Module) -> Tensor:
     """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
     return tensor if isinstance(map_, nn.Linear) else tensor.mT
+
+
+# What the first two attentions receive: rows that a gradient may or may not be made of.
+#
+# The first one's input for token v at position p is a norm of the sum of two embeddings,
+#
+#     x(v, p) = (ŵ_v + û_p) / s(v, p) + b,     s(v, p)² = |w̃_v + ũ_p|² / e + ε,
+#
+# with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm), ŵ and û
+# the same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens
+# at all positions follow from two small tables, without running the model. Rotary models have no û.
+
+
+@dataclass(frozen=True, eq=False)
+class FirstInputs:
+    """Tables in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
+
+    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², `products` (v, n) are w̃·ũ, all
+    divided by the size e of an embedding.
+    """
+
+    words: Tensor
+    places: Tensor | None
+    offset: Tensor
+    word_lengths: Tensor
+    place_lengths: Tensor
+    products: Tensor
+    epsilon: float
+
+    @property
+    def positions(self) -> int:
+        return self.products.shape[1]
+
+    def scales(self, tokens: Tensor, place: int) -> Tensor:
+        """s(v, p) of some tokens at one position."""
+        square = self.word_lengths[tokens] + self.place_lengths[place]
+        return (square + 2 * self.products[tokens, place] + self.epsilon).sqrt()
+
+    def at(self, tokens: Tensor, place: int) -> Tensor:
+        """x(v, p) (c, d) of some tokens at one position."""
+        rows = self.words[tokens]
+        if self.places is not None:
+            rows = rows + self.places[place]
+        return rows / self.scales(tokens, place)[:, None] + self.offset
+
+
+def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
+    """The tables of a model, for texts of up to so many tokens."""
+    norm, places = _first_norm(parts), _positions(parts, positions)
+    words = parts.table.double()
+    centred = isinstance(norm, nn.LayerNorm)
+    if centred:
+        words = words - words.mean(-1, keepdim=True)
+        places = places - places.mean(-1, keepdim=True)
+    size = words.shape[1]
+    weight = cast("Any", norm).weight.detach().double()
+    bias = getattr(norm, "bias", None)
+    offset = torch.zeros_like(weight) if bias is None else bias.detach().double()
+    made, put = words * weight, places * weight
+    onward = getattr(cast("Any", parts.base), "encoder", None)
+    onward = getattr(onward, "embedding_hidden_mapping_in", None)
+    if onward is not None:  # ALBERT widens its embeddings after their norm
+        wider = onward.weight.detach().double().mT
+        made, put = made @ wider, put @ wider
+        offset = offset @ wider + onward.bias.detach().double()
+    epsilon = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", 0.0)
+    return FirstInputs(
+        made, put if _absolute(parts) else None, offset, words.square().sum(-1) / size,
+        places.square().sum(-1) / size, words @ places.mT / size, float(epsilon),
+    )  # fmt: skip
+
+
+def second_inputs(target: Target, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What the second attention receives for texts (b, n)."""
+    with torch.no_grad():
+        states = capture(target.model, Exposure("hidden", 1), ids=ids, mask=mask)["values"]
+        return normed(target.parts, states)
+
+
+def normed(parts: Anatomy, states: Tensor) -> Tensor:
+    """States after the first block as the second attention takes them."""
+    norm = parts.opening_norm(2)
+    return states if norm is None else norm(states)
+
+
+def _first_norm(parts: Anatomy) -> nn.Module:
+    if parts.first_norm is not None:
+        return parts.first_norm
+    try:
+        return parts.base.get_submodule("embeddings.LayerNorm")
+    except AttributeError as error:
+        raise InputError(
+            f"expected a model whose embeddings end in a LayerNorm, got {parts.family}"
+        ) from error
+
+
+def _absolute(parts: Anatomy) -> bool:
+    """Does the model add an embedding of the position?"""
+    return not parts.rotary
+
+
+def position_table(parts: Anatomy) -> tuple[nn.Embedding, int] | None:
+    """The embeddings of positions and the number of the first one; None where there are none."""
+    base = cast("Any", parts.base)
+    if not _absolute(parts):
+        return None
+    if parts.family == "gpt2":
+        return base.wpe, 0
+    table = base.embeddings.position_embeddings
+    # RoBERTa counts from behind the token that pads.
+    return table, int(base.embeddings.padding_idx) + 1 if parts.family == "roberta" else 0
+
+
+def _positions(parts: Anatomy, count: int) -> Tensor:
+    """What is added to the embedding of a token at each position, (n, e)."""
+    known = position_table(parts)
+    if known is None:
+        return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
+    table, first = known
+    count = min(count, parts.longest)
+    places = table.weight.detach()[first : first + count].double()
+    inside = getattr(cast("Any", parts.base), "embeddings", None)
+    types = getattr(inside, "token_type_embeddings", None)
+    return places if types is None else places + types.weight.detach()[0].double()
+
+
+# Which tokens are in a batch, and which of them may stand where: the test of the first span.
+#
+# A token v at position p is in the batch only if x(v, p) lies in the span of the first attention's
+# gradient. All tokens are tried at all positions, along a few random directions of the span's
+# complement first, and along all of them where those leave it open. Embeddings of positions are
+# added to those of tokens, so the span of several texts holds other pairs as well: from x(a, p),
+# x(a, q) and x(b, p), nearly, x(b, q). places.py tells those apart.
+
+_DIRECTIONS = 16  # random ones that nearly all tokens are told apart by
+_SOME = 1000  # tokens whose inputs say how long one is; after a norm all are nearly as long
+_WIDE = 4.0  # times the tolerance that those may err by
+
+
+def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:
+    """The tokens (c,) whose input at each position lies in the span.
+
+    Positions end where no token does; a model without embeddings of positions has only one.
+    `allowed` (v,) says which tokens may be in the batch at all, where that is known.
+    """
+    directions = span.some_directions(_DIRECTIONS)
+    words = inputs.words @ directions
+    every = torch.arange(len(words), device=words.device)
+    length = inputs.at(every[:_SOME], 0).norm(dim=-1).mean()
+    tokens: list[Tensor] = []
+    for place in range(inputs.positions):
+        rows = words if inputs.places is None else words + inputs.places[place] @ directions
+        scales = inputs.scales(every, place)[:, None]
+        far = (rows / scales + inputs.offset @ directions).norm(dim=-1)
+        near = far <= _WIDE * span.tolerance * length
+        near = near if allowed is None else near & allowed
+        here = near.nonzero()[:, 0]
+        here = here[span.distance(inputs.at(here, place)) <= span.tolerance]
+        if not len(here):
+            break
+        tokens.append(here)
+    return tokens
+
+
+def used_rows(gradient: Tensor) -> Tensor:
+    """Which tokens (v,) have a row in the gradient of their table that is not zero."""
+    return (gradient != 0).any(-1)
+
+
+def all_tokens(tokens: Sequence[Tensor]) -> Tensor:
+    """Those that may stand anywhere, each once, in order."""
+    return torch.cat(list(tokens)).unique()

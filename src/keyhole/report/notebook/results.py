@@ -12,7 +12,7 @@ from keyhole.core import Outcome, Piece
 from keyhole.core.text import percent
 from keyhole.disrupt import Disruption
 from keyhole.disrupt.certificate.certification import Certification
-from keyhole.extract.defended.tried import DefencesTried
+from keyhole.extract.defences import DefencesTried
 from keyhole.extract.extraction import Extraction
 from keyhole.harden.evaluate import Evaluation
 from keyhole.harden.hardening import Hardening
@@ -23,6 +23,8 @@ from keyhole.invert.structure.layers import LayersInversion
 from keyhole.recover.gradients.recovery import BatchRecovery
 from keyhole.recover.judge import Mark
 from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.gradients.recover_batch import BatchRecovery
+from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
     Bars,
     Grid,

@@ -1,0 +1,161 @@
+"""What Keyhole weighs, and whether it still does the same: two checkouts side by side.
+
+`--before` is a checkout of an earlier commit. Counted in both: lines, files, modules that one other
+module imports, commands, options, what `keyhole disrupt` can import, documents and benchmarks.
+`--audit` audits the demo in both and compares every finding; `--rows FOLDER FOLDER` compares what
+quick modes of benchmarks wrote with `--json`, before and after.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import show
+from show import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+Finding = tuple[str, str, str, str, int]
+
+
+class Checkout:
+    """The source, documents and benchmarks of one commit."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, source = root, root / "src"
+        self.modules = {
+            ".".join(path.relative_to(source).with_suffix("").parts): path
+            for path in source.rglob("*.py")
+        }
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """What each module imports of the others, anywhere in it."""
+        return {name: set(self._imported(path)) - {name} for name, path in self.modules.items()}
+
+    def _imported(self, path: Path) -> Iterator[str]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if self._known(name) else str(node.module) for name in names]
+            else:
+                continue
+            yield from filter(None, map(self._known, names))
+
+    def _known(self, name: str) -> str | None:
+        return next((m for m in (name, f"{name}.__init__") if m in self.modules), None)
+
+    @property
+    def used_once(self) -> int:
+        """Modules that exactly one other imports."""
+        importers = [name for names in self.imports.values() for name in names]
+        plain = [name for name in self.modules if not name.endswith("__init__")]
+        return sum(importers.count(name) == 1 for name in plain)
+
+    def reached(self, start: str) -> int:
+        """Modules that can be imported from here on whatever way, with their packages."""
+        found: set[str] = set()
+        ahead = {start}
+        while ahead:
+            name = ahead.pop()
+            found.add(name)
+            package = self._known(name.removesuffix(".__init__").rpartition(".")[0])
+            ahead |= (self.imports[name] | ({package} if package else set())) - found
+        return len(found)
+
+    @property
+    def options(self) -> set[str]:
+        """Every option that the reference of the command line lists."""
+        text = (self.root / "docs" / "cli.md").read_text("utf-8")
+        return set(re.findall(r"^[ │|`]*(?:-\w,? +)?(--[a-z][a-z-]*)", text, re.M)) - {"--help"}
+
+    @property
+    def commands(self) -> int:
+        text = (self.root / "docs" / "cli.md").read_text("utf-8")
+        return len(re.findall(r"^## `?keyhole [a-z-]+`?$", text, re.M))
+
+    def lines(self, pattern: str) -> int:
+        files = [path for path in self.root.glob(pattern) if ".venv" not in path.parts]
+        return sum(len(path.read_text("utf-8").splitlines()) for path in files)
+
+    @property
+    def words(self) -> int:
+        files = [*(self.root / "docs").rglob("*.md"), self.root / "README.md"]
+        return sum(len(path.read_text("utf-8").split()) for path in files)
+
+    def findings(self) -> dict[str, Finding]:
+        """The audit of the demo, in a process that imports this checkout."""
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
+            command = [sys.executable, "-m", "keyhole", "audit", "demo", "--json"]
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True
+            )
+        audit = json.loads(done.stdout)
+        found: dict[str, Finding] = {}
+        for finding in audit["findings"]:
+            part = finding.get("part", finding.get("surface", ""))
+            words = f"{part}: {finding['exposure']}, {finding['attack']}"
+            found[words] = (
+                finding["status"], finding["attack"], f"{finding['known']:.3f}",
+                f"{finding['error'] or 0:.0e}", finding["queries"],
+            )  # fmt: skip
+        found["exit code"] = (str(done.returncode), "", "", "", 0)
+        return found
+
+
+def run(
+    quick: bool, before: Path = ROOT, audit: bool = False, rows: list[Path] | None = None
+) -> Iterator[Row]:
+    del quick
+    was, now = Checkout(before), Checkout(ROOT)
+
+    def row(what: str, first: int, second: int, target: str = "") -> Row:
+        return Row(what, f"{first:,} → {second:,}", target)
+
+    yield row("lines of src", was.lines("src/**/*.py"), now.lines("src/**/*.py"), "<= 46,000")
+    yield row("files of src", len(was.modules), len(now.modules), "<= 300")
+    yield row("modules that one other imports", was.used_once, now.used_once, "<= 20")
+    yield row("commands", was.commands, now.commands, "<= 10")
+    yield row("option names", len(was.options), len(now.options), "<= 65")
+    disrupt = "keyhole.cli.disrupt"
+    yield row("modules in reach of keyhole disrupt", was.reached(disrupt), now.reached(disrupt))
+    yield row("words of documents", was.words, now.words, "half")
+    yield row("lines of benchmarks", was.lines("benchmarks/*.py"), now.lines("benchmarks/*.py"))
+    yield row("lines of tests", was.lines("tests/**/*.py"), now.lines("tests/**/*.py"))
+    if audit:
+        yield from compared("finding", was.findings(), now.findings())
+    if rows:
+        yield from compared("row", *(_rows(folder) for folder in rows))
+
+
+def _rows(folder: Path) -> dict[str, object]:
+    """The rows of every record in a folder: the promise and whether it was met, not the seconds."""
+    return {
+        f"{file.stem}: {row['what']}": (row["target"], row["met"] if row["promise"] else None)
+        for file in sorted(folder.glob("*.json"))
+        for row in json.loads(file.read_text("utf-8"))["rows"]
+    }
+
+
+def compared(what: str, was: dict[str, object], now: dict[str, object]) -> Iterator[Row]:
+    same = sum(now.get(name) == value for name, value in was.items())
+    whole = same == len(was) == len(now)
+    yield Row(f"{what}s the same", f"{same} of {len(was)}, {len(now)} now", "all", whole)
+    for name in {**was, **now}:
+        if was.get(name) != now.get(name):
+            yield Row(f"{what}: {name}", f"{was.get(name)} → {now.get(name)}")
+
+
+if __name__ == "__main__":
+    show.main(run)

@@ -1,0 +1,140 @@
+"""The options of an audit, declared once.
+
+`keyhole.audit(target, **options)`, the flags of `keyhole audit`, the keys of a fleet file and what
+the journal calls the same run are the fields of this class. How much of the machine is used
+(processes, a cluster) and where results go is no part of it: it changes no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
+from typing import Any, Literal
+
+from keyhole.assess.rules import expect_exposures
+from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.errors import MOST, InputError, expect_count, expect_seed
+from keyhole.core.options import CHECKS, DATA, ENDPOINT, SCALE, TARGET, option
+
+Layers = tuple[int, ...] | Literal["all"]
+
+
+def _count(word: str) -> int:
+    """A number, or all that there are."""
+    if word == "all":
+        return MOST
+    try:
+        return int(word)
+    except ValueError:
+        raise InputError(f"expected --texts as a number or all, got {word[:40]}") from None
+
+
+def _layers(word: str) -> Layers:
+    """Numbers of layers, or all that there are."""
+    if word == "all":
+        return "all"
+    try:
+        return tuple(int(part) for part in word.split(","))
+    except ValueError:
+        raise InputError(f"expected --layers such as 1,6,12, or all, got {word[:40]}") from None
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What is tried with a target, and how; None is what suits the target."""
+
+    model: tuple[str, ...] = option(
+        (),
+        "The encoder that made a store's vectors: a folder, a hub name, or demo; given several "
+        "times, the right one is found. For a server or a leak, its model.",
+        TARGET,
+    )
+    authorized: bool = option(
+        False, "State that you may test the server, which is not on this machine.", TARGET
+    )
+    data: str | None = option(
+        None,
+        "Texts to try a model with: .txt (one a line), or .tsv, .csv, .jsonl with a column "
+        "sentence or text.",
+        DATA,
+        file=True,
+    )
+    column: str | None = option(None, "The column that holds the texts.", DATA)
+    label: str | None = option(
+        None,
+        "The column that holds the right class: label, if there is one; without it, the model's "
+        "own answer is taken to be right.",
+        DATA,
+    )
+    corpus: str | None = option(
+        None,
+        "For embeddings and logits: texts similar to those sought (.txt, .tsv, .csv, .jsonl), "
+        "whose token statistics guide the search; by default, for embeddings, a small corpus that "
+        "ships with Keyhole.",
+        DATA,
+        file=True,
+    )
+    known: str | None = option(
+        None,
+        "Texts that are in the store, one per line: they show how its vectors are made.",
+        DATA,
+        file=True,
+    )
+    texts: int | None = option(
+        None,
+        "How many of the texts to read back: by default the first 3 of a model, 20 of a store "
+        "chosen at random.",
+        CHECKS,
+        metavar="[NUMBER|all]",
+        parse=_count,
+    )
+    flips: int = option(12, "How many of a classifier's answers to try to flip.", CHECKS)
+    layers: Layers | None = option(  # noqa: RUF009 - it is a field
+        None,
+        "Layers to look at, such as 1,6,12, or all; by default all of a small model, of others the "
+        "first, middle, last.",
+        CHECKS,
+        metavar="[NUMBER,…|all]",
+        parse=_layers,
+    )
+    only: tuple[str, ...] = option(
+        (),
+        "Check only this: weights, inputs, text, predictions, or rules such as "
+        "KH-TEXT-HIDDEN-STATES or KH-WEIGHTS-*. May be given several times.",
+        CHECKS,
+        metavar="[FAMILY|RULE]",
+    )
+    against_defences: bool = option(
+        False,
+        "Also put defences in front of endpoints that score with one head, and of what models "
+        "leak; the attack on each knows the defence.",
+        CHECKS,
+    )
+    seed: int = option(0, "The seed of every random choice.", CHECKS)
+    ledger: str | None = option(
+        None,
+        "Remember every answer of an endpoint in this file; the same command resumes from it.",
+        ENDPOINT,
+        file=True,
+    )
+    endpoint: EndpointOptions = field(default_factory=EndpointOptions)
+    device: str = option("cpu", "The device to compute on: cpu or cuda.", SCALE)
+
+    def __post_init__(self) -> None:
+        """Python may give a path, or one name instead of several."""
+        for each in fields(self):
+            value: Any = getattr(self, each.name)
+            if isinstance(value, PathLike):
+                value = fspath(value)
+            if each.name in ("model", "only") and isinstance(value, str):
+                value = (value,)
+            elif value is None and each.name in ("model", "only", "endpoint"):
+                value = EndpointOptions() if each.name == "endpoint" else ()
+            elif isinstance(value, Sequence) and not isinstance(value, str):
+                value = tuple(value)
+            object.__setattr__(self, each.name, value)
+        expect_seed(self.seed)
+        expect_count("--texts", self.texts)
+        expect_count("--flips", self.flips)
+        expect_exposures(self.only, "--only")

@@ -1,0 +1,362 @@
+"""`keyhole extract TARGET --against-defences` as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status
+from keyhole.core.errors import InputError, expect_number
+from keyhole.core.progress import Progress, Track, silent, untracked
+from keyhole.core.result import Result, environment, restored
+from keyhole.extract.adapted import Adapted
+from keyhole.extract.auto import Kind, choose
+from keyhole.extract.judge import NEARLY
+from keyhole.extract.ordinary_questions import usual_norm_of
+from keyhole.oracle.defences import Degradation
+from keyhole.oracle.http import Refused
+from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.options import EndpointOptions, without_password
+from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
+from keyhole.oracle.target import open_target
+
+_USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
+_SAME = 1e-8  # relative error up to which a copy is the target
+
+
+def against_defences(
+    target: str | Oracle,
+    *,
+    usual_norm: float | None = None,
+    ledger: str | Path | None = None,
+    seed: int = 0,
+    track: Track = untracked,
+    endpoint: EndpointOptions | None = None,
+    authorized: bool = False,
+    notice: Notice = unheard,
+) -> DefencesTried:
+    """Put every defence in front of a target, attack it as it is best attacked, and measure both.
+
+    `target` is what the command line takes, or any oracle that answers with one head's scores; the
+    defences stand in this process, in front of it. `usual_norm` is the norm of an honest client's
+    tokens, d^¼ if not given. The attacker knows which defence it meets. `endpoint`, `authorized`
+    and `notice` are as for an extraction.
+    """
+    name = without_password(target) if isinstance(target, str) else identity_of(target)
+    oracle = target
+    if isinstance(oracle, str):
+        oracle = open_target(oracle, options=endpoint, authorized=authorized)
+    with session({"": oracle}, ledger=ledger, notice=notice) as surfaces:
+        ready = surfaces[""]
+        expect_one_head(ready, seed)
+        client = HonestClient.of(ready, usual_norm, seed)
+        planned = trials(ready.dim, usual_norm, seed)
+        overall = track("extract", len(planned))
+        tried: list[Tried] = []
+        for number, trial in enumerate(planned):
+            overall(number, note=trial.name)
+            tried.append(try_defence(trial, ready, client, seed))
+        overall(len(planned))
+    return DefencesTried(name, oracle.dim, tuple(tried), seed)
+
+
+def expect_one_head(oracle: Oracle, seed: int) -> None:
+    """Refuse a target that the attacks on defences are not for."""
+    kind = choose(oracle, seed).kind
+    if kind is not Kind.HEAD:
+        raise InputError(
+            f"expected one head's scores, which the attacks on defences read, got {kind}"
+        )
+
+
+def try_defence(
+    trial: Trial, target: Oracle, client: HonestClient, seed: int, progress: Progress = silent
+) -> Tried:
+    """One defence, from both sides."""
+    change = trial.change
+    defended = Counted(change.applied(target), trial.queries(target.dim), progress)
+    attack = Adapted(change, seed=seed)
+    result = attack(defended)
+    error = None if result.model is None else client.error_of(result.model)
+    honest = client.served(change.applied(target), labels=change.sign_only)
+    status = _verdict(result.status, error, honest.error)
+    return Tried(
+        defence=trial.name,
+        setting=_setting(trial, target.dim),
+        attack=str(attack),
+        status=status,
+        reason=result.reason,
+        thief_error=error,
+        honest_error=honest.error,
+        refused=honest.refused,
+        queries=result.queries,
+        seconds=result.seconds,
+        waiting=None if trial.rate is None else result.queries / trial.rate,
+    )
+
+
+def _verdict(status: Status, error: float | None, honest: float) -> Status:
+    """By the copy's error on questions that the attack never saw.
+
+    A copy that is better than what honest clients get is given away too, unless both are useless.
+    """
+    if error is None:
+        untried = status in (Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
+        return status if untried else Status.UNSOLVED
+    if error <= _SAME:
+        return Status.RECOVERED
+    return Status.INEXACT if error <= NEARLY or error <= min(honest, _USELESS) else Status.UNSOLVED
+
+
+def _setting(trial: Trial, dim: int) -> str:
+    budget = trial.queries(dim)
+    parts = (
+        str(trial.change),
+        "" if budget is None else f"{budget:,} queries at most",
+        "" if trial.rate is None else f"{trial.rate:g} queries a second",
+    )
+    return ", ".join(part for part in parts if part) or "answers as they are"
+
+
+# What came of every defence: how far off the attacker is, and how far off the honest client.
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One defence. Errors are relative, on an honest client's questions; None: nothing was had.
+
+    `refused` is the share of the honest client's questions that the defence refuses. `waiting` is
+    how long an attacker with one address waits for its answers, in seconds, where a rate holds it.
+    """
+
+    defence: str
+    setting: str
+    attack: str
+    status: Status
+    reason: str
+    thief_error: float | None
+    honest_error: float
+    refused: float
+    queries: int
+    seconds: float
+    waiting: float | None = None
+
+    @property
+    def better(self) -> bool:
+        """Has the attacker a better copy than the answers that honest clients get?"""
+        return self.thief_error is not None and self.thief_error <= max(self.honest_error, 1e-8)
+
+
+@dataclass(frozen=True, repr=False)
+class DefencesTried(Result):
+    """Every defence in front of one target, each with the attack that adapts to it."""
+
+    target: str
+    dim: int
+    tried: tuple[Tried, ...]
+    seed: int = 0
+    environment: dict[str, str] = field(default_factory=environment)
+
+    kind: ClassVar[str] = "defences"
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [each.status for each in self.tried]
+
+    def summary(self) -> str:
+        head = ("defence", "attack", "attacker's error", "honest error", "refused", "queries")
+        rows = [
+            (
+                each.defence, each.attack,
+                "nothing" if each.thief_error is None else f"{each.thief_error:.1e}",
+                f"{each.honest_error:.1e}", f"{each.refused:.0%}", f"{each.queries:,}",
+            )
+            for each in self.tried
+        ]  # fmt: skip
+        widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
+        better = sum(each.better for each in self.tried)
+        lines.append(
+            f"in {better} of {len(self.tried)} cases the attacker's copy is at least as exact as "
+            "the answers that honest clients get"
+        )
+        lines += [
+            f"{each.defence}: at that rate the queries take {_duration(each.waiting)}"
+            for each in self.tried
+            if each.waiting is not None
+        ]
+        return "\n".join(lines)
+
+    def contents(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
+        return cls(
+            target=data["target"],
+            dim=data["dim"],
+            tried=tuple(restored(Tried, each) for each in data["tried"]),
+            seed=data["seed"],
+            environment=data["environment"],
+        )
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit of which there is one at least."""
+    for name, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} seconds"
+
+
+# Every defence of a server as it is tried, and how much of the answers it leaves.
+#
+# Lengths are in units of what honest clients' tokens have. Bounds on answers are for scores of size
+# about 1, as those of a v with entries of size 1 are.
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One defence: what it does to questions and answers, and what a client may ask.
+
+    `budget` is a share of the unknowns d² + d, `rate` in queries a second.
+    """
+
+    name: str
+    change: Degradation
+    budget: float | None = None
+    rate: float | None = None
+
+    def queries(self, dim: int) -> int | None:
+        """What the budget comes to."""
+        return None if self.budget is None else int(self.budget * (dim * dim + dim))
+
+
+def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
+    """One of each kind, alone and together."""
+    norm = usual_norm_of(dim) if usual_norm is None else usual_norm
+    none = Degradation(seed=seed)
+    bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
+    return [
+        Trial("no defence", none),
+        Trial("rounding", replace(none, decimals=2)),
+        Trial("rounding, norms clipped", replace(bounded, decimals=2)),
+        Trial("noise, the same for a question, norms clipped", replace(bounded, noise=0.01)),
+        Trial("noise, anew each time, norms clipped", replace(bounded, fresh_noise=0.01)),
+        Trial("label only", replace(none, sign_only=True)),
+        Trial("norms clipped", bounded),
+        Trial("short sequences refused", replace(none, min_tokens=3)),
+        Trial("unusual inputs refused", usual),
+        Trial("short and unusual inputs refused", replace(usual, min_tokens=3)),
+        Trial(
+            "short and unusual inputs refused, rounding", replace(usual, min_tokens=3, decimals=2)
+        ),
+        Trial(
+            "short and unusual inputs refused, label only",
+            replace(usual, min_tokens=3, sign_only=True),
+        ),
+        Trial("a budget of half the unknowns", none, budget=0.5),
+        Trial("one query a second", none, rate=1.0),
+    ]
+
+
+def graded(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
+    """The defences that come in degrees, from little to much."""
+    norm = usual_norm_of(dim) if usual_norm is None else usual_norm
+    none = Degradation(seed=seed)
+    bounded = replace(none, max_norm=2 * norm)  # so long that honest tokens are left as they are
+    usual = replace(none, usual_norm=norm, min_tokens=3)
+    return [
+        *(Trial("rounding", replace(bounded, decimals=k)) for k in (4, 3, 2, 1, 0)),
+        *(Trial("noise, the same for a question", replace(bounded, noise=tau)) for tau in _NOISE),
+        *(Trial("noise, anew each time", replace(bounded, fresh_noise=tau)) for tau in _NOISE),
+        *(Trial("norms clipped", replace(none, max_norm=norm * part)) for part in _PARTS),
+        *(
+            Trial("short and unusual inputs refused, rounding", replace(usual, decimals=k))
+            for k in (4, 3, 2, 1)
+        ),
+        *(Trial("a budget", none, budget=share) for share in (0.25, 0.5, 0.75, 0.95)),
+    ]
+
+
+_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_PARTS = (1.2, 1.0, 0.5, 0.1)
+
+
+# What an honest client asks, what a defence costs it, and how good an attacker's copy is to it.
+#
+# Both errors are measured on the same questions, against the answers of the bare target, so that
+# they can be set side by side: an attacker whose copy is off by less than the server's own answers
+# has a better server than its clients have.
+
+_STREAM = 0x484F4E45  # keeps these questions apart from every attack's
+_LENGTHS = (4, 8, 16)
+_EACH = 40  # questions of each length
+_SPREAD = 0.1  # of the logarithm of a token's norm
+
+
+@dataclass(frozen=True)
+class Service:
+    """The error of what a client is left with, and the share of its questions that are refused."""
+
+    error: float
+    refused: float
+
+
+@dataclass(frozen=True)
+class HonestClient:
+    """Questions of 4, 8 and 16 random tokens whose norms lie about `usual_norm`, and the truth."""
+
+    questions: tuple[Tensor, ...]
+    truth: Tensor
+
+    @classmethod
+    def of(cls, target: Oracle, usual_norm: float | None = None, seed: int = 0) -> HonestClient:
+        """Asks the bare target, as its owner can."""
+        expect_number("a usual norm", usual_norm, above=0)
+        norm = usual_norm_of(target.dim) if usual_norm is None else usual_norm
+        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        questions: list[Tensor] = []
+        for length in _LENGTHS:
+            shape = (_EACH, length, target.dim)
+            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
+            sizes = _SPREAD * torch.randn(*shape[:2], 1, generator=stream, dtype=torch.float64)
+            tokens = torch.nn.functional.normalize(tokens, dim=-1)
+            questions.append(norm * sizes.exp() * tokens)
+        return cls(tuple(questions), torch.cat([ask(target, part) for part in questions]))
+
+    def served(self, defended: Oracle, labels: bool = False) -> Service:
+        """What is left of the answers; one that is refused counts as 0."""
+        given: list[float] = []
+        refused = 0
+        for part in self.questions:
+            for question in part:
+                try:
+                    given.append(float(ask(defended, question[None])[0]))
+                except Refused:
+                    given.append(0.5 if labels else 0.0)
+                    refused += 1
+        answers = torch.tensor(given, dtype=torch.float64)
+        error = self._error(2 * answers - 1 if labels else answers)
+        return Service(error, refused / len(given))
+
+    def error_of(self, copy: Oracle) -> float:
+        """How far an attacker's copy is off."""
+        return self._error(torch.cat([ask(copy, part) for part in self.questions]))
+
+    def _error(self, given: Tensor) -> float:
+        """The root mean square error relative to the answers, read at the best scale.
+
+        Labels have no scale, and a v that is stolen from labels has none.
+        """
+        square = float(given @ given)
+        factor = float(given @ self.truth) / square if square else 0.0
+        return float((factor * given - self.truth).norm() / self.truth.norm())

@@ -1,1 +1,0 @@
-"""Attacks on servers that defend themselves, and what both sides are left with."""

@@ -1,1 +1,0 @@
-"""Answers that are not exact: intervals, least squares, half-spaces, exams that allow for it."""

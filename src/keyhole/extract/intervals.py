@@ -1,0 +1,239 @@
+"""Bilinear forms as intervals, from answers that are off by up to ±τ (Theorem 6.1).
+
+With unit δ and x, lengths g and ξ, and `D = vᵀδ`,
+
+    a = f([ξx + gδ ; ξx]) ± τ,   α = (a − ξ·vᵀx) / (g·D),   δᵀWx = logit(α) / (gξ).
+
+An interval for a, v and D gives one for α, cut to [0, 1], and since the logit is monotone one for
+the form. Long δ make α precise (g as large as tokens may be); ξ decides where the logit is read.
+For an error e of α the largest form should sit at the z that minimises the width of
+`logit(σ(z) ± e)` over z: 1.5 for small e, less for larger ones (`best_logit`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.extract.bilinear import batch_rows, scalar
+from keyhole.extract.gauss_newton import Pairs
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+
+_SCOUTS = 8
+_ROOM = 2.0  # how much larger than the scouts' the largest form may be without loss
+_FURTHER = 16.0  # factor between the scales that the scouts try
+_TRIES = 32
+_CLEAR = 0.25  # an error of α with which a gate of ½ is seen to be open
+_AGAIN = 4.0  # an answer is asked again if that makes its interval so many times narrower
+_SPARE = 0.5  # bounds what is asked again, as a share of all: an oracle may be anything
+_SLACK = 1e-9  # relative: rounding, which is added only in the end, is no contradiction
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Entrywise bounds on something unknown."""
+
+    low: Tensor
+    high: Tensor
+
+    @classmethod
+    def unknown(cls, *shape: int, bound: float | None = None) -> Interval:
+        high = torch.full(shape, math.inf if bound is None else bound, dtype=torch.float64)
+        return cls(-high, high)
+
+    @classmethod
+    def around(cls, middle: Tensor, radius: Tensor) -> Interval:
+        return cls(middle - radius, middle + radius)
+
+    @property
+    def finite(self) -> Tensor:
+        return torch.isfinite(self.low) & torch.isfinite(self.high)
+
+    @property
+    def middle(self) -> Tensor:
+        return torch.where(self.finite, self.low + (self.high - self.low) / 2, 0.0)
+
+    @property
+    def radius(self) -> Tensor:
+        return (self.high - self.low) / 2
+
+    @property
+    def largest(self) -> Tensor:
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+    def clamp(self, values: Tensor) -> Tensor:
+        return values.clamp(self.low, self.high)
+
+    def furthest(self, values: Tensor) -> float:
+        """How far the truth may be from `values`, in any entry."""
+        return float(torch.maximum(self.high - values, values - self.low).max())
+
+    def meet(self, other: Interval, what: str) -> Interval:
+        """What both allow; a contradiction refutes the model, or the tolerance."""
+        low, high = self.low.maximum(other.low), self.high.minimum(other.high)
+        apart = low - high
+        if bool((apart > _SLACK * torch.maximum(low.abs(), high.abs())).any()):
+            raise Unsuccessful(
+                Status.MISMATCH,
+                f"two measurements of {what} contradict each other: not one head, or not within ±τ",
+            )
+        return Interval(torch.minimum(low, high), torch.maximum(low, high))
+
+
+class Forms:
+    """Measures all `δ_iᵀ W x_j`; entry (i, j) of `interval`. δ and x are rows of length one."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        deltas: Tensor,
+        X: Tensor,
+        v: Interval,
+        signal: Interval,
+        tolerance: float,
+        precision: float,
+        reach: float,
+        bound: float | None,
+    ) -> None:
+        self.deltas = deltas
+        self.X = X
+        self.interval = Interval.unknown(len(deltas), len(X), bound=bound)
+        self._asked: list[Pairs] = []
+        self._oracle = oracle
+        self._signal = signal
+        self._tolerance = tolerance
+        self._reach = reach
+        self._bound = bound
+        self._v_x = X @ v.middle
+        self._noise_x = X.abs() @ v.radius
+        self._rounding = (len(X) + 8) * precision * (deltas.abs() @ v.largest)
+        noise = tolerance / reach + signal.radius / 2 + self._rounding
+        self._error = float((noise / signal.low).max())  # of α, about
+
+    def measure(self, stream: torch.Generator, W: Interval | None) -> None:
+        """Ask for every form once, at a scale that scouts find or that W's interval tells."""
+        everything = torch.arange(self.interval.low.numel())
+        if W is None:
+            scouts = torch.randperm(len(everything), generator=stream)[:_SCOUTS]
+            size = self._scout(scouts)
+            left = everything[~torch.isin(everything, scouts)]
+            sizes = torch.full((len(everything),), size, dtype=torch.float64)
+        else:
+            left, sizes = everything, self._foreseen(W).flatten()
+        self._ask(left, self._short(sizes[left]))
+        self._ask_again()
+        if not bool(self.interval.finite.all()):
+            missing = int((~self.interval.finite).sum())
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE,
+                f"±{self._tolerance:g} leaves {missing} of {len(everything)} forms of W without "
+                "any bound: allow longer tokens, or state a bound on W",
+            )
+
+    @property
+    def asked(self) -> Pairs:
+        """Everything that was asked, for a fit to all of it."""
+        return Pairs.joined(self._asked)
+
+    def forget(self, columns: Tensor) -> None:
+        """Count these columns as zero."""
+        low, high = self.interval.low, self.interval.high
+        self.interval = Interval(low.masked_fill(columns, 0.0), high.masked_fill(columns, 0.0))
+
+    def _short(self, sizes: Tensor) -> Tensor:
+        """ξ for forms of these sizes; beyond a third of the reach g would lose more than ξ wins."""
+        return (best_logit(self._error) / (self._reach * sizes)).clamp(max=self._reach / 3)
+
+    def _scout(self, rows: Tensor) -> float:
+        """The size of the largest of a few forms, with room for the others."""
+        start = 1.0 if self._bound is None else self._bound
+        best, limit = best_logit(self._error), self._reach / 3
+        xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
+        size = math.inf
+        for _ in range(_TRIES):
+            self._ask(rows, torch.full((len(rows),), xi, dtype=torch.float64))
+            size = float(self.interval.largest.view(-1)[rows].max())
+            if not math.isfinite(size):
+                xi /= _FURTHER
+            elif self._reach * xi * size < best / _FURTHER and xi < limit:
+                xi = min(xi * _FURTHER, limit)
+            else:
+                break
+        if not math.isfinite(size):
+            if self._error < _CLEAR:
+                raise Unsuccessful(Status.SATURATED, "the gates stay at 0 or 1 at every scale")
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, f"±{self._tolerance:g} leaves W without any bound"
+            )
+        return _ROOM * max(size, torch.finfo(torch.float64).tiny)
+
+    def _foreseen(self, W: Interval) -> Tensor:
+        """Sizes of the forms as far as W is known, none below a sixteenth of the largest."""
+        radius = self.deltas.abs() @ W.radius @ self.X.abs().mT
+        sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius.clamp(max=float(W.radius.max()))
+        return sizes.clamp(min=float(sizes.max()) / _FURTHER)
+
+    def _ask_again(self) -> None:
+        """Repeat what was measured at a very unsuitable scale, each at one of its own."""
+        sizes, radius = self.interval.largest.view(-1), self.interval.radius.view(-1)
+        finite = sizes.isfinite()
+        usual = float(sizes[finite].max()) if bool(finite.any()) else 1.0
+        sizes = torch.where(finite, sizes, _FURTHER * usual).clamp(min=usual / _FURTHER)
+        slope = 2 + 2 * math.cosh(best_logit(self._error))
+        hoped = self._error * slope / (self._reach * self._short(sizes.clamp(min=usual)))
+        rows = (radius > _AGAIN * hoped).nonzero().squeeze(1)
+        if 0 < len(rows) <= 16 + _SPARE * len(sizes):
+            self._ask(rows, self._short(sizes[rows]))
+
+    def _ask(self, indices: Tensor, xi: Tensor) -> None:
+        if not len(indices):  # in few dimensions the scouts have asked for everything
+            return
+        rows = batch_rows(2, self.X.shape[1])
+        for part, short in zip(indices.split(rows), xi.split(rows), strict=True):
+            i, j = part // len(self.X), part % len(self.X)
+            g = self._reach - short
+            last = short.unsqueeze(1) * self.X[j]
+            first = last + g.unsqueeze(1) * self.deltas[i]
+            try:
+                answers = scalar(ask(self._oracle, torch.stack([first, last], dim=1)))
+            except BudgetExhausted as end:
+                if end.answers is not None:
+                    n = len(end.answers)
+                    self._note(part[:n], short[:n], g[:n], scalar(end.answers))
+                raise
+            self._note(part, short, g, answers)
+
+    def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
+        """Narrow the intervals of these forms by what was answered."""
+        i, j = rows // len(self.X), rows % len(self.X)
+        self._asked.append(Pairs(self.deltas, self.X, i, j, xi, g, answers))
+        signal = self._signal
+        alpha = (answers - xi * self._v_x[j]) / (g * signal.middle[i])
+        noise = self._tolerance + xi * self._noise_x[j] + g * self._rounding[i]
+        error = (noise / g + alpha.abs() * signal.radius[i]) / signal.low[i]
+        if bool(((alpha - error > 1) | (alpha + error < 0)).any()):
+            raise Unsuccessful(
+                Status.MISMATCH, "the answers leave the range that a single head allows"
+            )
+        low, high = (alpha - error).clamp(0, 1).logit(), (alpha + error).clamp(0, 1).logit()
+        new = Interval(low / (g * xi), high / (g * xi))
+        flat = Interval(self.interval.low.view(-1), self.interval.high.view(-1))
+        met = Interval(flat.low[rows], flat.high[rows]).meet(new, weights_named(self._bound))
+        flat.low[rows], flat.high[rows] = met.low, met.high
+
+
+def weights_named(bound: float | None) -> str:
+    """What a contradiction is about: a bound that was stated may be what is wrong."""
+    return "W" if bound is None else f"W (stated: ‖W‖ ≤ {bound:g})"
+
+
+def best_logit(error: float) -> float:
+    """The z at which a form is read most precisely when α is known to ±error."""
+    z = torch.linspace(0.02, 3, 150, dtype=torch.float64)
+    upper, lower = torch.sigmoid(z) + error, torch.sigmoid(z) - error
+    width = (upper.clamp(0, 1).logit() - lower.clamp(0, 1).logit()) / z
+    return float(z[width.argmin()])

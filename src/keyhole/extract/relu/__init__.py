@@ -1,1 +1,0 @@
-"""Pieces of ReLU networks: kinks on a half circle, folds, and heads steered to an input."""

@@ -1,0 +1,436 @@
+"""Where each head of a sub-layer writes: the k-dimensional row space of `M_h = V_h O_h`.
+
+One difference δ shows one vector `δM_h` of every head, once their gates are found among all
+(gates.py). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
+recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
+more show that they do. In queries: N = H + p + spare for each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.numerics import least_squares
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.sub_layers.surroundings import Surroundings
+
+_ATTEMPTS = 4
+_SPARE = 5  # points beyond those that the unknowns need
+_RANK = 1e-11  # singular values of A·V below this, relative to the largest, are rounding
+_WIDTH = 1e-6  # likewise of vectors δM_h, which have lost digits to the gates
+_PARTED = 1e8  # the worst condition of gates that are still different
+_STARTS = 3  # of the gates of every head, on the way from one difference to another
+_BATCH = 4
+_STRIDE = 4
+_BEYOND = 5 / 4  # vectors for each dimension of a space
+_MOST = 64  # heads
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The points x_i, from a small subspace, and τ_i at which every difference is asked.
+
+    Differences are orthogonal to the subspace, so that tokens x + τ·δ are not longer than both.
+    """
+
+    view: Surroundings
+    total: Tensor  # of what [x] answers
+    subspace: Tensor  # (s, d), orthonormal
+    length: float
+    positions: bool
+
+    @property
+    def aside(self) -> float:
+        """η: without κ, by which positions mark every head, heads must stay recognisable."""
+        return 1.0 if self.positions else 0.2
+
+    def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
+        """Coordinates (count, axes) of points up to `length` long, and factors τ up to 1."""
+        xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
+        share = torch.rand(2, count, generator=stream, dtype=torch.float64)
+        xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
+        xi = xi * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
+        signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
+        return xi, signs * (0.4 + 0.6 * share[1])
+
+    def difference(self, stream: torch.Generator, near: Tensor | None = None) -> Tensor:
+        """A random difference; of those near another one, the part that is orthogonal to it."""
+        delta = torch.randn(self.view.dim, generator=stream, dtype=torch.float64)
+        delta = delta - self.subspace.mT @ (self.subspace @ delta)
+        if near is not None:
+            delta = delta - near * (near @ delta) / (near @ near)
+        return self.length * delta / torch.linalg.vector_norm(delta)
+
+    def rows(self, deltas: Tensor, xi: Tensor, tau: Tensor) -> Tensor:
+        """A·V (…, N, m) of differences (…, d)."""
+        points = xi @ self.subspace[: xi.shape[1]]
+        shifted = points + tau.unsqueeze(1) * deltas.unsqueeze(-2)
+        pairs = torch.stack([shifted, points.expand_as(shifted)], -2)
+        answers = self.view.answer(pairs.flatten(0, -3)).unflatten(0, shifted.shape[:-1])
+        return (answers - points @ self.total) / tau.unsqueeze(1)
+
+
+def linear_features(xi: Tensor, tau: Tensor) -> Tensor:
+    """Of the score of a difference: a bias of the queries, and the query's coordinates."""
+    return tau.unsqueeze(1) * torch.cat([torch.ones_like(xi[:, :1]), xi], 1)
+
+
+def all_features(xi: Tensor, tau: Tensor, positions: bool) -> Tensor:
+    """With positions also what is quadratic in x: the two tokens stand at different places."""
+    linear = linear_features(xi, tau)
+    if not positions:
+        return linear
+    first, second = torch.triu_indices(xi.shape[1], xi.shape[1])
+    return torch.cat([linear, xi, xi[:, first] * xi[:, second]], 1)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The heads at one difference δ: their values, and their gates at the points of a design."""
+
+    delta: Tensor
+    values: Tensor  # (H, m)
+    xi: Tensor
+    tau: Tensor
+    shift: Tensor  # κ (H, N)
+    theta: Tensor  # (H, p), of the linear features
+
+    @property
+    def features(self) -> Tensor:
+        return linear_features(self.xi, self.tau)
+
+    @property
+    def scores(self) -> Tensor:
+        """Of the difference alone, (H, N)."""
+        return self.theta @ self.features.mT
+
+
+def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = None) -> Anchor:
+    """The heads at one difference, from random starts; another difference where some hide."""
+    axes = 3 if probe.positions else len(probe.subspace)
+    heads = 0
+    for _ in range(_ATTEMPTS):
+        delta = probe.difference(stream) if delta is None else delta
+        xi, tau, rows, heads = _enough_points(probe, delta, stream, axes)
+        features = all_features(xi, tau, probe.positions)
+        theta = find_gates(rows, features, heads, stream)
+        if theta is not None:
+            return _anchored(probe, delta, rows, (xi, tau), theta, stream)
+        delta = None
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"the answers to one difference have rank {heads}, but no {heads} logistic gates explain "
+        "them",
+    )
+
+
+def _enough_points(
+    probe: Probe, delta: Tensor, stream: torch.Generator, axes: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Points, factors and rows of one difference, more than its heads and features; the heads."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    while True:
+        fresh = probe.points(_STRIDE, stream, axes)
+        parts.append((*fresh, probe.rows(delta, *fresh)))
+        xi, tau, rows = (torch.cat(part) for part in zip(*parts, strict=True))
+        sizes = torch.linalg.svdvals(rows)
+        heads = int((sizes > _RANK * sizes[0]).sum())
+        if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
+            return xi, tau, rows, heads
+        if heads > _MOST:
+            raise Unsuccessful(Status.NOT_APPLICABLE, f"expected at most {_MOST} heads, got more")
+
+
+def _anchored(
+    probe: Probe, delta: Tensor, rows: Tensor, at: tuple[Tensor, Tensor], theta: Tensor,
+    stream: torch.Generator,
+) -> Anchor:  # fmt: skip
+    xi, tau = at
+    heads = len(theta)
+    gates = torch.sigmoid(all_features(xi, tau, probe.positions) @ theta.mT)
+    values = least_squares(gates, rows)
+    if not probe.positions:
+        count = heads + theta.shape[1] + _SPARE
+        xi, tau = xi[:count], tau[:count]
+        return Anchor(delta, values, xi, tau, torch.zeros(heads, count, dtype=torch.float64), theta)
+    # κ of points in more dimensions, which part the gates better: from τ and −τ.
+    axes = len(probe.subspace)
+    xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
+    both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, -tau)])
+    z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
+    if not bool(torch.isfinite(z).all()):
+        raise Unsuccessful(Status.MISMATCH, "the answers leave the range that attention allows")
+    slopes = least_squares(linear_features(xi, tau), ((z[:, 0] - z[:, 1]) / 2).mT).mT
+    return Anchor(delta, values, xi, tau, (z[:, 0] + z[:, 1]) / 2, slopes)
+
+
+def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
+    """With points along which scores are large, where a norm forbids long ones: d − 1 queries.
+
+    Among random directions scores are √d weaker than along the heads' own, `Q_h(δK_h)ᵀ`. Those show
+    in the gates at many points, which follow from the values at δ; κ is noise here.
+    """
+    d = probe.view.dim
+    basis = random_orthogonal(d, stream)
+    basis[0] = anchor.delta
+    basis = torch.linalg.qr(basis.mT)[0].mT[1:]
+    points = probe.length * basis
+    rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1)) - points @ probe.total
+    gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
+    along = normalize(torch.logit(gates), dim=0)
+    combined = torch.linalg.svd(along, full_matrices=False)[0][:, : len(probe.subspace)]
+    return replace(probe, subspace=combined.mT @ basis)
+
+
+def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
+    """`ωM_h` (so many ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
+    omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
+    deltas = (anchor.delta + probe.aside * omega) / math.hypot(1, probe.aside)
+    rows = probe.rows(deltas, anchor.xi, anchor.tau)
+    theta, outside = follow_gates(
+        column_space(rows, len(anchor.values)).unsqueeze(1),
+        anchor.features, anchor.shift, _starts(anchor, probe.aside, stream),
+    )  # fmt: skip
+    vectors: list[Tensor] = []
+    for each, far, Y in zip(theta, outside, rows, strict=True):
+        values = (
+            _nearest(anchor, each, far, Y) if probe.positions else _matched(anchor, each, far, Y)
+        )
+        if values is not None:  # else a gate got lost, or two became one
+            vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
+    return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
+
+
+def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
+    """θ of the anchor and others around it, (ω, starts, H, p)."""
+    shape = (_BATCH, _STARTS, *anchor.theta.shape)
+    around = torch.randn(shape, generator=stream, dtype=torch.float64)
+    around[:, 0] = 0
+    return anchor.theta + spread * anchor.theta.square().mean(0).sqrt() * around
+
+
+def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+    """Values where every head is known by its κ: the best of each head's own solutions."""
+    best = outside.argmin(0)
+    heads = torch.arange(len(best))
+    if float(outside[best, heads].max()) > ARRIVED:
+        return None
+    return _values(anchor, theta[best, heads], rows)
+
+
+def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+    """Values where heads have no mark: all solutions, put in the order of the anchor's values."""
+    solutions = distinct(theta[outside < ARRIVED])
+    if len(solutions) != len(anchor.values):
+        return None
+    values = _values(anchor, solutions, rows)
+    if values is None:
+        return None
+    likeness = normalize(values, dim=1) @ normalize(anchor.values, dim=1).mT
+    order = likeness.argmax(0)
+    return values[order] if len(order.unique()) == len(order) else None
+
+
+def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
+    gates = torch.sigmoid(theta @ anchor.features.mT + anchor.shift).mT
+    return least_squares(gates, rows) if float(torch.linalg.cond(gates)) < _PARTED else None
+
+
+def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple[Tensor, int]:
+    """`ωM_h` (n, H, m) of enough ω, and the dimension k of the space that each head writes into."""
+    heads, m = anchor.values.shape
+    vectors = torch.empty(0, heads, m, dtype=torch.float64)
+    for _ in range(3 * (m // heads) // _BATCH + 4):
+        vectors = torch.cat([vectors, follow(probe, anchor, stream)])
+        sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
+        ranks = (sizes > _WIDTH * sizes[:, :1]).sum(1)
+        k = int(ranks.max())
+        if len(vectors) >= max(_BEYOND * k, k + 2):
+            if bool((ranks == k).all()) and heads * k <= m:
+                return vectors, k
+            break
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"the {heads} heads do not write into spaces of one dimension that are independent",
+    )
+
+
+def told_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
+    """Is the input added to the answers? The heads' values alone do not add up to them then."""
+    rest = anchor.delta @ total - anchor.values.sum(0)
+    size = float(anchor.delta.abs().max())
+    if float(rest.abs().max()) <= 1e-6 * float((anchor.delta @ total).abs().max()):
+        return view, total
+    if len(rest) == len(anchor.delta) and float((rest - anchor.delta).abs().max()) <= 1e-6 * size:
+        identity = torch.eye(view.dim, dtype=torch.float64)
+        return replace(view, residual=True), total - identity
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE, "what single tokens answer is neither the heads' values nor those "
+        "and the input",
+    )  # fmt: skip
+
+
+# All logistic gates in a column space: how the heads of a layer are told apart.
+#
+# Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ by τ_i·δ, so
+#
+#     y_i − y([x_i]) = Σ_h σ(z_hi)·τ_i·δM_h,    z_hi = τ_i·(x_i Q_h + q_h)(δK_h)ᵀ + κ_hi,
+#
+# where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i these are the
+# rows of A·V with A (N×H) of gates and V (H×m) of values. A factorisation A·V is known up to any
+# invertible H×H matrix only, but with N > H its column space is known, and gates are rare there:
+# z_h is linear in a few features of the point, `z = Φθ + κ`, p of them if the x_i are from a small
+# subspace. So the heads are the solutions θ of
+#
+#     (1 − UUᵀ)·σ(Φθ + κ) = 0,    U an orthonormal basis of the column space,
+#
+# N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are enough.
+
+_STEPS = 30
+ARRIVED = 1e-9  # of a gate's length, outside the column space
+_GATES_STARTS = 64
+_ROUNDS = 48
+_TINY = 1e-200
+_SAME = 1e-3  # two solutions nearer than this, relative, are one
+
+
+def column_space(rows: Tensor, heads: int) -> Tensor:
+    """An orthonormal basis U (…, N, H) of the columns of A·V."""
+    return torch.linalg.svd(rows, full_matrices=False)[0][..., :heads]
+
+
+def follow_gates(
+    U: Tensor, features: Tensor, shift: Tensor, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Solutions θ (…, S, p) near the starts, and how far outside the column space they end.
+
+    `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
+    """
+    outside = torch.eye(U.shape[-2], dtype=torch.float64) - U @ U.mT
+
+    def look(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gates = torch.sigmoid(theta @ features.mT + shift)
+        length = torch.linalg.vector_norm(gates, dim=-1, keepdim=True)
+        rest = gates @ outside / length
+        return gates / length, rest, rest.square().sum(-1)
+
+    theta = starts
+    damping = torch.full(theta.shape[:-1], 1e-2, dtype=torch.float64)
+    unit, rest, cost = look(theta)
+    for _ in range(_STEPS):
+        gates = torch.sigmoid(theta @ features.mT + shift)
+        slopes = (unit * (1 - gates)).unsqueeze(-1) * features  # of the gate, over its length
+        along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
+        jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
+        # Normal equations: what they lose is made up by the next step, and they are small.
+        normal = jacobian.mT @ jacobian
+        damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
+        wanted = jacobian.mT @ rest.unsqueeze(-1)
+        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[0].squeeze(-1)
+        step = torch.where(torch.isfinite(step), step, 0.0)
+        unit_there, rest_there, cost_there = look(theta - step)
+        better = cost_there < cost
+        here = better.unsqueeze(-1)
+        theta = torch.where(here, theta - step, theta)
+        unit, rest = torch.where(here, unit_there, unit), torch.where(here, rest_there, rest)
+        cost = torch.where(better, cost_there, cost)
+        damping = torch.where(better, damping / 5, damping * 4).clamp(1e-18, 1e12)
+    return theta, cost.sqrt()
+
+
+def find_gates(
+    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator
+) -> Tensor | None:
+    """θ (H, p) of all heads with κ inside the features, or None where not all of them turn up."""
+    U = column_space(rows, heads)
+    sizes = features.square().mean(0).sqrt()
+    none = torch.zeros(1, len(features), dtype=torch.float64)
+    solutions = torch.empty(0, features.shape[1], dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        starts = torch.randn(_GATES_STARTS, len(sizes), generator=stream, dtype=torch.float64)
+        spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
+        starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
+        theta, outside = follow_gates(U, features / sizes, none, starts)
+        solutions = distinct(torch.cat([solutions, theta[outside < ARRIVED]]))
+        if len(solutions) >= heads:
+            break
+    return solutions / sizes if len(solutions) == heads else None
+
+
+def distinct(solutions: Tensor) -> Tensor:
+    """Each of the solutions (n, p) once."""
+    kept: list[Tensor] = []
+    for candidate in solutions:
+        if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
+            kept.append(candidate)
+    return torch.stack(kept) if kept else solutions[:0]
+
+
+# All values of all heads, by groups that share them, from the values of a few tokens.
+#
+# If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls into the heads'
+# own parts row by row, and that is all of V and O up to a k×k matrix of each head. Heads whose
+# parts are read from one space share their values (grouped queries, arXiv 2305.13245).
+
+_SHARED = 1e-3  # cosines of two spaces that are one differ from 1 by less
+
+
+@dataclass(frozen=True)
+class Values:
+    """`V` (G, d, k) and `O` (H, k, m): what is read and written, by groups of heads.
+
+    `groups` are the numbers of the heads that share a V; `O` is in the order of the anchor.
+    """
+
+    V: Tensor
+    O: Tensor  # noqa: E741
+    groups: list[list[int]]
+
+    @classmethod
+    def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
+        """All values from `ωM_h` of some ω and `Σ_h M_h`.
+
+        In a group `ωM_h = (ωV)·O_h` for all its heads with one ωV, so that the O_h of a group are
+        one factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
+        """
+        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
+        apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
+        groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
+        O = torch.empty_like(spaces)  # noqa: E741
+        for group in groups:
+            together = vectors[:, group].flatten(1)
+            right = torch.linalg.svd(together, full_matrices=False)[2][:k]
+            O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
+        sums = torch.cat([O[group].sum(0) for group in groups])
+        V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))
+        return cls(V.transpose(0, 1).contiguous(), O, groups)
+
+    @property
+    def of_heads(self) -> Tensor:
+        """`V` (H, d, k) of every head."""
+        each = torch.empty(len(self.O), *self.V.shape[1:], dtype=torch.float64)
+        for group, V in zip(self.groups, self.V, strict=True):
+            each[group] = V
+        return each
+
+
+def _sharing(values: Tensor) -> list[list[int]]:
+    """Which heads read the same values; none do if their groups have different sizes."""
+    bases = torch.linalg.qr(values)[0]
+    groups: list[list[int]] = []
+    for head in range(len(values)):
+        for group in groups:
+            cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
+            if float(cosines.min()) > 1 - _SHARED:
+                group.append(head)
+                break
+        else:
+            groups.append([head])
+    even = len({len(group) for group in groups}) == 1
+    return groups if even else [[head] for head in range(len(values))]

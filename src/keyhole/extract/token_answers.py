@@ -1,0 +1,269 @@
+"""The answers that an extraction of the last layer is made of: one row for each random prompt.
+
+`WholeVectors` are one question a row. `ChosenTokens` ask a target that gives only the best k for
+tokens of their own choice, k − 1 at a time beside a reference: a bias raises them above all others,
+and differences to the reference do not depend on what the others have. With k = 1 the raised token
+is sampled, and its log-probability is as it was (oracle/completions.py).
+
+The bias is added to a logit in float32, where every doubling of the sum costs a binary digit: the
+smallest that lifts the tokens is used. The reference gets some more, so that it is the token that
+is sampled; servers say nothing of one that is half a character.
+
+Rows in which something is absent, or so improbable that float32 holds no digits of it, are set
+aside: they are paid for, not used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.machine import expect_room
+from keyhole.extract.extraction import Extraction
+from keyhole.models.demo import open_model
+from keyhole.models.next_token import unembedding
+from keyhole.oracle.planted import OutputMatrix
+from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.token_questions import ABSENT, question
+
+_LEAST = -85.0  # the logarithm of what float32 holds with all its digits
+_SET_ASIDE = 16  # rows in a row, of which none can be used
+_BIASES = (16.0, 32.0, 64.0, 128.0)
+_REFERENCE = 16.0  # more, for the reference
+_NORMALISED = 0.5  # how far rounded log-probabilities may be from adding up to one, in logarithms
+
+
+class Prompts:
+    """Random prompts of so many tokens; the first is of zeros, whatever the vocabulary is."""
+
+    def __init__(self, length: int, stream: torch.Generator) -> None:
+        self.length = length
+        self._stream = stream
+
+    def draw(self, vocabulary: int | None) -> Tensor:
+        if vocabulary is None:
+            return torch.zeros(self.length, dtype=torch.long)
+        return torch.randint(0, vocabulary, (self.length,), generator=self._stream)
+
+
+class Answers(Protocol):
+    """Rows of answers, and the tokens that their numbers are about."""
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    @property
+    def vocabulary(self) -> int | None: ...
+
+    def rows(self, count: int) -> Tensor:
+        """The first so many usable rows (count, tokens), asked for where they are missing."""
+        ...
+
+    def complete(self) -> Tensor:
+        """The rows that are there without asking."""
+        ...
+
+    def fresh(self, prompts: Prompts) -> Tensor:
+        """One more row, of another prompt, that is not kept."""
+        ...
+
+
+class WholeVectors:
+    """A number for every token of the vocabulary from each question."""
+
+    def __init__(self, oracle: Oracle, prompts: Prompts, vocabulary: int | None) -> None:
+        self.vocabulary = vocabulary
+        self._oracle = oracle
+        self._prompts = prompts
+        self._rows: list[Tensor] = []
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.arange(self.vocabulary or 0)
+
+    def rows(self, count: int) -> Tensor:
+        # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
+        size = self.vocabulary or 0
+        expect_room(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
+        while len(self._rows) < count:
+            self._rows.append(self.fresh(self._prompts))
+        return torch.stack(self._rows[:count])
+
+    def complete(self) -> Tensor:
+        return torch.stack(self._rows) if self._rows else _NONE
+
+    def fresh(self, prompts: Prompts) -> Tensor:
+        for _ in range(_SET_ASIDE):
+            answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
+            self.vocabulary = len(answer)
+            least = float(answer.min())
+            if least > (_LEAST if is_normalised(answer[None]) else ABSENT):
+                return answer
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE,
+            f"{_SET_ASIDE} answers hold no numbers, or probabilities too small for float32",
+        )
+
+
+class ChosenTokens:
+    """Tokens in a random order, `top` of them in a question; more of them as more rows come."""
+
+    def __init__(
+        self, oracle: Oracle, prompts: Prompts, vocabulary: int, top: int, tokens: int | None,
+        spare: int, stream: torch.Generator,
+    ) -> None:  # fmt: skip
+        self.vocabulary = vocabulary
+        self._oracle = oracle
+        self._prompts = prompts
+        self._top = top
+        self._least = min(tokens or 0, vocabulary)
+        self._spare = spare
+        self._order = iter(torch.randperm(vocabulary, generator=stream).tolist())
+        self._chosen: list[int] = []
+        self._asked: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._bias = _BIASES[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.tensor(self._chosen)
+
+    def rows(self, count: int) -> Tensor:
+        if not self._asked:
+            self._open()
+        self._choose(min(self.vocabulary, max(count + self._spare, self._least)))
+        while len(self._asked) < count:
+            self._asked.append(self._prompts.draw(self.vocabulary))
+            self._rows.append(_NONE)
+        for number in range(count):
+            self._complete(number)
+        return torch.stack(self._rows[:count])
+
+    def complete(self) -> Tensor:
+        rows = [row for row in self._rows if len(row) == len(self._chosen)]
+        return torch.stack(rows) if rows else _NONE
+
+    def fresh(self, prompts: Prompts) -> Tensor:
+        for _ in range(_SET_ASIDE):
+            row = self._read(prompts.draw(self.vocabulary), self._chosen)
+            if float(row.min()) > ABSENT / 2:
+                return row
+        raise Unsuccessful(Status.NOT_APPLICABLE, "of some tokens the target says nothing")
+
+    def _complete(self, number: int) -> None:
+        """The numbers that a row misses; another prompt where there are none."""
+        known = self._rows[number]
+        more = self._read(self._asked[number], self._chosen[len(known) :])
+        whole = torch.cat([known, more])
+        self._rows[number] = whole if float(whole.min()) > ABSENT / 2 else self.fresh(self._prompts)
+
+    def _open(self) -> None:
+        """The first prompt, and a reference of which the target says something."""
+        prompt = self._prompts.draw(self.vocabulary)
+        for tried, reference in enumerate(self._order):
+            beside = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
+            values = self._raise(prompt, [reference, *beside])
+            if float(values.min()) > ABSENT:
+                self._chosen, self._asked = [reference], [prompt]
+                self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
+                return
+            if tried == _SET_ASIDE:
+                break
+        shown = "" if self._top == 1 else ", or does not show it: top = 1 needs that no more"
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, f"raised tokens do not come back: it takes no bias{shown}"
+        )
+
+    def _choose(self, count: int) -> None:
+        """More tokens, of those that the first prompt gets a number for."""
+        while len(self._chosen) < count:
+            group = list(itertools.islice(self._order, max(1, self._top - 1)))
+            if not group:
+                return
+            values = self._read(self._asked[0], group)
+            given = values > ABSENT / 2
+            self._chosen += [token for token, here in zip(group, given, strict=True) if here]
+            self._rows[0] = torch.cat([self._rows[0], values[given]])
+
+    def _read(self, prompt: Tensor, tokens: list[int]) -> Tensor:
+        """Their logits, but for one number that all tokens of a prompt share."""
+        if self._top == 1:
+            return torch.cat([self._raise(prompt, [token]) for token in tokens] or [_NONE])
+        reference = self._chosen[0]
+        asked = [token for token in tokens if token != reference]
+        parts: list[Tensor] = [torch.zeros(len(tokens) - len(asked), dtype=torch.float64)]
+        for start in range(0, len(asked), self._top - 1):
+            values = self._raise(prompt, [reference, *asked[start : start + self._top - 1]])
+            parts.append(torch.where(values[1:] > ABSENT, values[1:] - values[0], ABSENT))
+        return torch.cat(parts)
+
+    def _raise(self, prompt: Tensor, tokens: list[int]) -> Tensor:
+        values = torch.full((len(tokens),), ABSENT, dtype=torch.float64)
+        for bias in (bias for bias in _BIASES if bias >= self._bias):
+            biases = torch.full((len(tokens),), bias, dtype=torch.float64)
+            biases[0] += _REFERENCE
+            values = ask(self._oracle, question(prompt, torch.tensor(tokens), biases))[0]
+            if float(values.min()) > ABSENT:
+                self._bias = bias
+                break
+            if len(tokens) == 1:  # it was sampled, whatever its bias
+                break
+        return values
+
+
+_NONE = torch.empty(0, dtype=torch.float64)
+
+
+def is_normalised(answers: Tensor) -> bool:
+    """Are whole answers (b, v) log-probabilities? Logits add up to anything."""
+    return bool((torch.logsumexp(answers, 1).abs() <= _NORMALISED).all())
+
+
+# A stolen last layer beside the true one: what the best linear map leaves of the difference.
+#
+# The truth is W (v, d); what is known of it is a basis B of its columns, for some tokens i and,
+# from log-probabilities, up to a row that is added to all. The best map A and row c minimise
+#
+#     ‖W − B A − 1 cᵀ‖_F      A = Bᵀ(W − 1 wᵀ),  w the mean row of W
+#
+# because B is orthonormal and, there, orthogonal to 1. Only the judge and benchmarks see W.
+
+
+def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
+    """The matrix of a model's file or folder, in float64, and whether it is the inputs' table."""
+    model = open_model(str(reference), task="causal").model
+    W = unembedding(model).weight
+    return W.detach().double().cpu(), W is model.get_input_embeddings().weight
+
+
+def compared(result: Extraction, reference: str | Path) -> Extraction:
+    """The same result, with how far its matrix is from the one that the reference holds."""
+    layer, model = result.layer, result.model
+    if layer is None or not isinstance(model, OutputMatrix):
+        return result
+    W, tied = true_matrix(reference)
+    if len(W) < layer.vocabulary:
+        raise InputError(
+            f"expected a reference with {layer.vocabulary:,} tokens, got {len(W):,} in {reference}"
+        )
+    rms, relative = distance(model, W, centred=layer.log_probabilities)
+    layer = replace(layer, rms=rms, relative=relative, tied=tied)
+    opening = result.reason.split("; ")[0]
+    return replace(result, layer=layer, reason=f"{opening}; {layer}")
+
+
+def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:
+    """The RMS of what the best map leaves of W, and relative to that of W itself."""
+    W = truth[model.tokens.long()]
+    if centred:
+        W = W - W.mean(0)
+    left = model.outside(W.mT)
+    rms = float(left.square().mean().sqrt())
+    return rms, rms / float(W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny))

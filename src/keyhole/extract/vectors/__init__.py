@@ -1,1 +1,0 @@
-"""Reading a layer that returns vectors: the measurements behind full_output.py."""

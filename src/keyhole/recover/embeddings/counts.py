@@ -1,0 +1,348 @@
+"""What is counted in a corpus rather than learnt: seconds on a GPU, a minute or two on a CPU.
+
+The encoder is run once over lines of the corpus; a bag (bag.py) and n-grams (ngrams.py) come from
+that, and the lines themselves, the nearest of which are what a search begins with (sum_search.py).
+Where the encoder is quick it is also run on the lines with some tokens replaced by any others, so
+that the bag has seen every token of the vocabulary in some text. For last states every token is
+also run at the end of a text (endings.py), and a search begins there too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError
+from keyhole.core.numerics import with_ridge
+from keyhole.data import read_texts
+from keyhole.recover.embeddings.encoder import Encoder, Texts
+
+SHIPPED = Path(__file__).with_name("corpus.txt")  # training/make_corpus.py: English sentences
+_LINES = {"cuda": 200_000, "cpu": 50_000}  # that the encoder is run on …
+_ALTERED = {"cuda": 4, "cpu": 0}  # … and times that it is run on them with tokens replaced
+_REPLACED = 0.3  # of a line's tokens, at most
+_ENOUGH = 64  # lines, from which on they say how vectors vary
+
+
+@dataclass(frozen=True, eq=False)
+class Counted:
+    """A bag, n-grams, and lines with their vectors (lines, d), as this encoder compares them."""
+
+    encoder: Encoder
+    bag: Bag
+    ngrams: NGrams
+    lines: Texts
+    vectors: Tensor
+    special: Tensor  # tokens that no text holds
+    endings: Endings | None = None  # of last states
+
+    @classmethod
+    def of(
+        cls, encoder: Encoder, lines: Sequence[Sequence[int]], longest: int,
+        ngrams: NGrams | None = None, guess: bool = True, seed: int = 0,
+    ) -> Counted:  # fmt: skip
+        """From a corpus of token lists, for texts of up to `longest` tokens.
+
+        Other n-grams may be given, the first guess left out. The encoder compares vectors in units
+        of how they vary over the corpus, from here on.
+        """
+        device = encoder.device
+        pieces = sorted({piece for line in lines for piece in _cut(tuple(line), longest)})
+        order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
+        chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
+        texts = Texts.of(chosen, longest, device)
+        enough = len(texts) >= _ENOUGH
+        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
+        frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
+        endings = None
+        if guess:
+            seen = _altered(encoder, texts, vectors, frame, seed)
+            if encoder.exposure.pooling == "last":
+                endings = Endings.of(encoder, texts, seed)
+            bag = Bag.of(*seen, endings.of_tokens if endings else alone(encoder))
+        else:
+            vectors = vectors[:1].expand(len(texts), -1)
+            bag = Bag.blank(encoder, texts, vectors.shape[1])
+        ngrams = ngrams or NGrams.of(lines, len(encoder.table))
+        return cls(encoder, bag, ngrams.to(device), texts, vectors, frame, endings)
+
+    def nearest(self, goals: Tensor, count: int, longest: int) -> tuple[Texts, Tensor]:
+        """The lines nearest to each vector (v, d), of at most so many tokens; and its number.
+
+        Of last states as many endings again.
+        """
+        cosines = (goals @ self.vectors.T).where(self.lines.lengths <= longest, -2.0)
+        best = cosines.topk(min(count, len(self.lines)), dim=1)
+        vector, place = (best.values > -2).nonzero().unbind(1)
+        lines = self.lines[best.indices[vector, place]].padded(longest)
+        if self.endings is None:
+            return lines, vector
+        ends, owner = self.endings.nearest(goals, self.special, count, longest)
+        return Texts.cat([lines, ends]), torch.cat([vector, owner])
+
+
+def _altered(
+    encoder: Encoder, texts: Texts, vectors: Tensor, special: Tensor, seed: int
+) -> tuple[Texts, Tensor]:
+    """Texts and their vectors, and the same with tokens replaced by any of the vocabulary."""
+    device = encoder.device
+    generator = torch.Generator(device).manual_seed(seed)
+    words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
+    words[special] = False
+    words = words.nonzero().flatten()
+    parts, runs = [texts], [vectors]
+    for _ in range(_ALTERED[device.type]):
+        share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
+        luck = torch.rand(texts.ids.shape, generator=generator, device=device)
+        any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
+        ids = texts.ids.where((luck >= share) | ~texts.mask, words[any_])
+        parts.append(Texts(ids, texts.lengths))
+        runs.append(encoder.vectors(parts[-1], fast=True))
+    return Texts.cat(parts), torch.cat(runs)
+
+
+def _cut(line: tuple[int, ...], length: int) -> Iterable[tuple[int, ...]]:
+    """A line in pieces that are short enough."""
+    return (line[start : start + length] for start in range(0, len(line), length))
+
+
+# The first guess: which tokens are in the text behind a vector, wherever they stand (ours).
+#
+# Linear discriminant analysis, one token against the rest. The vectors of texts that hold token t
+# are taken as Gaussian around μ + δ_t, all with one covariance C, so the log-odds that t is in the
+# text behind the vector e are linear in e:
+#
+#     log odds_t(e) = δ_tᵀC⁻¹(e − μ) − δ_tᵀC⁻¹δ_t / 2 + log(share of the texts that hold t)
+#
+# δ_t is a mean over the texts of a corpus that hold t. Most tokens are in few texts or in none, so
+# it is drawn towards what the encoder says of the token alone: B·(vector of the text "t"; for last
+# states, of texts that end in t), where the linear map B is fitted to the tokens that are frequent.
+# All of it is counted and solved for, from one run of the encoder over corpus and vocabulary. Being
+# linear it also reads differences: what `missing` says of e − e′ are the tokens that a guess with
+# vector e′ lacks (or has too many of).
+
+_DRAWN = 8.0  # texts that the guess from the token alone is worth
+_SEEN = 0.1  # texts that a token without any counts as
+_RIDGE = 0.05  # of the mean variance, added to C
+
+
+@dataclass(frozen=True, eq=False)
+class Bag:
+    """The log-odds of every token, vectors (b, d) @ `weights` (d, V) + `offset` (V,)."""
+
+    weights: Tensor
+    offset: Tensor
+
+    def odds(self, vectors: Tensor) -> Tensor:
+        return vectors @ self.weights + self.offset
+
+    def missing(self, differences: Tensor) -> Tensor:
+        return differences @ self.weights
+
+    @classmethod
+    def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> Bag:
+        """From texts and their vectors, and from the vector (V, d) of each token by itself."""
+        size = len(own)
+        rows, tokens = _held(texts)
+        vectors = vectors.double()
+        middle = vectors.mean(0)
+        centred = vectors - middle
+        held = torch.bincount(tokens, minlength=size).double()
+        sums = centred.new_zeros(size, centred.shape[1]).index_add_(0, tokens, centred[rows])
+        means = sums / held.clamp(min=1)[:, None]
+        expected = _fitted(own.double(), means, held)
+        offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
+        covariance = with_ridge(centred.T @ centred / len(centred), _RIDGE)
+        weights = torch.linalg.solve(covariance, offsets.T)
+        share = ((held + _SEEN) / len(texts)).log()
+        offset = share - (offsets.T * weights).sum(0) / 2 - middle @ weights
+        return cls(weights.float(), offset.float())
+
+    @classmethod
+    def blank(cls, encoder: Encoder, texts: Texts, width: int) -> Bag:
+        """A bag that reads nothing in a vector: how frequent tokens are."""
+        size = len(encoder.table)
+        _, tokens = _held(texts)
+        share = ((torch.bincount(tokens, minlength=size) + _SEEN) / len(texts)).log()
+        return cls(share.new_zeros(width, size), share)
+
+
+def _held(texts: Texts) -> tuple[Tensor, Tensor]:
+    """Every token of every text once: (row, token) in two columns."""
+    size = int(texts.ids.max()) + 1
+    rows = torch.arange(len(texts), device=texts.ids.device)[:, None].expand(texts.ids.shape)
+    keys = (rows * size + texts.ids)[texts.mask].unique()
+    return keys // size, keys % size
+
+
+def alone(encoder: Encoder) -> Tensor:
+    """The vector (V, d) of each token as a text of its own."""
+    tokens = torch.arange(len(encoder.table), device=encoder.device)
+    return encoder.vectors(Texts(tokens[:, None], torch.ones_like(tokens)), fast=True)
+
+
+def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
+    """The means that the tokens' own vectors tell, by a ridge that trusts frequent tokens."""
+    inputs = torch.cat([own, own.new_ones(len(own), 1)], 1)
+    trusted = inputs * (held / (held + _DRAWN))[:, None]
+    square = trusted.T @ inputs
+    square.diagonal().add_(1.0)
+    return inputs @ torch.linalg.solve(square, trusted.T @ means)
+
+
+# What follows what in a corpus: interpolated bigrams (Kneser and Ney, 1995).
+#
+#     p(b | a) = max(c(ab) − D, 0) / c(a) + D·(tokens seen after a) / c(a) · q(b)
+#
+# c counts pairs of neighbours, q(b) is the share of the distinct pairs that end in b: a word that
+# follows many others is likely after a new one. Before the first token and behind the last one
+# stands a mark of its own, V. `uniform` knows nothing: every token is as likely everywhere.
+
+_DISCOUNT = 0.75
+_NGRAMS_SEEN = 0.05  # pairs that a token which ends none counts as
+
+
+@dataclass(frozen=True, eq=False)
+class NGrams:
+    """Pairs that were seen as keys a·(V + 1) + b in order, and what p(b | a) is made of."""
+
+    keys: Tensor  # (pairs,)
+    seen: Tensor  # (pairs,) max(c(ab) − D, 0) / c(a)
+    left: Tensor  # (V + 1,) the share of each a that is left for pairs not seen
+    ends: Tensor  # (V + 1,) q(b)
+
+    @property
+    def mark(self) -> int:
+        """What stands before the first token and behind the last."""
+        return len(self.ends) - 1
+
+    @classmethod
+    def of(cls, lines: Iterable[Sequence[int]], vocabulary: int) -> NGrams:
+        size = vocabulary + 1
+        row = torch.tensor([vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)])
+        keys, counts = (row[:-1] * size + row[1:]).unique(return_counts=True)
+        first, second = keys // size, keys % size
+        totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, counts.double())
+        kinds = torch.bincount(first, minlength=size)
+        ends = torch.bincount(second, minlength=size) + _NGRAMS_SEEN
+        left = torch.where(totals > 0, _DISCOUNT * kinds / totals.clamp(min=1), 1.0)
+        seen = (counts - _DISCOUNT) / totals[first]
+        return cls(keys, seen.float(), left.float(), (ends / ends.sum()).float())
+
+    @classmethod
+    def uniform(cls, vocabulary: int) -> NGrams:
+        none, every = torch.zeros(0), torch.ones(vocabulary + 1)
+        return cls(none.long(), none, every, every / len(every))
+
+    def pairs(self, first: Tensor, second: Tensor) -> Tensor:
+        """log p(b | a), for tokens or marks a and b of one shape."""
+        p = self.left[first] * self.ends[second]
+        if len(self.keys):
+            wanted = first * len(self.ends) + second
+            place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+            p = p + self.seen[place].where(self.keys[place] == wanted, 0.0)
+        return p.log()
+
+    def framed(self, texts: Texts) -> Tensor:
+        """Tokens (b, n + 2) with a mark before them, and marks behind."""
+        ids = texts.ids.where(texts.mask, self.mark)
+        ends = ids.new_full((len(ids), 1), self.mark)
+        return torch.cat([ends, ids, ends], 1)
+
+    def log_p(self, texts: Texts, own: Tensor | None = None) -> Tensor:
+        """log p (b,) of whole texts, their ends included.
+
+        `own` (b, n) is what a language model says of each token: half of it is taken where there
+        is any, and half of what the n-grams say.
+        """
+        row = self.framed(texts)
+        terms = self.pairs(row[:, :-1], row[:, 1:])
+        if own is not None:
+            terms[:, :-1] = mixed(terms[:, :-1], own)
+        inside = torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
+        return terms.where(inside, 0.0).sum(-1)
+
+    def to(self, device: Any) -> NGrams:
+        parts = (self.keys, self.seen, self.left, self.ends)
+        return NGrams(*(part.to(device) for part in parts))
+
+
+def mixed(counted: Tensor, own: Tensor) -> Tensor:
+    """log(½p + ½q) of two log-probabilities; the first where the second is not a number."""
+    both = torch.logaddexp(counted, own.to(counted)) - math.log(2)
+    return counted.where(own.isnan(), both)
+
+
+# Every token of the vocabulary at the end of a short text: how a last state begins to be read.
+#
+# The last state of a causal model says most of the token that it stands on, and of that nearly the
+# same whatever came before: so of all tokens, each run once at the end of some beginning, the right
+# one gives the nearest state. A token alone is another matter, because models give the first token
+# of a text a state of its own kind: it finds prompts of one token, and no others.
+
+Before = tuple[tuple[int, int], ...]  # tokens before the last, from and to, of each run
+_BEFORE: dict[str, Before] = {"cuda": ((0, 0), (1, 3), (4, 8)), "cpu": ((0, 0),)}
+
+
+@dataclass(frozen=True, eq=False)
+class Endings:
+    """k runs over V tokens: `texts` of k·V, one run after the other, and `vectors` (k, V, d)."""
+
+    texts: Texts
+    vectors: Tensor
+
+    @classmethod
+    def of(
+        cls, encoder: Encoder, lines: Texts, seed: int = 0, before: Before | None = None
+    ) -> Endings:
+        """After beginnings of lines by chance, as long as `before` says for each run."""
+        device, size, width = encoder.device, len(encoder.table), lines.ids.shape[1]
+        generator = torch.Generator(device).manual_seed(seed)
+        tokens = torch.arange(size, device=device)
+        parts: list[Texts] = []
+        for least, most in before or _BEFORE[device.type]:
+            rows = torch.randint(len(lines), (size,), generator=generator, device=device)
+            count = torch.randint(least, most + 1, (size,), generator=generator, device=device)
+            count = torch.minimum(count, lines.lengths[rows]).clamp(max=width - 1)
+            ids = lines.ids[rows].scatter(1, count[:, None], tokens[:, None])
+            parts.append(Texts(ids, count + 1).clean())
+        texts = Texts.cat(parts)
+        vectors = encoder.vectors(texts, fast=True)
+        return cls(texts, vectors.view(len(parts), size, -1))
+
+    @property
+    def of_tokens(self) -> Tensor:
+        """What the vectors say of each token (V, d): their mean, alone left out where it can be."""
+        return self.vectors[1 if len(self.vectors) > 1 else 0 :].mean(0)
+
+    def nearest(
+        self, goals: Tensor, barred: Tensor, count: int, longest: int
+    ) -> tuple[Texts, Tensor]:
+        """Texts that end in the nearest tokens to each vector (v, d), and its number."""
+        best = torch.stack([goals @ run.T for run in self.vectors]).max(0)
+        cosines = best.values.index_fill(1, barred, -2.0)
+        tokens = cosines.topk(min(count, cosines.shape[1]), dim=1).indices
+        places = best.indices.gather(1, tokens) * cosines.shape[1] + tokens
+        texts = self.texts[places.flatten()]
+        vector = torch.arange(len(goals), device=goals.device).repeat_interleave(places.shape[1])
+        fits = texts.lengths <= longest
+        return texts[fits].padded(longest), vector[fits]
+
+
+# Texts that the attacker has: which tokens they hold, and in which order, is counted.
+
+
+def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
+    """The texts of a corpus, a file of them or the texts themselves; empty ones are left out."""
+    texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
+        raise InputError(f"expected texts in the corpus, got none in {corpus}")
+    return texts

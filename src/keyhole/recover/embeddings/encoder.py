@@ -1,0 +1,273 @@
+"""Texts as the encoder sees them: the vectors of many at once, and how near they are to a leak's.
+
+Inside the search a text is its tokens without the special ones that the tokenizer puts around it:
+`ids` (b, n), of which the first `lengths` (b,) count. The vectors are of length one, so the inner
+product with a leak's is the cosine, and the text itself reaches 1 up to rounding. No other text
+does: that is what makes this a search with a perfect test for having arrived.
+
+A causal model also says how likely each token of a text is after those before it. It is run on
+every text anyway, so that comes almost for free (`read`).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from keyhole.models.capture import Exposure, capture, pool
+from keyhole.recover.attack import Target
+
+_TOKENS = {"cuda": 1 << 19, "cpu": 1 << 11}  # in one pass
+_ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # tokens whose log p over a vocabulary is held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """b texts of at most n tokens, special ones left out."""
+
+    ids: Tensor  # (b, n)
+    lengths: Tensor  # (b,)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: Any) -> Texts:
+        return Texts(self.ids[rows], self.lengths[rows])
+
+    @property
+    def mask(self) -> Tensor:
+        """(b, n), true on tokens."""
+        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+
+    def clean(self) -> Texts:
+        """The same with zeros behind the end, so that equal texts are equal rows."""
+        return Texts(self.ids.where(self.mask, 0), self.lengths)
+
+    def padded(self, width: int) -> Texts:
+        """The same in a table of that many columns; what does not fit is cut off."""
+        ids = self.ids[:, :width]
+        ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+        return Texts(ids, self.lengths.clamp(max=width))
+
+    def to(self, device: Any) -> Texts:
+        return Texts(self.ids.to(device), self.lengths.to(device))
+
+    def tokens(self, row: int) -> list[int]:
+        return self.ids[row, : int(self.lengths[row])].tolist()
+
+    @classmethod
+    def of(cls, lists: list[list[int]], longest: int, device: Any = None) -> Texts:
+        ids = torch.zeros(len(lists), longest, dtype=torch.long)
+        for row, tokens in enumerate(lists):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([len(tokens) for tokens in lists])
+        return cls(ids.to(device), lengths.to(device))
+
+    @classmethod
+    def cat(cls, parts: list[Texts]) -> Texts:
+        return cls(torch.cat([p.ids for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+class Encoder:
+    """What turns texts into vectors: exactly, or in half precision where that is faster.
+
+    That is a GPU's float16, or on a CPU what is given as `half`. `passes` counts the texts that
+    were run, the unit of a search's cost. Once it was told to `whiten`, all of its vectors are, and
+    those it is compared with have to go through `directions`.
+    """
+
+    def __init__(
+        self, target: Target, exposure: Exposure | None = None, half: torch.dtype | None = None
+    ) -> None:
+        self.target = target
+        self.exposure = exposure or Exposure("pooled")
+        self.device = target.parts.device
+        self.before, self.after = target.frame()
+        self.pad = target.pads()[0]
+        self.passes = 0
+        self._whitening: Whitening | None = None
+        half = torch.float16 if self.device.type == "cuda" else half
+        self._fast = copy.deepcopy(target.model).to(half) if half else target.model
+
+    @property
+    def table(self) -> Tensor:
+        """The token embeddings (V, e)."""
+        return self.target.parts.table
+
+    def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """The ids and the mask that the model is run on, special tokens in their places."""
+        first, last = len(self.before), len(self.after)
+        n = int(texts.lengths.max()) if len(texts) else 0
+        ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
+        ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
+        ids[:, first : first + n] = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
+        rows = torch.arange(len(texts), device=self.device)
+        for place, token in enumerate(self.after):
+            ids[rows, first + texts.lengths + place] = token
+        places = torch.arange(ids.shape[1], device=self.device)
+        mask = places < (texts.lengths + first + last)[:, None]
+        return ids, mask.long()
+
+    def whiten(self, texts: Texts) -> Tensor:
+        """Compare vectors, from here on, in units of how they vary over these texts.
+
+        Gives the vectors of these.
+        """
+        self._whitening = None
+        vectors = self.vectors(texts, fast=True)
+        self.whiten_by(vectors)
+        return self.directions(vectors)
+
+    def whiten_by(self, vectors: Tensor) -> None:
+        """The same, from the vectors of texts as they are compared without it."""
+        self._whitening = Whitening.of(vectors)
+
+    def directions(self, values: Tensor) -> Tensor:
+        """Vectors (b, d) of a model as they are compared: of length one, in float32."""
+        unit = normalize(values.float(), dim=-1)
+        return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
+
+    @torch.no_grad()
+    def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
+        """The vectors (b, d) of texts, of length one, in float32."""
+        self.passes += len(texts)
+        model = self._fast if fast else self.target.model
+        order = texts.lengths.argsort()
+        step = max(1, _TOKENS[self.device.type] // (texts.ids.shape[1] + 2))
+        parts = [self._run(model, texts[rows]) for rows in order.split(step)]
+        vectors = torch.cat(parts) if parts else torch.zeros(0, 1, device=self.device)
+        return vectors[order.argsort()]
+
+    @cached_property
+    def speaks(self) -> bool:
+        """Is it a causal model with its head, which says what may follow?"""
+        head = self.target.model.get_output_embeddings() if self.target.parts.causal else None
+        return isinstance(head, nn.Linear)
+
+    @torch.no_grad()
+    def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
+        """Of a model that `speaks`, fast: the vectors (b, d), and log p (b, n) of each token.
+
+        That is after the tokens before it; where there is none, it is not a number.
+        """
+        self.passes += len(texts)
+        order, n = texts.lengths.argsort(), texts.ids.shape[1]
+        step = max(1, _TOKENS[self.device.type] // (n + 2))
+        vectors: list[Tensor] = []
+        log_p: list[Tensor] = []
+        for rows in order.split(step):
+            some = texts[rows]
+            ids, mask = self.framed(some)
+            states = self._states(ids, mask)
+            pooled = pool(self.target.parts, self.exposure, states, mask)
+            if self.exposure.steps > 1:
+                pooled = capture(self._fast, self.exposure, ids=ids, mask=mask)["values"]
+            vectors.append(self.directions(pooled))
+            log_p.append(self._log_p(states, some, n))
+        back = order.argsort()
+        return torch.cat(vectors)[back], torch.cat(log_p)[back]
+
+    @torch.no_grad()
+    def next_log_p(self, texts: Texts) -> Tensor:
+        """Of a model that `speaks`: log p (b, n + 1, V) of every token in each gap of texts.
+
+        That is after the tokens before the gap; where there is none, it is not a number.
+        """
+        self.passes += len(texts)
+        n = texts.ids.shape[1]
+        states = self._before(self._states(*self.framed(texts)), n + 1)
+        parts = states.flatten(0, 1).split(_ANSWERS[self.device.type])
+        answers = [self._head(part).float().log_softmax(-1).to(part.dtype) for part in parts]
+        return torch.cat(answers).unflatten(0, states.shape[:2])
+
+    @property
+    def _head(self) -> nn.Linear:
+        return self._fast.get_output_embeddings()
+
+    def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The last layer's states (b, m, d) of framed texts."""
+        last = Exposure("hidden", self.target.parts.layers)
+        return capture(self._fast, last, ids=ids, mask=mask)["values"]
+
+    def _before(self, states: Tensor, count: int) -> Tensor:
+        """The states (b, count, d) before each of the first places of texts, or not a number."""
+        first = len(self.before)
+        nothing = states.new_full((len(states), max(0, 1 - first), states.shape[2]), torch.nan)
+        rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
+        return nn.functional.pad(rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan)
+
+    def _log_p(self, states: Tensor, texts: Texts, n: int) -> Tensor:
+        """log p (b, n) of each token of texts, from the states before it."""
+        states, inside = self._before(states, n), texts.mask
+        tokens = texts.ids[inside].split(_ANSWERS[self.device.type])
+        found = [
+            self._head(part).float().log_softmax(-1).gather(1, some[:, None])[:, 0]
+            for part, some in zip(
+                states[inside].split(_ANSWERS[self.device.type]), tokens, strict=True
+            )
+        ]
+        log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
+        log_p[inside] = torch.cat(found)
+        return log_p
+
+    def _run(self, model: Any, texts: Texts) -> Tensor:
+        ids, mask = self.framed(texts)
+        values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
+        return self.directions(values)
+
+    def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
+        self.passes += 2 * len(texts)
+        ids, mask = self.framed(texts)
+        n, first = texts.ids.shape[1], len(self.before)
+        with torch.enable_grad():
+            embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
+            values = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
+            cosines = (self.directions(values["values"]) * goals).sum(-1)
+            (slopes,) = torch.autograd.grad(cosines.sum(), embeddings)
+        slopes = slopes[:, first : first + n]
+        wide = slopes.new_zeros(len(texts), n, slopes.shape[-1])
+        wide[:, : slopes.shape[1]] = slopes
+        return cosines.detach(), wide
+
+
+def matrix_half() -> torch.dtype | None:
+    """The half precision that this CPU has matrix units for: three times as fast as float32."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return torch.bfloat16 if known.get("amx_bf16") else None
+
+
+# Vectors that vary alike in every direction, so that a cosine counts all of them (ours).
+#
+# The last states of a causal model lie in a narrow cone and vary most in what they predict, which
+# many texts share; what tells texts apart is in the directions of little variance. With mean μ and
+# covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes (v − μ) U diag(λ + ε)^-½. ε, a
+# share of the largest λ, keeps rounding from counting as much as the text.
+
+_LEAST = 1e-3  # of the largest variance: what rounding may be
+
+
+@dataclass(frozen=True, eq=False)
+class Whitening:
+    """`mean` (d,) and `map` (d, d) of some vectors."""
+
+    mean: Tensor
+    map: Tensor
+
+    @classmethod
+    def of(cls, vectors: Tensor, least: float = _LEAST) -> Whitening:
+        """Learnt from vectors (b, d); with fewer of them than numbers the rest counts alike."""
+        mean = vectors.double().mean(0)
+        off = vectors.double() - mean
+        spread, axes = torch.linalg.eigh(off.T @ off / len(off))
+        scale = (spread.clamp(min=0) + least * spread[-1].clamp(min=1e-30)).rsqrt()
+        return cls(mean.to(vectors), (axes * scale).to(vectors))
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        return (vectors - self.mean) @ self.map

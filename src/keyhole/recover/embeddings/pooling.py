@@ -1,0 +1,266 @@
+"""How were these embeddings made? The pooling of an encoder that gives them.
+
+With a text whose vector is known, the encoder is run on it and pooled in every way there is: the
+way that gives the same numbers is the right one, and where none does, the encoder is another.
+Without one, it is a guess, and said to be one; a text that is verified later proves it. Vectors of
+length 1 were normalised. The pooling is what the encoder's folder says, if sentence-transformers
+wrote it. If not, it is the one whose mean over some texts points where the vectors' mean points:
+sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
+the texts.
+
+Vectors of fewer numbers than the encoder gives may be its first ones, `width` of them, normalised
+again or not: encoders are trained so that these will do (Kusupati et al., 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists, parse, read_text
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import POOLINGS, Exposure
+from keyhole.recover.simulate import LONGEST, leak_of
+
+AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
+# The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
+# 0.04 off that of the same weights in float32, and another pooling 0.5 and more.
+AGREES_QUANTISED = 0.1
+_SURE = "--known with texts of the store makes sure"
+_SETTINGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+}
+_UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rounded
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess.
+
+    `likeness` is, of a guess from statistics, the cosine of the means that it was made by, `agrees`
+    the largest error that is none. `width` says that only the first so many numbers were kept, and
+    `unit` that they were normalised after that.
+    """
+
+    name: str
+    normalised: bool
+    error: float | None
+    reason: str
+    likeness: float | None = None
+    agrees: float = AGREES
+    width: int | None = None
+    unit: bool = False
+
+    @property
+    def exposure(self) -> Exposure:
+        return Exposure("pooled", 0, self.name, self.normalised, self.width, self.unit)
+
+    @property
+    def sure(self) -> bool:
+        return self.error is not None and self.error <= self.agrees
+
+    def __str__(self) -> str:
+        return _words(self.exposure)
+
+
+def ways(model: Any, width: int | None = None) -> list[Exposure]:
+    """Every way in which this model's states become one vector, or the first numbers of one."""
+    has_pooler = getattr(anatomy(model).base, "pooler", None) is not None
+    whole = [
+        Exposure("pooled", 0, name, normalised, width)
+        for name in POOLINGS
+        for normalised in ((False,) if name == "pooler" else (True, False))
+        if name != "pooler" or has_pooler
+    ]
+    if width is None:
+        return whole
+    # What is normalised in the end is the same whether or not it was before.
+    again = [way for way in whole if way.normalised or way.pooling == "pooler"]
+    return [*(replace(way, unit=True) for way in again), *whole]
+
+
+def longest_text(folder: str | Path) -> int:
+    """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
+
+    Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
+    """
+    path = Path(folder) / "sentence_bert_config.json"
+    if not exists(path):
+        return LONGEST
+    longest = _settings(path, "the settings of an encoder").get("max_seq_length")
+    if longest is None:
+        return LONGEST
+    if type(longest) is not int or longest < 1:
+        raise InputError(f"expected max_seq_length as a number in {path}, got {longest!r:.40}")
+    return min(longest, LONGEST)
+
+
+def embeddings(
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = LONGEST
+) -> Tensor:
+    """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
+    leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
+    return torch.stack([leak.tensors["values"] for leak in leaks]).double()
+
+
+def from_texts(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST,
+    agrees: float = AGREES, width: int | None = None,
+) -> Pooling:  # fmt: skip
+    """The pooling that turns each text into its vector, or comes nearest."""
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
+    return _nearest(errors, "the store's own texts", agrees)
+
+
+def from_known(
+    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
+    most: int = LONGEST, agrees: float = AGREES, width: int | None = None,
+) -> Pooling:  # fmt: skip
+    """The same where it is known that the texts are among the vectors, but not which they are."""
+    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
+    for _, vectors in batches:
+        for way, wanted in made.items():
+            apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
+            least[way] = torch.minimum(least[way], apart.amin(1))
+    errors = {way: float(each.median()) for way, each in least.items()}
+    return _nearest(errors, "the known texts", agrees)
+
+
+def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
+    """What sentence-transformers wrote beside an encoder; None where it wrote nothing."""
+    path = Path(folder) / "1_Pooling" / "config.json"
+    if not exists(path):
+        return None
+    chosen = _settings(path, "the settings of a pooling")
+    names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
+    names = names or [
+        name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
+    ]
+    if len(names) != 1:
+        return None  # several side by side, or one that is not known here
+    normalised, unit = _normalised(vectors, width)
+    way = Exposure("pooled", 0, names[0], normalised, width, unit)
+    reason = f"{_words(way)}: as {path.parent.name} of the encoder says; {_SURE}"
+    return Pooling(names[0], normalised, None, reason, width=width, unit=unit)
+
+
+def _settings(path: Path, what: str) -> dict[str, Any]:
+    try:
+        settings: object = parse(read_text(path, what))
+    except ValueError as error:
+        raise InputError(f"expected {what}, got {path}: {error}") from error
+    return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
+
+
+def from_statistics(
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, width: int | None = None
+) -> Pooling:
+    """A guess, from vectors of unknown texts and any texts of the same language."""
+    (normalised, unit), mean = _normalised(vectors, width), vectors.double().mean(0)
+    cosines = {
+        way: float(
+            torch.cosine_similarity(embeddings(model, tokenizer, texts, way).mean(0), mean, 0)
+        )
+        for way in ways(model, width)
+        if way.unit == unit and (way.normalised == normalised or way.pooling == "pooler")
+    }
+    order = sorted(cosines, key=lambda way: -cosines[way])
+    ranking = ", ".join(f"{way.pooling} {cosines[way]:.2f}" for way in order)
+    length = "length 1" if unit or (normalised and width is None) else "other lengths than 1"
+    best = order[0]
+    reason = (
+        f"guessed {_words(best)}: the vectors have {length}, and their "
+        f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
+    )
+    return Pooling(
+        best.pooling, best.normalised, None, reason, cosines[best], width=width, unit=unit
+    )
+
+
+def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
+    """Were vectors normalised, and what was left of them again? By their lengths.
+
+    What is left of a vector of length 1 is shorter.
+    """
+    lengths = vectors.double().norm(dim=1)
+    unit = bool(((lengths - 1).abs() < _UNIT).all())
+    if width is None:
+        return unit, False
+    return unit or bool((lengths < 1).all()), unit
+
+
+def _errors(made: Tensor, given: Tensor) -> Tensor:
+    return (made - given).norm(dim=1) / made.norm(dim=1)
+
+
+def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> Pooling:
+    best = min(errors, key=lambda way: errors[way])
+    error, words = errors[best], _words(best)
+    reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
+    if error > agrees:
+        reason = (
+            f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
+            f"{error:.1e} of their length off"
+        )
+    return Pooling(
+        best.pooling, best.normalised, error, reason, agrees=agrees, width=best.width,
+        unit=best.unit,
+    )  # fmt: skip
+
+
+def _words(way: Exposure) -> str:
+    words = f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
+    if way.pooling == "pooler":
+        words = "the pooler's output"
+    if way.width is not None:
+        again = ", normalised again" if way.unit else ""
+        words += f", truncated to the first {way.width} numbers{again}"
+    return words
+
+
+# Are these the same numbers of an encoder's vectors, though of other texts? (Mantel, 1967)
+#
+# Which numbers of a vector rise and fall together follows from the encoder's weights more than from
+# the texts. So the correlations r_ij of its numbers i and j over some texts correlate with those
+# over other texts; those of another encoder do not, and neither do its own with the numbers in
+# another order. Orders drawn at random say how large the correlation of correlations gets by
+# chance: the right order must beat all of them.
+
+_ORDERS = 1_999  # drawn at random: chance alone beats them once in 2,000 times
+_NUMBERS = 128  # that are looked at: enough, and quick
+
+
+def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
+    """Do the numbers of two sets of vectors (a, k), (b, k) belong together, one by one?"""
+    if min(len(own), len(given)) < 3:
+        return False  # two vectors have no correlations but 1 and -1
+    ours, theirs = (_correlations(each[:, :_NUMBERS]) for each in (own, given))
+    count = len(ours)
+    first, second = torch.triu_indices(count, count, 1)
+    theirs = _centred(theirs[first, second])
+    stream = torch.Generator().manual_seed(seed)
+    agreement = float(_centred(ours[first, second]) @ theirs)
+    for _ in range(_ORDERS):
+        order = torch.randperm(count, generator=stream)
+        if float(_centred(ours[order[first], order[second]]) @ theirs) >= agreement:
+            return False
+    return True
+
+
+def _correlations(vectors: Tensor) -> Tensor:
+    return torch.corrcoef(vectors.double().T).nan_to_num(0.0)  # NaN: always the same number
+
+
+def _centred(values: Tensor) -> Tensor:
+    return values - values.mean()

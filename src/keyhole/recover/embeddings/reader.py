@@ -1,0 +1,151 @@
+"""Text from one vector, by token statistics of a corpus and a search (ours).
+
+One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
+its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
+attacker has. Which tokens a vector speaks of
+(embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then guide
+a search by sums of single changes (embedding/sum_search.py). Nothing is learnt. On a GPU all
+vectors are searched at once; on a CPU one after the other, with fewer tries for each, which reads
+texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships. A last state
+says most of how a text ends, and a prompt may end anywhere: there beginnings of lines are counted
+besides the lines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from keyhole.core.errors import expect_count
+from keyhole.core.journal import digest
+from keyhole.models.capture import Exposure
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts
+from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
+from keyhole.recover.embeddings.final_state import vectors_of
+from keyhole.recover.embeddings.judge import may_be
+from keyhole.recover.embeddings.sum_search import MayBe, Said, SumSearch
+from keyhole.recover.leaks import Leak, Pooled
+
+_TOGETHER = {"cuda": 256, "cpu": 1}  # vectors
+_SAME = 1e-6  # 1 − cosine
+
+
+@dataclass(frozen=True)
+class CountedReader:
+    """Count a `corpus` (a file of texts, or texts) and search with the counts.
+
+    `longest` is the number of tokens, special ones left out, up to which texts are looked for.
+    `counted` are counts that were made before (`ready` gives them): then nothing is counted.
+    """
+
+    corpus: str | Path | Sequence[str] = SHIPPED
+    longest: int = 34
+    search: SumSearch = field(default_factory=SumSearch)
+    counted: Counted | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        expect_count("longest", self.longest)
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        target.count.begin(range(len(leaks)))
+        vectors, exposure = vectors_of(target.model, leaks)
+        counted = self.counted or self._count(Encoder(target, exposure, matrix_half()))
+        encoder = counted.encoder
+        longest, frame = self._longest(encoder), len(encoder.before + encoder.after)
+        once = 0 if self.counted else encoder.passes // len(leaks)
+        for some in _groups(leaks, encoder.device.type):
+            goals = encoder.directions(vectors[list(some)].to(encoder.device))
+            lengths = [leaks[number].length or longest + frame for number in some]
+            most = max(1, min(longest, max(lengths) - frame))
+            readings = self.search(
+                encoder, goals, counted, most, self._said(target, len(some)),
+                _test(target, encoder, [leaks[number] for number in some]),
+            )  # fmt: skip
+            for number, reading in zip(some, readings, strict=True):
+                tokens = reading.tokens
+                if leaks[number].length is None:
+                    tokens = _shortest(encoder, tokens)
+                ids = [*encoder.before, *tokens, *encoder.after]
+                passes, loss = reading.passes, 1 - reading.cosine
+                yield number, Proposal(ids, passes, passes, once, self.note, loss)
+
+    @property
+    def note(self) -> str:
+        """What it reads with, in words."""
+        if self.corpus == SHIPPED:
+            return "read with counts of the corpus that ships"
+        return "read with counts of the corpus, nothing learnt"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it counts, and how it searches, as JSON can write it."""
+        return {
+            "search": asdict(self.search),
+            "corpus": digest(corpus_texts(self.corpus)),
+            "longest": self.longest,
+        }
+
+    def ready(self, target: Target, exposure: Exposure) -> CountedReader:
+        """The same with its counts, for many calls."""
+        return replace(self, counted=self._count(Encoder(target, exposure, matrix_half())))
+
+    def _count(self, encoder: Encoder) -> Counted:
+        words = encoder.target.tokenizer
+        progress = encoder.target.track("counting the corpus", 1)
+        lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
+            "input_ids"
+        ]
+        lines, longest = [ids for ids in lines if ids], self._longest(encoder)
+        if encoder.exposure.pooling == "last":
+            lines += beginnings(lines, longest)
+        counted = Counted.of(encoder, lines, longest)
+        progress(1)
+        return counted
+
+    def _said(self, target: Target, count: int) -> Said | None:
+        """Progress of a search for many texts; one alone is a step of the whole."""
+        if count == 1:
+            return None
+        progress = target.track("search for texts", count)
+        return lambda rounds, read, _: progress(read, note=f"read, {rounds} rounds")
+
+    def _longest(self, encoder: Encoder) -> int:
+        frame = len(encoder.before + encoder.after)
+        return min(self.longest, encoder.target.parts.longest - frame)
+
+
+def beginnings(lines: Sequence[list[int]], longest: int, seed: int = 0) -> list[list[int]]:
+    """Each line up to a token by chance, within `longest`."""
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    return [line[: chance.randint(1, min(len(line), longest))] for line in lines]
+
+
+def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
+    """Whether a text may be the one behind a pooled embedding; None for other leaks."""
+    if not isinstance(leaks[0], Pooled):
+        return None
+
+    def may_be_text(number: int, tokens: list[int]) -> bool:
+        ids = [*encoder.before, *tokens, *encoder.after]
+        return may_be(target, cast("Pooled", leaks[number]), ids)
+
+    return may_be_text
+
+
+def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
+    """A token alone, if its state is that of the same token repeated (docs/text.md)."""
+    if encoder.exposure.pooling != "last" or len(tokens) < 2 or len(set(tokens)) > 1:
+        return tokens
+    texts = Texts.of([tokens, tokens[:1]], len(tokens), encoder.device)
+    repeated, alone = encoder.vectors(texts)
+    return tokens[:1] if float(1 - repeated @ alone) < _SAME else tokens
+
+
+def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:
+    """Which leaks are searched together: hundreds on a GPU, each on its own on a CPU."""
+    size = _TOGETHER[device]
+    return (range(start, min(start + size, len(leaks))) for start in range(0, len(leaks), size))

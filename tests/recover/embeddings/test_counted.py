@@ -1,0 +1,105 @@
+"""Counts of a corpus: they point at the tokens of texts, and a search with them reads texts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keyhole.core.errors import InputError
+from keyhole.models import Exposure
+from keyhole.recover import leak_of, recover_texts
+from keyhole.recover.embeddings.changes import LikelyTokens, Luck, Shares
+from keyhole.recover.embeddings.counts import Bag, Counted, NGrams
+from keyhole.recover.embeddings.encoder import Texts
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.run import run
+
+LINES = [" ".join(f"w{(k * j + k) % 60}" for j in range(1, 2 + k % 5)) for k in range(1, 400)]
+SECRETS = ["w3 w14 w5", "w31 w2", "w8 w27 w19"]
+
+
+@pytest.fixture(scope="module")
+def lines(loaded):
+    return loaded.tokenizer(LINES, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def counted(encoder, lines):
+    return Counted.of(encoder, lines, 5)
+
+
+@pytest.fixture(scope="module")
+def secrets(loaded, encoder):
+    ids = loaded.tokenizer(SECRETS, add_special_tokens=False)["input_ids"]
+    return ids, encoder.vectors(Texts.of(ids, 3))
+
+
+def test_the_bag_holds_the_tokens_of_texts_that_are_not_in_the_corpus(counted, secrets):
+    ids, goals = secrets
+    best = counted.bag.odds(goals).topk(20).indices.tolist()  # of 200
+    held = [token in first for tokens, first in zip(ids, best, strict=True) for token in tokens]
+    assert sum(held) >= 6  # of 8; by chance less than one
+
+
+def test_what_is_missing_is_the_difference_of_the_odds(counted, secrets):
+    _, goals = secrets
+    bag = counted.bag
+    expected = bag.odds(goals[0]) - bag.odds(goals[1])
+    assert torch.allclose(bag.missing(goals[0] - goals[1]), expected, atol=1e-3)
+
+
+def test_a_blank_bag_knows_how_frequent_tokens_are(encoder, lines):
+    texts = Texts.of([line for line in lines if len(line) <= 5], 5)
+    bag = Bag.blank(encoder, texts, 32)
+    assert torch.equal(bag.odds(torch.randn(32)), bag.offset)
+    most = int(bag.offset.argmax())
+    shares = [sum(t in line for line in lines) for t in range(len(bag.offset))]
+    assert shares[most] == max(shares)
+
+
+def test_no_special_token_is_tried(counted, secrets):
+    goals = secrets[1]
+    likely = LikelyTokens.of(counted, goals)
+    parents = Texts.of([[10, 11], [12]], 4)
+    luck = Luck(torch.tensor([0, 3]), torch.Generator().manual_seed(0))
+    singles = likely.singles(
+        parents, goals[:2] - goals[2], torch.tensor([0, 1]), luck, 4, 1000, Shares(500, 500, 500)
+    )
+    assert not torch.isin(counted.special, singles.tokens[singles.allowed]).any()
+    tried = [set(row.tolist()) for row in singles.tokens[:, singles.kinds == 0]]
+    assert all(len(tokens) >= 190 for tokens in tried)  # of 200, if so many are wanted
+
+
+def test_the_search_reads_texts_one_by_one_and_together(encoder, counted, secrets):
+    ids, goals = secrets
+    search = SumSearch(passes=12_000)
+    single = [search(encoder, goal[None], counted, 4)[0] for goal in goals]
+    for readings in (single, search(encoder, goals, counted, 4)):
+        assert [reading.tokens for reading in readings] == ids
+        assert all(reading.cosine > 1 - 1e-6 for reading in readings)
+    assert single == [search(encoder, goal[None], counted, 4)[0] for goal in goals]
+
+
+def test_a_search_ends_when_its_passes_are_spent(encoder, lines, secrets):
+    blank = Counted.of(encoder, lines, 5, ngrams=NGrams.uniform(200), guess=False)
+    reading = SumSearch(passes=100, arrived=-1.0)(encoder, secrets[1][:1], blank, 4)[0]
+    assert 1 <= len(reading.tokens) <= 4
+    assert 100 <= reading.passes < 1000
+
+
+def test_texts_are_read_back_and_verified(loaded, tmp_path):
+    leaks = [leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")) for text in SECRETS]
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(LINES), "utf-8")
+    recoveries = run(loaded, leaks, corpus=corpus)
+    assert [recovery.text for recovery in recoveries] == SECRETS
+    assert all(recovery.verified for recovery in recoveries)
+    assert {recovery.method for recovery in recoveries} == {"CountedReader"}
+    assert "counts of the corpus" in recoveries[0].reason
+
+
+def test_a_corpus_without_texts_is_refused(loaded):
+    leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
+    with pytest.raises(InputError, match="expected texts in the corpus, got none"):
+        recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))
