@@ -18,16 +18,11 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
 from keyhole.models.capture import Exposure
-from keyhole.recover.attacks.counted_reader import CountedReader
-from keyhole.recover.attacks.pooled import PooledEmbedding
-from keyhole.recover.embedding.sum_search import SumSearch
-from keyhole.recover.layers.token_search import TokenSearch
-from keyhole.recover.pooling import embeddings
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()

@@ -11,7 +11,6 @@ import tiny_models as tiny
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure
 from keyhole.recover import EncoderStates, leak_of, recover_texts, recovering
-from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Proposal
 
 WORDS = tiny.tokenizer()

@@ -17,12 +17,9 @@ from keyhole.audit.one_exposure import NAMES
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
-from keyhole.recover.attacks.pooled import PooledEmbedding
-from keyhole.recover.layers.token_search import TokenSearch
-from keyhole.recover.pooling import embeddings
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
 from keyhole.testing import CouldNotCheck, assert_withstands, record
 from keyhole.testing.lines import lines

@@ -93,7 +93,7 @@ def model_checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
 
 def _leaks(parts: Anatomy) -> list[tuple[Exposure, str]]:
     first, middle = Exposure("kv", caches(parts)[0]), Exposure("hidden", -(-parts.layers // 2))
-    return [*((first, form) for form in (*FORMS, "encrypted")), (middle, "rotated")]
+    return [*((first, form) for form in FORMS), (middle, "rotated")]
 
 
 def _model(

@@ -18,7 +18,6 @@ from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery
-from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak

@@ -26,13 +26,6 @@ from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
-from keyhole.models.loading import Loaded
-from keyhole.models.tasks import head_of
-from keyhole.oracle.probe import Answered, Server
-from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
-from keyhole.oracle.vector_prompts import FORMS
-from keyhole.recover import HiddenStates, Logits
-from keyhole.recover import run as recover_text
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import FORMS
 from keyhole.oracle.probe import LOGPROBS, STATES, VECTOR, Answered, Route, Server
@@ -43,7 +36,7 @@ from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.served import served_noise, with_served_noise
-from keyhole.recover.simulate import LONGEST
+from keyhole.recover.simulate import MAX_LENGTH
 
 _PROBE = "a secret"  # what routes are asked about before anything is known of them
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
@@ -157,7 +150,7 @@ def _texts(
     exposure = f"text from {route.name}"
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(LONGEST, parts.longest)
+    longest = min(MAX_LENGTH, parts.longest)
     progress = track(exposure, len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):

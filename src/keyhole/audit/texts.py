@@ -45,7 +45,7 @@ from keyhole.recover.registry import (
     readers,
 )
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
-from keyhole.recover.simulate import LONGEST, degrade, leak_of
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _WEIGHT = 40  # how long a check takes, as measured on the demo (check.py)
@@ -175,7 +175,7 @@ def _check(
     texts = [*target.texts, *(target.notes if line.short else ())]
     exact = [leak_of(model, tokenizer, text, exposure) for text in texts]
     parts = anatomy(model)
-    longest = min(LONGEST, parts.longest)
+    longest = min(MAX_LENGTH, parts.longest)
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if layer is None else layer  # pooling is done at the top
     cells: list[Readings] = []

@@ -32,9 +32,7 @@ from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.embeddings.pooling import Pooling
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.pooling import Pooling
 from keyhole.recover.run import recovering
-from keyhole.recover.recover_text import recovering
 
 EXPOSURE = "stored embedding"
 _REMEDY = (

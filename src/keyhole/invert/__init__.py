@@ -107,7 +107,6 @@ if TYPE_CHECKING:
         recovering,
         save_leak,
     )
-    from keyhole.recover import run as recover_text
 else:  # on demand: an inversion of one layer needs no transformers
 
     def __getattr__(name: str) -> Any:

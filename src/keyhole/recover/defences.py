@@ -5,12 +5,9 @@ He does not know a secret; but he uses the server too, and texts of his own leak
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -18,10 +15,9 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded
-from keyhole.recover.at_rest import encrypted, tokens_by_size
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
-from keyhole.recover.leaks import Leak, load_leak
+from keyhole.recover.leaks import Leak
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.run import recover_texts
 from keyhole.recover.secrets import (
@@ -35,12 +31,11 @@ from keyhole.recover.secrets import (
 )
 from keyhole.recover.simulate import degrade, leak_of, with_noise
 
-DEFENCES = ("none", "noise", "permuted", *FORMS, "encrypted")
+DEFENCES = ("none", "noise", "permuted", *FORMS)
 NOISE = 0.1  # in standard deviations of the leak
 _KEY = 7
 _LONG = 3 * BLOCK  # tokens of a text of the attacker's own
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
-_SIZES = (8, 16)  # tokens of the files by which an attacker knows what a token takes
 _APART = 10_000  # keeps the seeds of the attacker's texts apart from the others'
 _SPARE = 1.3  # times as many rows, or sums, as there are dimensions
 
@@ -77,13 +72,10 @@ def read_behind(
     ]
     reading = _Reading()
     try:
-        if defence == "encrypted":
-            reading.by_size(target, plain, exposure, seed)
-        else:
-            leaks = [_defended(leak, defence, seed + number) for number, leak in enumerate(plain)]
-            if defence in FORMS:
-                leaks = reading.undo(target, leaks, exposure, defence, seed)
-            reading.judge(recover_texts(loaded.model, loaded.tokenizer, leaks), truths)
+        leaks = [_defended(leak, defence, seed + number) for number, leak in enumerate(plain)]
+        if defence in FORMS:
+            leaks = reading.undo(target, leaks, exposure, defence, seed)
+        reading.judge(recover_texts(loaded.model, loaded.tokenizer, leaks), truths)
     except Unsuccessful as end:
         reading.status, reading.reason = end.status, end.reason
     return LeakTried(
@@ -127,31 +119,6 @@ class _Reading:
             self.status = Status.RECOVERED
         elif self.exact or self.tokens >= _PARTLY:
             self.status = Status.INEXACT
-
-    def by_size(self, target: Target, leaks: Sequence[Leak], exposure: Exposure, seed: int) -> None:
-        """Encrypted files: none is opened, and their sizes tell the lengths of the texts."""
-        self.attack, self.status = "the file's size", Status.NOT_IDENTIFIABLE
-        stream = torch.Generator().manual_seed(seed)
-        key, nonce = torch.randint(256, (2, 32), generator=stream).tolist()
-        own = [_own(target, length, exposure, stream) for length in _SIZES]
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "leak"
-
-            def sealed(leak: Leak) -> int:
-                leak.save(file)
-                return file.write_bytes(encrypted(file.read_bytes(), bytes(key), bytes(nonce)))
-
-            known = [(leak.length or 0, sealed(leak)) for leak in own]
-            opened = counted = 0
-            for leak in leaks:
-                counted += tokens_by_size(known, sealed(leak)) == leak.length
-                with suppress(InputError):
-                    load_leak(file)
-                    opened += 1
-        self.reason = (
-            f"{opened} of {len(leaks)} files could be opened without the key; the size told the "
-            f"number of tokens of {counted}"
-        )
 
 
 def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from keyhole.core import Status, environment
 from keyhole.core.result import Result, restored
+from keyhole.recover.judge import Mark
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
@@ -21,8 +21,6 @@ _ADVICE = {
     Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
     Status.NOT_APPLICABLE: "This exposure of this kind of model has no attack here.",
 }
-
-
 
 
 @dataclass(frozen=True, repr=False)

@@ -120,7 +120,11 @@ def run(
                 exact = original.is_exactly(loaded.tokenizer, recovery.ids)
                 shared = original.shared(loaded.tokenizer, recovery.ids)
             padding = getattr(loaded.tokenizer, "pad_token_id", None)
-            notify(LeakRead(number, file.name, file.leak.digest, recovery, before, padding, exact, shared))
+            notify(
+                LeakRead(
+                    number, file.name, file.leak.digest, recovery, before, padding, exact, shared
+                )
+            )
 
     with (
         Journal(out, _identity(loaded, method, corpus)) as journal,

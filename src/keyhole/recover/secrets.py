@@ -1,4 +1,4 @@
-"""Leaks behind a secret: rotated, scrambled, or mixed, under a key that the owner keeps.
+"""Leaks behind a secret: rotated, scrambled or mixed under a key that the owner keeps; and undone.
 
 Rows that attention reads can be multiplied by a secret matrix if the weights are changed to match,
 so a cache or a store may hold them that way at no cost in answers. For each matrix of rows X (n, k)
@@ -11,6 +11,22 @@ of a leak (hidden states have one, keys and values one for each head), with b = 
 
 *Shadow in the Cache* (arXiv 2508.09442) proposes the last for KV caches (KV-Cloak), with a secret
 matrix added to X besides and permutations of each head's own.
+
+Whoever uses the server as well has texts that he knows, X, and their leaks Y. What follows:
+
+- A rotation keeps every distance. With U S Wᵀ the singular value decomposition of XᵀY, the
+  orthogonal matrix that comes nearest to X R = Y is U Wᵀ (Schönemann, 1966). It is unique only on
+  what the pairs span: with r of the singular values above rounding, the r numbers y W_r are f U_r,
+  exactly, for every other vector as well, and of the rest of f nothing but the length is known. So
+  m pairs give m numbers of every stored vector, as if it had been cut to m dimensions.
+- A general linear map keeps nothing that is not in the span of the known vectors: Y = X M has one
+  solution from k pairs on, and Y⁺ X then undoes it.
+- With the tokens of a block exchanged, Y = P X M, sums do not see the order: the rows of a block
+  add up to 1ᵀY = 1ᵀX M, so every known block is one pair of sums, and k blocks give M. What is left
+  are rows in no order. Hidden states are read as such (layers/unordered.py). An encoder's keys and
+  values give the hidden states below them by least squares (layers/key_values.py). A decoder's
+  first layer is looked up: values tell the token; keys, which are rotated by position, its place.
+- With tokens mixed as well (S P X M) neither rows nor their sums are pairs.
 """
 
 from __future__ import annotations
@@ -98,21 +114,6 @@ def _map(size: int, stream: torch.Generator, orthogonal: bool = False) -> Tensor
     return rotation() * _STRETCH**sizes @ rotation()
 
 
-# Vectors that were rotated, or sent through a linear map, before they were stored: undone.
-#
-# A secret orthogonal R keeps every distance, so a search works on f R as on f, and an encoder's
-# owner may hope that R hides the texts. Whoever knows m texts whose stored vectors he can tell has
-# pairs X R = Y of m vectors each. With U S Wᵀ the singular value decomposition of XᵀY, the
-# orthogonal matrix that comes nearest is U Wᵀ (Schönemann, 1966). It is unique only on what the
-# pairs span: with r of the singular values above rounding, the r numbers y W_r are f U_r, exactly,
-# for every other vector as well, and of the rest of f nothing but the length is known. So m pairs
-# give m numbers of every stored vector, as if it had been cut to m dimensions; a text can be judged
-# by those alone.
-#
-# A general linear map A keeps nothing that is not in the span of the known vectors: Y = X A has one
-# solution from m = d pairs on, Y⁺ X then undoes it, and less than that gives the nearest map of
-# smallest norm.
-
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
 
 
@@ -155,20 +156,6 @@ def _expect_pairs(known: Tensor, stored: Tensor) -> None:
     if not bool((known.isfinite() & stored.isfinite()).all()):
         raise InputError("expected finite vectors, got infinity or NaN")
 
-
-# Secrets in front of a leak, undone by somebody who had texts of his own leaked with them.
-#
-# Whoever uses the server as well has texts that he knows, X, and their leaks. What follows:
-#
-# - A rotation: rows are pairs, X R = Y, and rotation.py undoes it from k rows that span k dimensions.
-# - A map with the tokens of a block exchanged, Y = P X M. Sums do not see an order: the rows of a
-#   block add up to 1ᵀY = 1ᵀX M, so every known block is one pair of sums, and k blocks give M. What
-#   is left are rows in no order. Hidden states are then read as such (attacks/unordered.py). An
-#   encoder's keys and values give the hidden states below them by least squares
-#   (attacks/key_values.py). A decoder's first layer is looked up: values tell the token; keys, which
-#   are rotated by position, where it stands.
-#
-# With tokens mixed as well (S P X M) neither rows nor their sums are pairs.
 
 _AT_ONCE = 4096  # tokens of the vocabulary in one pass
 _ELSEWHERE = 1e30  # the cost of a place in another block

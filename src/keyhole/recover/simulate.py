@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, expect_number
+from keyhole.core.errors import InputError, expect_number, expect_seed
+from keyhole.core.files import trouble
+from keyhole.core.journal import Journal, digest
 from keyhole.data import opening
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import Exposure, capture
-from keyhole.models.loading import identity
+from keyhole.models.capture import Exposure
+from keyhole.models.capture import capture as exposed
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded, identity
 from keyhole.recover.attack import expect_numbers
-from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled, load_leak
 from keyhole.recover.secrets import FORMS as SECRET_FORMS
 from keyhole.recover.secrets import hidden_behind
 
@@ -30,7 +35,7 @@ FORMS = {
     "truncated": "truncated:K", "log-probabilities": "log-probabilities",
     **{name: f"{name}:KEY" for name in SECRET_FORMS},
 }  # fmt: skip
-LONGEST = 512  # tokens of a text that a leak is made of
+MAX_LENGTH = 512  # tokens of a text that a leak is made of
 UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
@@ -40,7 +45,7 @@ def leak_of(
     text: str | Sequence[int],
     exposure: Exposure | str,
     *,
-    most: int = LONGEST,
+    most: int = MAX_LENGTH,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 
@@ -58,7 +63,7 @@ def leak_of(
     if not ids:
         raise InputError("expected one token or more, got none")
     with torch.no_grad():
-        given = capture(model, exposure, ids=torch.tensor([ids], device=parts.device))
+        given = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
     expect_numbers(model, given.values())
     tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
     about: dict[str, Any] = {"model": identity(model)}
@@ -201,6 +206,7 @@ def capture(
     allow_pickle: bool = False,
     force: bool = False,
     seed: int = 0,
+    notify: Callable[[Path, Leak], None] | None = None,
 ) -> list[Path]:
     """Run a model on texts and write down what it would leak, to hand to an attacker.
 
@@ -208,48 +214,22 @@ def capture(
     is the file, or a folder where there are several texts. The leak takes the `forms` that
     `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
     deviation was added. A folder remembers in a journal which leaks are in it until all of them
-    are; `force` replaces the journal of another run.
+    are; `force` replaces the journal of another run. `notify` gets each leak and its file.
     """
-    return [
-        path
-        for path, _ in capturing(
-            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
-            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
-        )
-    ]  # fmt: skip
-
-
-def capturing(
-    model: str | Loaded,
-    texts: str | Sequence[str],
-    expose: str | Exposure,
-    *,
-    out: str | Path = "leak.safetensors",
-    precision: str = "float32",
-    noise: float = 0.0,
-    forms: Sequence[str] = (),
-    device: str = "cpu",
-    allow_pickle: bool = False,
-    force: bool = False,
-    seed: int = 0,
-) -> Iterator[tuple[Path, Leak]]:
-    """The same as they come: each leak and the file that holds it."""
     expect_seed(seed)
     parse_forms(forms)
     exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
-    loaded = model
-    if isinstance(loaded, str):
-        loaded = open_model(
-            loaded, task=head_for(exposure.kind), device=device, allow_pickle=allow_pickle
-        )
+    if isinstance(model, str):
+        task = "causal" if exposure.kind == "logits" else "base"
+        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise trouble("a folder to write to", paths[0].parent, error) from error
     run: dict[str, Any] = {
-        "run": "capture", "model": loaded.identity, "exposure": str(exposure),
+        "run": "capture", "model": model.identity, "exposure": str(exposure),
         "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
     }  # fmt: skip
     if forms:
@@ -258,15 +238,17 @@ def capturing(
     with Journal(unfinished, run, replace=force) as journal:
         for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
             if path.name in journal and path.exists():
-                yield path, load_leak(path)
-                continue
-            leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
-            leak = degrade(leak, precision, noise, seed + number, forms)
-            leak.save(path)
-            journal.add({path.name: {}})
-            yield path, leak
+                leak = load_leak(path)
+            else:
+                leak = leak_of(model.model, model.tokenizer, text, exposure)
+                leak = degrade(leak, precision, noise, seed + number, forms)
+                leak.save(path)
+                journal.add({path.name: {}})
+            if notify is not None:
+                notify(path, leak)
     if unfinished is not None:
         unfinished.unlink()
+    return paths
 
 
 def files_of(out: Path, count: int) -> list[Path]:

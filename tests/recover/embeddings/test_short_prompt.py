@@ -8,10 +8,6 @@ import torch
 import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.models import Exposure, capture
-from keyhole.recover import Logits, degrade, leak_of, recover_texts
-from keyhole.recover import run as recover_text
-from keyhole.recover.attacks.short_prompt import ShortPrompt
-from keyhole.recover.embedding.bigrams import Bigrams
 from keyhole.recover import Logits, degrade, leak_of, recover_text, recover_texts
 from keyhole.recover.embeddings.short_prompt import Bigrams, ShortPrompt
 

@@ -8,9 +8,8 @@ import torch
 
 import reference
 from keyhole.core.errors import InputError
-from keyhole.recover.embedding.stored import Stored
-from keyhole.recover.layers.precision import FLOOR
 from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.layers.precision import FLOOR
 from keyhole.recover.leaks import Pooled
 
 STREAM = torch.Generator().manual_seed(0)

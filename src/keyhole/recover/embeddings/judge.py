@@ -29,11 +29,9 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.edits import NONE, Rivals, Vectors, rivals_of
-from keyhole.recover.embedding.stored import Stored
-from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.embeddings.edits import NONE, Rivals, Vectors, rivals_of
 from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.leaks import Pooled
 
 _NOISE = 0.15  # of the spread: a distance above it is not called noise

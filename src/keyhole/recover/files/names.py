@@ -19,8 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.models.anatomy import Anatomy
-from keyhole.models.rotary import rotate
+from keyhole.models.anatomy import Anatomy, rotate
 from keyhole.recover.files.shapes import Section, batched, same_texts
 
 MASKS = ("attention_mask", "mask")

@@ -22,6 +22,7 @@ from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
 from keyhole.recover.files.contents import Verifies, contents_of
 from keyhole.recover.files.llama_slot import MAGIC
 from keyhole.recover.leaks import BaseLeak, Leak, own_leak
+from keyhole.recover.served import with_served_noise
 
 Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
 
@@ -87,10 +88,13 @@ def open_sources(
             opened.append(source)
             continue
         contents = contents_of(source, target, expose, verifies)
+        leaks = contents.leaks
+        if source.served:
+            leaks = with_served_noise(target, leaks)
         name = source.name or f"leak {len(opened) + 1}"
-        for number, leak in enumerate(contents.leaks):
+        for number, leak in enumerate(leaks):
             ids = None if contents.ids is None else contents.ids[number]
-            each = name if len(contents.leaks) == 1 else f"{name} [{number}]"
+            each = name if len(leaks) == 1 else f"{name} [{number}]"
             opened.append(Opened(each, leak, ids))
     return opened
 

@@ -21,13 +21,8 @@ import torch
 from torch import Tensor
 
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.batch import Batch
-from keyhole.recover.gradients.client import gradient, made
-from keyhole.recover.gradients.errors import Errors
-from keyhole.recover.gradients.update import Update
-from keyhole.recover.judge import ODDS
 from keyhole.recover.gradients.update import Batch, Update, gradient, made, noise_of
-from keyhole.recover.verdict import ODDS
+from keyhole.recover.judge import ODDS
 
 _LIMIT = 1.1  # the mean squared difference in units of the errors, at most
 _FINE = 5e-4  # of the update's size: errors below it hide no token

@@ -15,13 +15,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
-from keyhole.models.loading import identity
-from keyhole.recover.attack import Target, solvable
-from keyhole.recover.gradients.batch import Batch
-from keyhole.recover.gradients.client import task_for
-from keyhole.recover.gradients.contexts import contexts_of
 from keyhole.core import Status, Unsuccessful, environment
 from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
@@ -30,18 +23,11 @@ from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import Loaded, identity, task_of
-from keyhole.recover.attack import Target
+from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.decoder_texts import DecoderTexts
 from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search, contexts_of, places_of
 from keyhole.recover.gradients.judge import Errors, Fit, judge
 from keyhole.recover.gradients.labels import labelled
-from keyhole.recover.gradients.places import places_of
-from keyhole.recover.gradients.recovery import BatchRecovery
-from keyhole.recover.gradients.span import Span, inputs_last, map_rows, span_of
-from keyhole.recover.gradients.tokens import all_tokens, tokens_in, used_rows
-from keyhole.recover.gradients.update import Update
-from keyhole.recover.judge import Mark
-from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -63,8 +49,8 @@ from keyhole.recover.gradients.update import (
     task_for,
     update_of,
 )
-from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.recover.solvable import solvable
+from keyhole.recover.judge import Mark
+from keyhole.recover.recovery import TextRecovery
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer

@@ -163,7 +163,6 @@ class Text:
 # kept for what follows.
 
 
-
 @dataclass(frozen=True, eq=False)
 class Tolerance:
     """The error expected in each number of a leak's rows: `rounding` (n, f), `noise`, `share`."""

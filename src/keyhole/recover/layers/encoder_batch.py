@@ -15,8 +15,7 @@ from torch import Tensor
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable
-from keyhole.recover.layers.judge import compare
-from keyhole.recover.layers.precision import Precision, precision_of
+from keyhole.recover.layers.precision import Precision, compare, precision_of
 from keyhole.recover.layers.trials import Comparison, Misfits, Tried, try_rows, try_sums
 from keyhole.recover.layers.trials import substitute as try_all
 from keyhole.recover.leaks import Leak

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
-from keyhole.recover.embedding.sums import Effects, Sets
+from keyhole.recover.embeddings.sums import Effects, Sets
 from keyhole.recover.layers.map_scores import LogMaps
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import AttentionMaps, Leak

@@ -25,9 +25,8 @@ from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.decoder import Text
 from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
-from keyhole.recover.layers.judge import compare
 from keyhole.recover.layers.ordering import Orderings, fit
-from keyhole.recover.layers.precision import precision_of
+from keyhole.recover.layers.precision import compare, precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import HiddenStates, Leak
 

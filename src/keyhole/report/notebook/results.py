@@ -20,11 +20,9 @@ from keyhole.harden.train import Training
 from keyhole.invert.derivatives.bounds import Bounds
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.structure.layers import LayersInversion
-from keyhole.recover.gradients.recovery import BatchRecovery
+from keyhole.recover.gradients.recover_batch import BatchRecovery
 from keyhole.recover.judge import Mark
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.gradients.recover_batch import BatchRecovery
-from keyhole.recover.recovery import Mark, TextRecovery
 from keyhole.report.notebook.blocks import (
     Bars,
     Grid,

@@ -13,7 +13,7 @@ from keyhole.core import Status
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.judge import judge
+from keyhole.recover.layers.judge import judge_rows
 
 IDS = tiny.ids(texts=2, length=14)
 
@@ -33,11 +33,11 @@ def permuted(text, precision="float32", layer=2, forms=("permuted",)):
 def test_the_right_text_is_verified_in_its_own_order_only(precision, forms):
     for text in IDS:
         leak = permuted(text, precision, forms=forms)
-        assert judge(target(), leak, text.tolist()).verified
+        assert judge_rows(target(), leak, text.tolist()).verified
         for places in ([5, 6], [3, 9]):
             wrong = text.clone()
             wrong[places] = text[places[::-1]]
-            assert not judge(target(), leak, wrong.tolist()).verified
+            assert not judge_rows(target(), leak, wrong.tolist()).verified
 
 
 def test_a_row_of_another_text_leaves_nothing_verified():
@@ -45,7 +45,7 @@ def test_a_row_of_another_text_leaves_nothing_verified():
     leak, strange = permuted(text), permuted(other)
     values = leak.values.clone()
     values[3] = strange.values[8]
-    verdict = judge(target(), replace(leak, values=values), text.tolist())
+    verdict = judge_rows(target(), replace(leak, values=values), text.tolist())
     assert not verdict.verified
     assert Mark.VERIFIED not in verdict.marks
 
@@ -57,7 +57,7 @@ def test_tokens_that_could_change_places_are_unknown():
     subject = Target.of(blind, tiny.tokenizer())
     text = IDS[0]
     values = capture(blind, Exposure("hidden", 0), ids=text[None])["values"][0]
-    verdict = judge(subject, invert.HiddenStates(values, 0, permuted=True), text.tolist())
+    verdict = judge_rows(subject, invert.HiddenStates(values, 0, permuted=True), text.tolist())
     assert verdict.status is not Status.RECOVERED
     assert set(verdict.marks) == {Mark.UNKNOWN}
     assert f"the order of {len(text)} tokens is unknown" in verdict.reason

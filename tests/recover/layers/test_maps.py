@@ -12,7 +12,6 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy, capture, identity
 from keyhole.recover import EncoderMaps, TokenSearch, recover_texts, recovering
-from keyhole.recover import run as recover_text
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
 from keyhole.recover.layers.trials import Comparison

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from dataclasses import replace
 
@@ -17,9 +16,9 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.models.demo import load_demo
 from keyhole.recover.attack import Target
+from keyhole.recover.files.sources import WrittenIds
 from keyhole.recover.layers import judge as judge_module
-from keyhole.recover.layers import judge as rivals
-from keyhole.recover.layers.judge import judge
+from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.layers.precision import precision_of
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
@@ -62,14 +61,14 @@ def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
     for text in IDS:
         leak = leak_of(text)
         leak = replace(leak, values=DAMAGE[damage](leak.values))
-        verdict = judge(target(), leak, text.tolist())
+        verdict = judge_rows(target(), leak, text.tolist())
         assert verdict.verified, verdict
         assert verdict.status is Status.RECOVERED
         assert set(verdict.marks) == {Mark.VERIFIED}
         for place in (1, 12):
             other = text.clone()
             other[place] = 5 + (int(text[place]) + 11) % 190
-            verdict = judge(target(), leak, other.tolist())
+            verdict = judge_rows(target(), leak, other.tolist())
             assert not verdict.verified
             assert verdict.status is Status.INEXACT  # the others are known: partly read
             assert verdict.marks[place] is Mark.UNKNOWN
@@ -97,12 +96,12 @@ def test_int4_and_stated_noise():
     sigma = 0.1 * float(leak.values.std())
     result = precision_of(replace(leak, noise=sigma))
     assert float(result.sigma.mean()) == pytest.approx(sigma, rel=1e-3)
-    verdict = judge(
+    verdict = judge_rows(
         target(), replace(leak, values=noisy(leak.values, 0.1), noise=sigma), IDS[0].tolist()
     )
     assert verdict.verified
     # The residual is far above what is stated: not this text's leak, or not this noise.
-    verdict = judge(
+    verdict = judge_rows(
         target(), replace(leak, values=noisy(leak.values, 0.4), noise=sigma), IDS[0].tolist()
     )
     assert not verdict.verified
@@ -117,11 +116,11 @@ def test_leaks_of_something_else():
     stream = torch.Generator().manual_seed(0)
     nothing = replace(other_text, values=torch.randn(other_text.values.shape, generator=stream))
     for leak in (other_model, other_layer, other_text, nothing):
-        verdict = judge(target(), leak, right)
+        verdict = judge_rows(target(), leak, right)
         assert not verdict.verified
         assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
         assert Mark.VERIFIED not in verdict.marks
-    assert judge(target(), nothing, right).status is Status.MISMATCH
+    assert judge_rows(target(), nothing, right).status is Status.MISMATCH
 
 
 @pytest.mark.parametrize("width", [32, 192])
@@ -132,37 +131,41 @@ def test_two_texts_in_one_leak_are_never_verified(width):
     a, b = leak_of(first, 1, whose), leak_of(second, 1, whose)
     for cut in range(2, 13):
         spliced = replace(a, values=torch.cat([a.values[:cut], b.values[cut:]]))
-        verdict = judge(whose, spliced, [*first[:cut].tolist(), *second[cut:].tolist()])
+        verdict = judge_rows(whose, spliced, [*first[:cut].tolist(), *second[cut:].tolist()])
         assert not verdict.verified
     for share in (0.02, 0.1, 0.3, 0.5):
         mixed = replace(a, values=(1 - share) * a.values + share * b.values)
-        assert not judge(whose, mixed, first.tolist()).verified
+        assert not judge_rows(whose, mixed, first.tolist()).verified
 
 
 def test_unknown_noise_in_too_few_numbers_is_not_vouched_for():
     whose = Target.of(tiny.model("bert"), tiny.tokenizer())
     leak = leak_of(IDS[0], whose=whose)
     loud = replace(leak, values=noisy(leak.values, 0.05))
-    verdict = judge(whose, loud, IDS[0].tolist())
+    verdict = judge_rows(whose, loud, IDS[0].tolist())
     assert verdict.status is Status.INEXACT
     assert set(verdict.marks) == {Mark.LIKELY}
     assert "was not stated" in verdict.reason
     stated = replace(loud, noise=0.05 * float(leak.values.std()))
-    assert judge(whose, stated, IDS[0].tolist()).verified
+    assert judge_rows(whose, stated, IDS[0].tolist()).verified
 
 
 def test_a_common_shift_is_not_noise():
     leak = leak_of(IDS[0])
     shift = 0.1 * leak.values.std() * torch.ones(leak.values.shape[-1])
-    assert not judge(target(), replace(leak, values=leak.values + shift), IDS[0].tolist()).verified
+    assert not judge_rows(
+        target(), replace(leak, values=leak.values + shift), IDS[0].tolist()
+    ).verified
 
 
 def test_noise_of_unknown_strength_needs_several_positions():
     leak = leak_of(IDS[0])
     only = leak.values.clone()
     only[1:] = torch.nan
-    assert judge(target(), replace(leak, values=only), IDS[0].tolist()).status is Status.RECOVERED
-    verdict = judge(
+    assert (
+        judge_rows(target(), replace(leak, values=only), IDS[0].tolist()).status is Status.RECOVERED
+    )
+    verdict = judge_rows(
         target(), replace(leak, values=noisy(only.nan_to_num(), 0.1) + only * 0), IDS[0].tolist()
     )
     assert not verdict.verified
@@ -177,7 +180,7 @@ def test_twins_cannot_be_told_apart():
     doubled = Target.of(model, tiny.tokenizer())
     leak = leak_of(text, whose=doubled)
     for token in (int(text[5]), 150):
-        verdict = judge(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
+        verdict = judge_rows(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
         assert not verdict.verified
         assert verdict.status is Status.INEXACT
         assert verdict.marks[5] is Mark.UNKNOWN  # as likely as its twin is not likely
@@ -190,17 +193,19 @@ def test_positions_that_did_not_leak():
     values = leak.values.clone()
     values[1::2] = torch.nan
     half = replace(leak, values=values)
-    assert judge(target(), half, IDS[0].tolist()).verified
+    assert judge_rows(target(), half, IDS[0].tolist()).verified
     other = IDS[0].clone()
     other[3] = 5 + (int(other[3]) + 11) % 190
-    assert not judge(target(), half, other.tolist()).verified
+    assert not judge_rows(target(), half, other.tolist()).verified
     loud = replace(leak, values=noisy(values.nan_to_num(), 0.4) + values * 0)
-    verdict = judge(target(), loud, IDS[0].tolist())
+    verdict = judge_rows(target(), loud, IDS[0].tolist())
     assert not verdict.verified  # what did not leak could be many words
 
 
 def test_a_text_of_another_length():
-    verdict = judge(target(), leak_of(IDS[0]), IDS[0][:-1].tolist())
+    shorter = WrittenIds([IDS[0][:-1].tolist()])
+    whose = target()
+    verdict = invert.recover_text(whose.model, whose.tokenizer, leak_of(IDS[0]), method=shorter)
     assert verdict.status is Status.UNSOLVED
     assert "13 tokens proposed for 14 positions" in verdict.reason
 
@@ -209,21 +214,20 @@ def test_the_whole_leak_speaks_for_a_token(monkeypatch):
     """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=14)[0]
-    for module in (judge_module, rivals):
-        monkeypatch.setattr(
-            module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
-        )
+    monkeypatch.setattr(
+        judge_module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
+    )
     values = table[ids].roll(1, dims=0)
     noise = 0.05 * float(values.std())
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=noise)
-    assert judge(target(), leak, ids.tolist()).verified
+    assert judge_rows(target(), leak, ids.tolist()).verified
     wrong = ids.clone()
     wrong[3] = ids[3] + 1
-    assert not judge(target(), leak, wrong.tolist()).verified
+    assert not judge_rows(target(), leak, wrong.tolist()).verified
 
 
-def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
-    """The token at 3 shows nowhere; what other rivals change must not speak for it."""
+def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
+    """The token at 3 shows nowhere; what other alternatives change must not speak for it."""
     table = target().parts.table
     ids = tiny.ids(texts=1, length=40)[0]
 
@@ -232,17 +236,16 @@ def test_a_rival_that_no_row_excludes_is_not_verified(monkeypatch):
         shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
         return shown
 
-    for module in (judge_module, rivals):
-        monkeypatch.setattr(module, "exposed_rows", rows)
+    monkeypatch.setattr(judge_module, "exposed_rows", rows)
     values = rows(None, None, ids[None])[0]
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
-    result = judge(target(), leak, ids.tolist())
+    result = judge_rows(target(), leak, ids.tolist())
     assert not result.verified
     assert [place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED] == [3]
 
 
 def test_nothing_is_known_of_another_text():
-    verdict = judge(target(), leak_of(IDS[1]), IDS[0].tolist())
+    verdict = judge_rows(target(), leak_of(IDS[1]), IDS[0].tolist())
     assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
     assert set(verdict.marks[1:-1]) == {Mark.UNKNOWN}
 
@@ -252,10 +255,10 @@ def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
     leak = leak_of(IDS[0])
     values = leak.values.clone()
     values[3] = torch.nan
-    assert judge(target(), replace(leak, values=values), IDS[0].tolist()).verified
+    assert judge_rows(target(), replace(leak, values=values), IDS[0].tolist()).verified
     sigma = 0.05 * float(leak.values.std())
     loud = replace(leak, values=noisy(values.nan_to_num(), 0.05) + values * 0, noise=sigma)
-    verdict = judge(target(), loud, IDS[0].tolist())
+    verdict = judge_rows(target(), loud, IDS[0].tolist())
     assert verdict.marks[3] is Mark.UNKNOWN
     assert verdict.status is Status.INEXACT
     assert Mark.VERIFIED not in verdict.marks  # more than one in twenty is open
@@ -269,7 +272,7 @@ def shipped():
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2] if FULL else [0.1])
-def test_a_word_of_like_meaning_is_tried_as_a_rival(share):
+def test_a_word_of_like_meaning_is_tried_as_an_alternative(share):
     """The classifier gives words of one sentiment nearly the same states: a wrong one may fit."""
     tokenizer = shipped().tokenizer
     ids = tokenizer("a solid film , well told and refreshingly funny .")["input_ids"]
@@ -277,14 +280,14 @@ def test_a_word_of_like_meaning_is_tried_as_a_rival(share):
     words = ["solid", "enjoyable", "charming", "unique", "moving", "touching", "entertaining"]
     words = [number for number in tokenizer.convert_tokens_to_ids(words) if number is not None]
     noise = share * float(values.std())
-    for seed in range(5):
+    for seed in range(5 if FULL else 1):
         leak = invert.HiddenStates(noisy(values, share, seed), 4, noise=noise)
         for word in words:
-            verdict = judge(shipped(), leak, [*ids[:2], word, *ids[3:]])
+            verdict = judge_rows(shipped(), leak, [*ids[:2], word, *ids[3:]])
             assert verdict.marks[2] is Mark.UNKNOWN or word == ids[2]
 
 
-def test_noise_does_not_hide_the_right_token_among_many_rivals():
+def test_noise_does_not_hide_the_right_token_among_many_alternatives():
     """One rare part of a word for another: the right one is far down by what leaked."""
     demo = load_demo()
     target = Target.of(demo.model, demo.tokenizer)
@@ -294,31 +297,14 @@ def test_noise_does_not_hide_the_right_token_among_many_rivals():
         "challenging report so liable to unnerve the majority ."
     )
     right = torch.tensor(demo.tokenizer(text)["input_ids"])
-    here, rival = demo.tokenizer.convert_tokens_to_ids(["##erv", "##rence"])
-    place = right.tolist().index(here)
+    own, other = demo.tokenizer.convert_tokens_to_ids(["##erv", "##rence"])
+    place = right.tolist().index(own)
     leak = invert.HiddenStates(torch.ones(len(right), 128), 4)
     clean = target.expose(leak, right[None])["values"][0]
     strength = 0.2 * float(clean.std())
     wrong = right.clone()
-    wrong[place] = rival
-    given = target.expose(leak, wrong[None])["values"][0]
-    odds = 2 * (math.log(target.vocabulary) + 10)
-    missed = 0
-    for seed in range(8):
+    wrong[place] = other
+    for seed in range(2):
         added = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
         leak = invert.HiddenStates(clean + strength * added, 4, noise=strength)
-
-        def misfits(rows, leaked=leak.values):
-            return ((rows - leaked) / strength).square().sum(-1)
-
-        def margin(noisy, leak=leak, misfits=misfits):
-            hidden = torch.zeros_like(right, dtype=torch.bool)
-            tried = rivals._rivals(target, leak, wrong, given, misfits, hidden, noisy)[:, place]
-            texts = wrong.repeat(len(tried), 1)
-            texts[:, place] = tried
-            rows = target.expose(leak, texts)["values"]
-            return float((misfits(rows).sum(-1) - misfits(given).sum()).min())
-
-        missed += margin(noisy=False) > odds
-        assert margin(noisy=True) < odds
-    assert missed  # the wrong token was called verified then
+        assert judge_rows(target, leak, wrong.tolist()).marks[place] is not Mark.VERIFIED
