@@ -10,7 +10,7 @@ import pytest
 import tiny_models as tiny
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure
-from keyhole.recover import EncoderStates, leak_of, recover_texts, recovering
+from keyhole.recover import EncoderStates, leak_of, recover_text, recover_texts, recovering
 from keyhole.recover.attack import Proposal
 
 WORDS = tiny.tokenizer()

@@ -6,7 +6,6 @@ counts as read if running the encoder on it gives the vector again (recover/laye
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,21 +19,23 @@ from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Checked
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading
 from keyhole.core.machine import device_of
 from keyhole.core.progress import Track, untracked
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded
+from keyhole.models.loading import Loaded, kept_open
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.embeddings.pooling import Pooling
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.run import recovering
+from keyhole.report import words
 
-EXPOSURE = "stored embedding"
+EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")
 _REMEDY = (
     "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
     "deleting a text means deleting its vector."
@@ -50,7 +51,7 @@ class Part:
     `longest` is after how many tokens the encoder cuts a text off.
     """
 
-    surface: str
+    exposure: Exposure
     rows: tuple[int, ...]
     vectors: Tensor
     texts: tuple[str | None, ...]
@@ -69,7 +70,7 @@ def read(loaded: Loaded, part: Part, track: Track) -> Checked:
     )
     cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
     made = finding(
-        part.surface, status_of(cell, [recovery.status for recovery in recoveries]),
+        part.exposure, status_of(cell, [recovery.status for recovery in recoveries]),
         recoveries[0].reason, attack=recoveries[0].method, cell=cell,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
@@ -85,18 +86,10 @@ class Source:
     device: str = "cpu"
 
 
-_OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
-_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
-
-
 def read_elsewhere(source: Source, part: Part, worker: int = 0) -> Checked:
     """What a worker does: open the encoder, once a process, and read."""
     source = replace(source, device=device_of(source.device, worker))
-    with _ALONE:
-        if source not in _OPENED:
-            _OPENED.clear()
-            _OPENED[source] = _opened(source, part)
-        loaded, method = _OPENED[source]
+    with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
         return read(loaded, replace(part, method=method), untracked)
 
 
@@ -114,7 +107,7 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
 
 
 def finding(
-    surface: str,
+    exposure: Exposure,
     status: Status,
     reason: str,
     *,
@@ -124,8 +117,7 @@ def finding(
     seconds: float = 0.0,
 ) -> Finding:
     return Finding(
-        surface=surface,
-        exposure=EXPOSURE,
+        exposure=exposure,
         attack=attack,
         status=status,
         reason=reason,
@@ -159,7 +151,7 @@ def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
         )
         for vector in part.vectors
     ]  # fmt: skip
-    progress = track(EXPOSURE, total=len(leaks))
+    progress = track(words.exposure(part.exposure), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
         loaded.model, loaded.tokenizer, leaks, method=part.method, track=track

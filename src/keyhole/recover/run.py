@@ -133,8 +133,8 @@ def run(
         overall = track("recover", len(opened))
         for number, file in enumerate(opened):
             if file.leak.digest in journal:
-                record = journal.records[file.leak.digest]
-                finish(number, TextRecovery.from_dict(record), before=True)
+                recovery = journal.recall(file.leak.digest, TextRecovery.from_dict)
+                finish(number, recovery, before=True)
         overall(len(done))
         fresh = [number for number in range(len(opened)) if number not in done]
         if attack is None and all(file.ids is not None for file in opened):

@@ -11,7 +11,7 @@ import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, anatomy, capture, identity
-from keyhole.recover import EncoderMaps, TokenSearch, recover_texts, recovering
+from keyhole.recover import EncoderMaps, TokenSearch, recover_text, recover_texts, recovering
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
 from keyhole.recover.layers.trials import Comparison

@@ -9,7 +9,7 @@ import tiny_models as tiny
 from keyhole.core import OUTCOMES, Outcome, Status
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture
-from keyhole.recover import PooledEmbedding, SubLayerOutput, TokenSearch
+from keyhole.recover import PooledEmbedding, SubLayerOutput, TokenSearch, recover_text
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.token_search import Prior, Vocabulary
 from keyhole.recover.layers.trials import Comparison, substitute
