@@ -1,4 +1,8 @@
-"""The connection that endpoint options ask for."""
+"""Addresses as people write them, who may ask there, and the connection that options ask for.
+
+`http://user:password@host/…` is an address and a secret in one. `parted` takes them apart: what
+stands in identities, ledgers, findings and error messages is the address alone.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +66,6 @@ def _trust(options: EndpointOptions) -> ssl.SSLContext | None:
         raise InputError(f"expected certificates in PEM in {options.ca}, got {error}") from error
 
 
-# Addresses as people write them, without what must not be written down, and who may ask there.
-#
-# `http://user:password@host/…` is an address and a secret in one. `parted` takes them apart: what
-# stands in identities, ledgers, findings and error messages is the address alone.
-
-
 def names_address(name: str) -> bool:
     return name.lower().startswith(("http://", "https://"))
 
@@ -101,11 +99,10 @@ def expect_authorized(url: str, authorized: bool) -> None:
     except ValueError:
         public = without_password(url)
         raise InputError(f"expected a URL such as http://localhost:8080, got {public}") from None
-    here = host == "localhost"
+    this_machine = host == "localhost"
     with suppress(ValueError):
-        here = ipaddress.ip_address(host).is_loopback
-    if not here and not authorized:
+        this_machine = ipaddress.ip_address(host).is_loopback
+    if not this_machine and not authorized:
         raise InputError(
-            f"expected --authorized to ask {host}, which is not this machine, got none: give it "
-            "if you may test that server"
+            f"{host} is another machine: give --authorized if you may test that server"
         )
