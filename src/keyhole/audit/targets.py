@@ -22,6 +22,7 @@ from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists
 from keyhole.core.machine import largest_matrix
 from keyhole.data import read_texts
@@ -157,7 +158,11 @@ def _server(
     loaded = _weights(stored, f"the server {without_password(name)}", device)
     texts = _texts(data)
     server = Server.at(name, endpoint)
-    skips = () if loaded else (Skip("what routes return", "none", "give --model to read it back"),)
+    skips = (
+        ()
+        if loaded
+        else (Skip(Exposure(NOT_CHECKED, "routes"), "none", "give --model to read it back"),)
+    )
     words = f"{server.kind or 'a server'} at {server.url}"
     return Target(words, servers={words: ServerTarget(server, loaded, texts)}, skips=skips)
 
@@ -262,8 +267,9 @@ def _demo(data: Data | None, layers: Layers | None, device: str, corpus: Path | 
     try:
         loaded = demo.load_demo("classification", device)
     except MissingExtra as missing:
-        what = "the text and the predictions of the classifier that ships with Keyhole"
-        return Target(name, surfaces, skips=(Skip(what, "–", str(missing), unchecked=True),))
+        exposure = Exposure(NOT_CHECKED, "demo")
+        skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
+        return Target(name, surfaces, skips=(skip,))
     twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
     texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
     notes = demo.NOTES

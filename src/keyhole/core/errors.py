@@ -14,7 +14,14 @@ class InputError(KeyholeError, ValueError):
 
 
 class MissingExtra(InputError):
-    """A package that only some of Keyhole needs is not installed; the message names the extra."""
+    """A package that only some of Keyhole needs is not installed; `extra` brings it."""
+
+    def __init__(self, message: str, extra: str) -> None:
+        super().__init__(message, extra)  # both: an exception is made again from its arguments
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
 # What a number that a caller gives must be: one line that says what was expected.

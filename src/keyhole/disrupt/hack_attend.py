@@ -145,7 +145,7 @@ class HackAttend:
         usual, spared = "removal", "special"
         if isinstance(schedule, Greedy):
             usual, spared = "gradient", "first token"
-            parts.append("as released" if self._as_released else "released schedule")
+            parts.append("as released" if self.as_published else "released schedule")
         if self.ranking != usual:
             parts.append(f"ranked by {self.ranking}")
         if isinstance(schedule, Greedy) and schedule.order != "importance":
@@ -157,7 +157,7 @@ class HackAttend:
         return "".join(f", {part}" for part in parts)
 
     @property
-    def _as_released(self) -> bool:
+    def as_published(self) -> bool:
         """Are budget, loss and what may be cut the released code's? Rankings are told apart."""
         kept = HackAttend.as_released(self.share)
         names = ("scope", "head_units", "least", "loss", "target", "spare")

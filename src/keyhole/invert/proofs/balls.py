@@ -45,7 +45,7 @@ def flint() -> Any:
         return importlib.import_module("flint")  # by name: it is an extra
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "expected python-flint for certificates, got none: pip install 'keyhole[proofs]'"
+            "certificates need python-flint, which is not installed", "proofs"
         ) from missing
 
 
