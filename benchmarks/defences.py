@@ -23,8 +23,8 @@ import texts
 from keyhole import oracle
 from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
 from keyhole.models import Loaded
-from keyhole.recover.against_defences import DEFENCES, read_behind
-from keyhole.recover.scrambled import FORMS
+from keyhole.recover.defences import DEFENCES, read_behind
+from keyhole.recover.secrets import FORMS
 from show import Row
 
 OPTIONS = texts.options(texts=5)

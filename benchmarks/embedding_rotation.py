@@ -22,7 +22,7 @@ from keyhole.recover import Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Vectors
 from keyhole.recover.embeddings.judge import judge_vector
-from keyhole.recover.rotation import undo_linear, undo_rotation
+from keyhole.recover.secrets import undo_linear, undo_rotation
 from show import Row
 from stored_forms import WAY, rounded, sentences, vectors_of
 

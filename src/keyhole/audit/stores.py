@@ -50,7 +50,7 @@ from keyhole.recover.embeddings.pooling import (
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest

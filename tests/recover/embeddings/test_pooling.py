@@ -20,7 +20,7 @@ from keyhole.recover.embeddings.pooling import (
     longest_text,
     ways,
 )
-from keyhole.recover.simulate import LONGEST, degrade, leak_of
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
 TEXTS = ["w1 w20 w3 w4", "w9 w8", "w77 w66 w3 w12 w14"]
 OTHERS = ["w5 w6 w7", "w100 w101", "w150 w2 w3 w4 w5", "w11 w12 w13 w14"]
@@ -145,7 +145,7 @@ def test_padding_is_no_part_of_an_embedding(name, side):
 def test_a_text_is_cut_off_where_its_encoder_cuts_it(tmp_path):
     """all-MiniLM-L6-v2 reads 256 tokens of 512: what comes after them is in no vector."""
     settings = tmp_path / "sentence_bert_config.json"
-    assert longest_text(tmp_path) == LONGEST
+    assert longest_text(tmp_path) == MAX_LENGTH
     settings.write_text('{"max_seq_length": 4, "do_lower_case": false}')
     assert longest_text(tmp_path) == 4
     texts = ["w1 w2 w3 w4", "w9 w8 w7 w6 w5"]  # four: two of their words and the frame
@@ -160,4 +160,4 @@ def test_a_text_is_cut_off_where_its_encoder_cuts_it(tmp_path):
         with pytest.raises(InputError, match="sentence_bert_config"):
             longest_text(tmp_path)
     settings.write_text('{"max_seq_length": null}')
-    assert longest_text(tmp_path) == LONGEST
+    assert longest_text(tmp_path) == MAX_LENGTH

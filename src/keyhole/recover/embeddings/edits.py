@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.rivals import most_similar
+from keyhole.recover.layers.inverse_map import most_similar
 
 _PROBES = 32  # random directions that stand for all
 _NEAREST = 8  # tokens of each place by the derivative

@@ -31,9 +31,8 @@ from keyhole.core import Status
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Rivals, Vectors, rivals_of
 from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.recovery import Mark
-from keyhole.recover.verdict import ODDS, Verdict
 
 _NOISE = 0.15  # of the spread: a distance above it is not called noise
 

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.recover.layers.precision import FLOOR, rounding_of
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.precision import FLOOR, rounding_of
 
 _SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
