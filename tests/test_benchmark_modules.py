@@ -15,8 +15,8 @@ from tokenizers import processors
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import disrupt_ablations
 import factors
-import tasks
 import subjects
+import tasks
 import trained
 from keyhole.data import Example
 from word_substitution import Substituted, Victim, WordSubstitution, judged
