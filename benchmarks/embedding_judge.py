@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import show
-import texts
+import subjects
 from keyhole.core import Status
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
@@ -38,7 +38,7 @@ from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 
-OPTIONS = texts.options(texts=100)
+OPTIONS = subjects.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
 OPTIONS.add_argument("--passes", type=int, default=3000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
@@ -46,7 +46,7 @@ OPTIONS.add_argument("--all", type=int, default=4)
 OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
 OPTIONS.add_argument("--parts", default="stored,nobody")
 OPTIONS.add_argument("--forms", default="", help="only those whose names hold one of these; …; …")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +69,24 @@ class Setting:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
+def full() -> Iterator[subjects.Part]:
+    loaded = replace(subjects.minilm(CHOSEN), name="all-MiniLM-L6-v2")
     yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts), CHOSEN.nobody))
 
 
-def small() -> Iterator[texts.Part]:
-    ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
+def small() -> Iterator[subjects.Part]:
+    ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
     yield from parts(
         Setting(
-            texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
+            subjects.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
         )
     )
 
 
-def parts(setting: Setting) -> Iterator[texts.Part]:
+def parts(setting: Setting) -> Iterator[subjects.Part]:
     wanted = CHOSEN.parts.split(",")
     known = vectors_of(setting.target, setting.others)
     chosen = CHOSEN.forms.split(";")
@@ -228,7 +228,7 @@ def right(truth: list[int], ids: list[int], marks: Sequence[Mark]) -> tuple[int,
 
 
 def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WAY) -> Pooled:
-    leak = cast("Pooled", texts.leak_of(setting.loaded, ids, way))
+    leak = cast("Pooled", subjects.leak_of(setting.loaded, ids, way))
     return change(replace(leak, tokens=None))
 
 
