@@ -13,7 +13,7 @@ import made_stores
 import tiny_models as tiny
 from command_line import inside
 from keyhole import oracle, report
-from keyhole.audit import Audit, Stored, audit, open_target, stores
+from keyhole.audit import Audit, audit, open_target, stores
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
@@ -22,7 +22,7 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
@@ -51,11 +51,8 @@ def opened(tmp_path, encoder):
         kept = texts(count)
         rows = [kept.index(text) for text in kept]
         name = made_stores.jsonl(tmp_path, vectors[rows], kept)
-        made = open_target(name, stored=Stored(encoder, texts=count, **options))
-        return replace(
-            made,
-            stores={name: replace(store, method=method) for name, store in made.stores.items()},
-        )
+        made = open_target(name, model=encoder, texts=count, **options)
+        return replace(made, parts=tuple(replace(part, method=method) for part in made.parts))
 
     return target
 
@@ -63,7 +60,7 @@ def opened(tmp_path, encoder):
 def counting(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(texts(190)))
-    return CountedReader(corpus, longest=1, search=SumSearch(passes=1_000))
+    return CountedReader(corpus, max_length=1, search=SumSearch(passes=1_000))
 
 
 def read(audited):

@@ -70,12 +70,12 @@ WRONG = {
     "data for an endpoint": (
         ["audit", "small.safetensors", "--data", "text.txt"],
         2,
-        "expected --data with a model, got the endpoint",
+        "--data does not apply to the endpoint",
     ),
     "a ledger for a model": (
         ["audit", "empty", "--ledger", "run.db"],
         2,
-        "expected --ledger with an endpoint, whose answers it keeps, got the model empty: leave",
+        "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),

@@ -20,7 +20,8 @@ import hostile_audit
 from keyhole import oracle, report
 from keyhole.assess import Assessment, Family, Ignore, Policy, assess, compared, decided
 from keyhole.assess.severity import cost
-from keyhole.audit import Audit, Target, audit
+from keyhole.audit import Audit, audit
+from keyhole.audit.target import target_of
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.finding import Piece, Reading, Readings
@@ -30,7 +31,7 @@ from keyhole.target import demo_endpoints
 
 @pytest.fixture(scope="module")
 def found() -> Audit:
-    return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
+    return audit(target_of(oracle.plant(dim=8, rank=2, seed=1), "a planted head"))
 
 
 def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:

@@ -39,7 +39,7 @@ from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.sources import open_leaks, read_sources, task_for
+from keyhole.recover.run import open_leaks
 from keyhole.stores import Store, open_store
 from keyhole.target import (
     TargetKind,
@@ -189,16 +189,18 @@ class Target:
             )
 
 
-def target_of(target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target) -> Target:
+def target_of(
+    target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target, name: str = ""
+) -> Target:
     """An oracle, several by name, or a model with its texts, as a target without a file."""
     if isinstance(target, Target):
         return target
     if isinstance(target, StoreTarget):
-        return Target(target.name, (target,))
+        return Target(name or target.name, (target,))
     if isinstance(target, TextTarget):
-        return Target(target.loaded.name, (ModelPart("", target),))
+        return Target(name or target.loaded.name, (ModelPart("", target),))
     endpoints = target if isinstance(target, Mapping) else {"": target}
-    return Target("", tuple(EndpointPart(name, oracle) for name, oracle in endpoints.items()))
+    return Target(name, tuple(EndpointPart(*each) for each in endpoints.items()))
 
 
 @dataclass(frozen=True)
@@ -426,11 +428,10 @@ class _Opener:
             raise InputError(
                 f"{self.name} needs --model: name the model whose states or cache it holds"
             )
-        sources = read_sources(self.place)
-        loaded = demo.open_model(model, task=task_for(sources), device=self.options.device)
+        loaded, opened = open_leaks(model, self.place, device=self.options.device)
         leaks = [
             replace(leak, name=f"{self.name}{leak.name.removeprefix(self.place)}")
-            for leak in open_leaks(loaded, sources)
+            for leak in opened
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
 
