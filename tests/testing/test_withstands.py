@@ -141,7 +141,7 @@ def test_a_store(tmp_path):
         assert_withstands(target, "pooled")
     with pytest.raises(InputError, match="expected vectors of"):
         assert_withstands(name, "pooled", model="demo", sample=2)
-    with pytest.raises(InputError, match="the vector store .* needs --model"):
+    with pytest.raises(InputError, match=r"the vector store .* needs --model"):
         assert_withstands(name, "pooled")
 
 
