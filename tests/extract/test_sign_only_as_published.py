@@ -115,10 +115,10 @@ def test_a_budget_leaves_what_is_known():
     ("arguments", "message"),
     [
         ({"bound": 0.0}, "expected a bound above 0, got 0.0"),
-        ({"margin": 0.0}, "expected a margin above 0 and at most 1, got 0.0"),
-        ({"accuracy": 1.0}, "expected accuracy between 0 and 1, got 1.0"),
-        ({"chance": 0.0}, "expected chance between 0 and 1, got 0.0"),
-        ({"margin": 0.9}, "expected a margin of at most 1/√d = 0.577, since ‖v‖ = 1, got 0.9"),
+        ({"margin": 0.0}, "the margin must be above 0 and at most 1: got 0.0"),
+        ({"accuracy": 1.0}, "accuracy must lie between 0 and 1: got 1.0"),
+        ({"chance": 0.0}, "chance must lie between 0 and 1: got 0.0"),
+        ({"margin": 0.9}, "the margin must not exceed 1/√d = 0.577, since ‖v‖ = 1: got 0.9"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

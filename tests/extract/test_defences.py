@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from command_line import inside
 from keyhole import extract, oracle
@@ -65,7 +64,7 @@ def test_defences_that_hold(name):
 def test_more_repetition_averages_more_noise_out():
     change = PLANNED["noise, anew each time, norms clipped"].change
     errors = []
-    for repeats in (1, 32):
+    for repeats in (1, 12):
         result = extract.Adapted(change, repeats)(change.applied(TARGET))
         errors.append(CLIENT.error_of(result.model))
     assert errors[1] < errors[0] / 2
@@ -139,7 +138,7 @@ def test_the_command(here, tmp_path):
     [
         (["head.safetensors", "--rank", "2"], "expected no --rank with --against-defences"),
         (["head.safetensors", "--method", "tolerant"], "expected no --method"),
-        (["heads.safetensors"], "expected one head's scores"),
+        (["heads.safetensors"], "read one head's scores"),
         (["head.safetensors", "--usual-norm", "0"], "expected a usual norm"),
     ],
 )
@@ -149,9 +148,8 @@ def test_what_does_not_go_together(options, reason, here):
     assert reason in done.stderr
 
 
-def test_a_norm_that_honest_tokens_have(here):
-    target = oracle.plant(dim=3, seed=1)
-    small = extract.against_defences(target, usual_norm=0.01)
-    by_name = {each.defence: each for each in small.tried}
-    assert by_name["unusual inputs refused"].status is Status.RECOVERED
-    assert torch.isfinite(torch.tensor([each.honest_error for each in small.tried])).all()
+def test_a_norm_that_honest_tokens_have():
+    (unusual,) = [t for t in trials(DIM, usual_norm=0.01) if t.name == "unusual inputs refused"]
+    tried = try_defence(unusual, TARGET, HonestClient.of(TARGET, usual_norm=0.01), seed=0)
+    assert tried.status is Status.RECOVERED
+    assert 0 < tried.honest_error < 1
