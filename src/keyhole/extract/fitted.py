@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, expect_number
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
@@ -63,15 +63,11 @@ class Fitted:
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        for name in ("most", "starts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        if self.heads is not None and self.heads < 1:
-            raise InputError(f"expected heads of 1 or more, got {self.heads}")
+        for name in ("most", "starts", "heads"):
+            expect_count(name, getattr(self, name))
         expect_number("answer_error", self.answer_error, least=0)
         expect_number("precision", self.precision, above=0)
-        if not self.oversampling > 1:
-            raise InputError(f"expected an oversampling above 1, got {self.oversampling}")
+        expect_number("oversampling", self.oversampling, above=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         accepted = max(self.tolerance, 4 * self.precision)
@@ -260,8 +256,8 @@ def _answered(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 def _total(answered: _Answers) -> Tensor:
     """Σ_h v_h, from the answers to single tokens."""
-    singles, answers = answered.questions[1][:, 0], answered.parts[1]
-    return least_squares(singles, answers[:, None])[:, 0]
+    tokens, answers = answered.questions[1][:, 0], answered.parts[1]
+    return least_squares(tokens, answers[:, None])[:, 0]
 
 
 def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.errors import MissingExtra, expect_count, expect_number
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
-from keyhole.extract.low_rank import expect_rank, unknowns
+from keyhole.extract.low_rank import degrees_of_freedom, expect_rank
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 
@@ -48,10 +48,8 @@ class NuclearNorm:
     solver: str = "CLARABEL"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"expected a rank of 1 or more, got {self.rank}")
-        if not self.oversampling > 0:
-            raise InputError(f"expected a positive oversampling, got {self.oversampling}")
+        expect_count("a rank", self.rank)
+        expect_number("oversampling", self.oversampling, above=0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)
@@ -67,14 +65,14 @@ class NuclearNorm:
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        floor = unknowns(d, self.rank)
+        unknowns = degrees_of_freedom(d, self.rank)
         v = read_values(oracle)
-        yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, floor=floor)
+        yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns)
         count = self._measurements(d)
         deltas, xs = self._draw(d, count)
         y = BilinearForms(oracle, v).pairs(deltas, xs)
         W = self._program(deltas, xs, y)
-        yield Step(Head(W, v), known=min(floor, d + count), floor=floor)
+        yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
     def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
         """`m` independent pairs of standard Gaussian vectors."""
@@ -108,6 +106,4 @@ def _cvxpy() -> Any:
     try:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "expected CVXPY for NuclearNorm, got none: pip install 'keyhole[convex]'"
-        ) from missing
+        raise MissingExtra("NuclearNorm needs CVXPY: pip install 'keyhole[convex]'") from missing

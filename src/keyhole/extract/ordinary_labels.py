@@ -110,7 +110,7 @@ class OrdinaryLabels:
             W, v = _fitted(X, y, W, v)
             # Labels bring digits little by little: all that are wanted bring all of them.
             known = unknowns * len(y) // self.expected(d)
-            yield Step(Head(W, v), known=known, floor=unknowns)
+            yield Step(Head(W, v), known=known, unknowns=unknowns)
 
     def _doubtful(self, model: Head, count: int, factor: float, stream: torch.Generator) -> Tensor:
         """Of many questions those that the model is least sure of."""
