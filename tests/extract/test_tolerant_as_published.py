@@ -169,8 +169,8 @@ def test_the_statement_is_printed_and_saved(tmp_path):
         ((0.1, 0.0, 1.0), "expected a bound above 0, got 0.0"),
         ((0.1, 1.0, math.nan), "expected a margin above 0, got nan"),
         ((0.1, 1.0, 1.0, 2.0), "the accuracy must lie between 0 and 1: got 2.0"),
-        ((0.1, 1.0, 0.2), "answers must be exact to less than half the margin, ±0.1, for zeros of v "
-                          "to be recognised: got ±0.1"),
+        ((0.1, 1.0, 0.2), "answers must be exact to less than half the margin, ±0.1, for zeros of "
+                          "v to be recognised: got ±0.1"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(arguments, message):

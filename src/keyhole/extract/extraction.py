@@ -17,6 +17,11 @@ from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 
 
+def setting(default: Any, about: str) -> Any:
+    """A hyperparameter of a method, with what `keyhole extract -o name=value` says of it."""
+    return field(default=default, metadata={"help": about})
+
+
 @dataclass(frozen=True)
 class Check:
     """The judge's measurement on fresh queries, relative to the largest answer of their kind.

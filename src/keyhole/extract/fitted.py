@@ -27,7 +27,7 @@ from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, MultiHead
@@ -47,18 +47,14 @@ _STALLED = 12  # steps within which a start has to gain a tenth
 
 @dataclass(frozen=True)
 class Fitted:
-    """All weights at once from inexact answers.
+    """All weights at once from inexact answers."""
 
-    `precision` is the relative error of an answer, `answer_error` its absolute one. `heads` is
-    their number, if it is known; otherwise up to `most` are tried.
-    """
-
-    heads: int | None = None
-    answer_error: float = 0.0
-    precision: float = _EPSILON
-    most: int = 6
-    oversampling: float = 4.0
-    starts: int = 8
+    heads: int | None = setting(None, "how many there are, if that is known")
+    answer_error: float = setting(0.0, "how far an answer may be off")
+    precision: float = setting(_EPSILON, "relative error of an answer")
+    most: int = setting(6, "heads that are tried, where their number is not known")
+    oversampling: float = setting(4.0, "questions for each unknown")
+    starts: int = setting(8, "random starts of each fit")
     seed: int = 0
     tolerance: float = 1e-8
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,15 +46,14 @@ _EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free w
 
 @dataclass(frozen=True)
 class FullOutput:
-    """Exact extraction of a layer that returns vectors: one head or several.
-
-    `resolution` is the singular value of V, relative to the largest, below which a direction of
-    values counts as invisible; W is then read through the others.
-    """
+    """Exact extraction of a layer that returns vectors: one head or several."""
 
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-6
+    resolution: float = field(
+        default=1e-6,
+        metadata={"help": "singular values of V below this, relative to the largest, are none"},
+    )
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)

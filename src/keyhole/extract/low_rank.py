@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -32,16 +32,15 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 @dataclass(frozen=True)
 class LowRank:
-    """Exact extraction of one head of low rank; finds the rank if it is not given.
+    """Exact extraction of one head of low rank; finds the rank if it is not given."""
 
-    `resolution` is the part of a column outside the span of the others, relative to the largest
-    column, below which it counts as rounding.
-    """
-
-    rank: int | None = None
+    rank: int | None = setting(None, "rank of W; found if not given")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-11
+    resolution: float = field(
+        default=1e-11,
+        metadata={"help": "what counts as rounding in a new column, relative to the largest"},
+    )
 
     def __post_init__(self) -> None:
         expect_count("a rank", self.rank, 0)

@@ -41,7 +41,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
@@ -66,9 +66,9 @@ _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes thro
 
 @dataclass(frozen=True)
 class MultiHead:
-    """Exact extraction of any number of heads; `heads`, if given, is checked and not needed."""
+    """Exact extraction of any number of heads."""
 
-    heads: int | None = None
+    heads: int | None = setting(None, "how many there are; checked, not needed")
     seed: int = 0
     tolerance: float = 1e-8
 

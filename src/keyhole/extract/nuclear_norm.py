@@ -21,7 +21,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import MissingExtra, expect_count, expect_number
 from keyhole.extract.bilinear import BilinearForms, read_values
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.extract.low_rank import degrees_of_freedom, expect_rank
 from keyhole.oracle.planted import Head
@@ -41,11 +41,11 @@ from keyhole.oracle.protocol import Oracle
 class NuclearNorm:
     """Low-rank extraction as in the paper: `oversampling · rank · d` random measurements."""
 
-    rank: int
-    oversampling: float = 6.0
+    rank: int = field(metadata={"help": "rank of W"})
+    oversampling: float = setting(6.0, "measurements for each of the rank·d unknowns")
     seed: int = 0
     tolerance: float = 1e-6
-    solver: str = "CLARABEL"
+    solver: str = setting("CLARABEL", "solver that CVXPY calls")
 
     def __post_init__(self) -> None:
         expect_count("a rank", self.rank)

@@ -39,7 +39,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import scalar
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method, settle
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
@@ -58,15 +58,17 @@ _SAMPLE = 8  # answers that show whether there is an odd part
 class OneLayerTransformer:
     """Exact extraction of attention and network from scores (Section 4.1).
 
-    `width` is the largest number of neurons, if it is known; `attention` any method for one head,
-    or `MultiHead()` for several. `resolution` is the network's (relu_network.py).
+    `attention` is any method for one head, or `MultiHead()` for several.
     """
 
-    width: int | None = None
+    width: int | None = setting(None, "the largest number of neurons, if it is known")
     attention: Method = field(default_factory=SingleHead)
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-12
+    resolution: float = field(
+        default=1e-12,
+        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    )
 
     def __post_init__(self) -> None:
         self._network()  # refuses what it cannot use

@@ -37,7 +37,7 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import within_reach
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import Linear, SingleTokens, Theta, levenberg
 from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.oracle.planted import Head
@@ -55,16 +55,12 @@ _EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's er
 
 @dataclass(frozen=True)
 class OrdinaryQuestions:
-    """Extraction of one head by random tokens of norm `usual_norm`, `min_tokens` or more at a time.
+    """Extraction of one head by random tokens of an ordinary norm, `min_tokens` or more of them."""
 
-    `usual_norm` is what honest clients' tokens have (None: d^¼). `answer_error` is how far an
-    answer may be off.
-    """
-
-    usual_norm: float | None = None
-    min_tokens: int = 1
-    answer_error: float = 0.0
-    oversampling: float = 1.5
+    usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
+    min_tokens: int = setting(1, "the fewest tokens that the target takes")
+    answer_error: float = setting(0.0, "how far an answer may be off")
+    oversampling: float = setting(1.5, "questions for each unknown")
     seed: int = 0
     tolerance: float = 1e-8
 

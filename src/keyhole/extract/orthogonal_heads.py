@@ -37,7 +37,7 @@ from keyhole.extract.bilinear import (
     random_orthogonal,
     read_values,
 )
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
@@ -50,18 +50,19 @@ _SILENT = 1e-13  # a v_h shorter than this, next to the whole of v, is rounding
 class OrthogonalHeads:
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
-    `bases` holds one d×k matrix with orthonormal columns per head, or is None. Without them,
-    `points` is the number of x at which Hessians are taken, `levels` the number of answers per
-    entry of each (Richardson's steps), and `precision` the relative error of an answer, from
-    which follows what counts as zero.
+    `bases` holds one d×k matrix with orthonormal columns per head; the fields after `tolerance` are
+    for their search, where there are none.
     """
 
-    bases: Sequence[Tensor] | None = field(default=None, repr=False)
+    bases: Sequence[Tensor] | None = field(
+        default=None, repr=False,
+        metadata={"help": "a .safetensors file with a basis of each head's subspace"},
+    )  # fmt: skip
     seed: int = 0
     tolerance: float = 1e-8
-    points: int = 2
-    levels: int = 2
-    precision: float = 1e-16
+    points: int = setting(2, "tokens x at which Hessians are taken")
+    levels: int = setting(2, "answers for each entry of a Hessian (Richardson)")
+    precision: float = setting(1e-16, "relative error of an answer")
 
     def __post_init__(self) -> None:
         expect_count("points", self.points)

@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
-from keyhole.extract.extraction import Check, Extraction, LastLayer, Step
+from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, settle
 from keyhole.extract.token_answers import (
     Answers,
@@ -58,17 +58,18 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The width of a language model and the matrix of its last layer, up to its symmetry.
+    """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
-    `top` is how many log-probabilities the target gives at a time, if not all: tokens are then
-    chosen by a bias. `tokens` is how many rows of the matrix to read so; by default as many as the
-    width takes. `length` is that of the random prompts, `most` how many are asked at most.
-    """
-
-    top: int | None = None
-    tokens: int | None = None
-    length: int = 4
-    most: int = 20_000
+    top: int | None = field(
+        default=None,
+        metadata={"help": "log-probabilities that the target gives at a time, if not all"},
+    )
+    tokens: int | None = field(
+        default=None,
+        metadata={"help": "with top: rows of the matrix to read; as many as the width takes"},
+    )
+    length: int = setting(4, "tokens of a random prompt")
+    most: int = setting(20_000, "prompts that are asked at most")
     seed: int = 0
     tolerance: float = 1e-5
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Exam, settle
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -61,16 +61,15 @@ _LENGTHS = (1, 1, 1, 1, 1)  # the judge's sequences: other lengths may say somet
 
 @dataclass(frozen=True)
 class ReluNetwork:
-    """Exact extraction of a ReLU network from the answers to sequences of length one.
+    """Exact extraction of a ReLU network from the answers to sequences of length one."""
 
-    `width` is the largest number of neurons, if it is known. Answers within `resolution` of a
-    linear piece, relative to the largest, are on it: raise it for an oracle that rounds.
-    """
-
-    width: int | None = None
+    width: int | None = setting(None, "the largest number of neurons, if it is known")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-12
+    resolution: float = field(
+        default=1e-12,
+        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    )
 
     def __post_init__(self) -> None:
         expect_count("a width", self.width, 0)

@@ -38,7 +38,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.halfspace import EPSILON, Ratios, bisect, centre, signs
 from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
@@ -55,12 +55,12 @@ _BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie 
 class SignOnly:
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
-    `accuracy` bounds the error of every entry of W and v. The oracle answers 1.0 where the score
+    The oracle answers 1.0 where the score
     is positive and 0.0 elsewhere; the model answers with scores, `oracle.SignOnly(model)` like
     the oracle.
     """
 
-    accuracy: float = 1e-6
+    accuracy: float = setting(1e-6, "bound on the error of every entry of W and v")
     seed: int = 0
 
     def __post_init__(self) -> None:

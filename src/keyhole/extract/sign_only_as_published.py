@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.text import percent
-from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.extraction import Extraction, Statement, Step, setting
 from keyhole.extract.halfspace import (
     CHANCE,
     Average,
@@ -84,16 +84,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class SignOnlyAsPublished:
-    """Extraction of one head from signs, as Theorem B.1 does it; the model's v has length about 1.
+    """Extraction of one head from signs, as Theorem B.1 does it; its v has length about 1."""
 
-    `accuracy` (ε) bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. `bound`: ‖W‖ is at most this (B). `margin`: every
-    |v_i| is at least this, for ‖v‖ = 1 (η). `chance`: that v̂ is further off than stated (p).
-    """
-
-    bound: float
-    margin: float
-    accuracy: float = 0.1
-    chance: float = CHANCE
+    bound: float = field(metadata={"help": "B: the norm of W is at most this"})
+    margin: float = field(metadata={"help": "η: every |v_i| is at least this, for v of length 1"})
+    accuracy: float = setting(0.1, "ε: bound on the norms of the errors of W and v")
+    chance: float = setting(CHANCE, "that v is further off than stated")
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Forms, Interval, weights_named
 from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
@@ -52,20 +52,17 @@ _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
 
 @dataclass(frozen=True)
 class Tolerant:
-    """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1).
+    """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1)."""
 
-    `bound`: ‖W‖ is at most this. `margin`: no |v_i| lies between 0 and this. `max_norm`: tokens
-    may not be longer than this (None: as long as one likes). `precision`: of the arithmetic that
-    the oracle computes with, relative; a server in float32 needs 6e-8.
-    """
-
-    tolerance: float = 1e-4
-    bound: float | None = None
-    margin: float | None = None
-    max_norm: float | None = None
-    precision: float = torch.finfo(torch.float64).eps
-    repeats: int = 1
-    refine: bool = True
+    tolerance: float = setting(1e-4, "how far an answer may be off")
+    bound: float | None = setting(None, "the norm of W is at most this")
+    margin: float | None = setting(None, "no |v_i| lies between 0 and this")
+    max_norm: float | None = setting(None, "tokens may not be longer than this")
+    precision: float = setting(
+        torch.finfo(torch.float64).eps, "relative, of the target's arithmetic; 6e-8 for float32"
+    )
+    repeats: int = setting(1, "times that everything is measured, with other questions")
+    refine: bool = setting(True, "fit all answers by least squares in the end")
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -65,16 +65,15 @@ def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> flo
 
 @dataclass(frozen=True)
 class TolerantAsPublished:
-    """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it.
+    """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it."""
 
-    `bound`: ‖W‖ is at most this (B). `margin`: every |v_i| is 0 or at least this (η).
-    `accuracy`: an ε for which to say how exact answers would have to be; it changes no question.
-    """
-
-    tolerance: float
-    bound: float
-    margin: float
-    accuracy: float | None = None
+    tolerance: float = field(metadata={"help": "how far an answer may be off"})
+    bound: float = field(metadata={"help": "B: the norm of W is at most this"})
+    margin: float = field(metadata={"help": "η: every |v_i| is 0 or at least this"})
+    accuracy: float | None = field(
+        default=None,
+        metadata={"help": "an ε to say for which τ it would hold; it changes no question"},
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
