@@ -163,7 +163,8 @@ CASES = {
     "Auto, heads": lambda d, s: heads(extract.Auto(seed=s), d, s, 3),
 }  # fmt: skip
 SLOW = {
-    "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (2,),
+    "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (4,),
+    "SignOnly": (2,),
     "AttentionSubLayer": (8,), "Auto, heads": (2,),
 }  # fmt: skip
 

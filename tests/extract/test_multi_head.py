@@ -96,7 +96,7 @@ RELATED = {
 
 
 @pytest.mark.parametrize("kind", RELATED)
-@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("others", [0, pytest.param(2, marks=pytest.mark.release)])
 def test_related_heads_come_out_in_canonical_form(kind, others):
     add, count = RELATED[kind]
     d = 12 if others else 6  # more dimensions than heads, and about as many
@@ -242,7 +242,7 @@ def test_two_dimensions_leave_no_direction_beside_v_and_g(heads):
     "kind",
     ["proportional", "proportional, parallel v", "three on one ray and one opposite", "W = 0"],
 )
-@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("d", [2, pytest.param(3, marks=pytest.mark.release)])
 def test_values_on_one_ray_that_fill_the_space(kind, d):
     add, count = RELATED[kind]
     target = plant(d, 2, seed=1)
@@ -367,6 +367,7 @@ def test_what_no_answer_shows_is_not_claimed():
     assert result.status is Status.MISMATCH
 
 
+@pytest.mark.release
 def test_more_slopes_on_a_ray_than_can_be_told_apart():
     target = plant(3, 1, seed=1)
     W = [(1 + 0.3 * k) * target.W[0] for k in range(6)]

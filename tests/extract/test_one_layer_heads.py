@@ -115,6 +115,7 @@ def test_heads_of_low_rank() -> None:
     assert low.queries < ATTACK(transformer(12, 3, 8)).queries - 200
 
 
+@pytest.mark.release
 def test_proportional_heads_cannot_be_steered_apart() -> None:
     target = transformer(6, 2, 5)
     result = ATTACK(with_heads(target, target.W[0], 2 * target.W[0]))

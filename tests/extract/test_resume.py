@@ -30,7 +30,7 @@ CASES = {
     ),
     "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
     "OutputLayer, chosen tokens": (
-        extract.OutputLayer(top=9), Logits(PlantedLogits(words=90, width=8))
+        extract.OutputLayer(top=9), Logits(PlantedLogits(words=70, width=4))
     ),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
 }  # fmt: skip
