@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,8 +37,8 @@ from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import MOST, InputError
 from keyhole.core.files import write_text
 from keyhole.core.journal import records_in
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import answers_in
-from keyhole.oracle.options import without_password
 from keyhole.report import json_form
 from keyhole.report.fleet_formats import FLEET_FORMATS
 from keyhole.report.formats import FORMATS
@@ -268,10 +267,9 @@ def _kept(journal: Path, ledger: Path | None) -> str:
 
 
 def _missing_extras(result: Audit) -> str:
-    """The extras that reasons ask for, such as `models,proofs`."""
-    reasons = [part.reason for part in (*result.findings, *result.skips)]
-    named = re.findall(r"pip install 'keyhole\[(\w+)\]'", "\n".join(reasons))
-    return ",".join(sorted(set(named)))
+    """The extras that are not installed, such as `models,proofs`."""
+    named = {part.extra for part in (*result.findings, *result.skips)}
+    return ",".join(sorted(named - {""}))
 
 
 def _unanswered(result: Audit, journal: Path) -> str:

@@ -68,8 +68,7 @@ def serve(
         from keyhole.oracle.server import serve as run
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "expected MLServer for serve, got none: pip install 'keyhole[serve]' with Python 3.12 "
-            "or older, which MLServer needs"
+            "serve needs MLServer, which is not installed and takes Python 3.12 or older", "serve"
         ) from missing
     url = f"http://{host}:{port}/v2/models/{name}"
 

@@ -106,4 +106,4 @@ def _cvxpy() -> Any:
     try:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
-        raise MissingExtra("NuclearNorm needs CVXPY: pip install 'keyhole[convex]'") from missing
+        raise MissingExtra("NuclearNorm needs CVXPY, which is not installed", "convex") from missing

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from markupsafe import Markup
+from markupsafe import escape
 
-from keyhole.assess import Assessment, Family, Item, assess
+from keyhole.assess import Assessment, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
-from keyhole.core import Audit
-from keyhole.core.text import percent
-from keyhole.report import lengths, matrix, pictures, readings, wording
+from keyhole.core import Audit, Result
+from keyhole.core.text import legible, percent
+from keyhole.report import lengths, matrix, pictures, readings, words
 from keyhole.report.curves import curve
 from keyhole.report.groups import groups, sections
 from keyhole.report.pages import fill
@@ -20,24 +20,18 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
 
     `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
     """
-    from keyhole.cost import widget  # its package loads torch, which no other format needs
-
     made = assess(audit) if assessment is None else assessment
 
     def measures(item: Item) -> list[Measure]:
         return measured(item, made.items)
 
-    costs = made.card(Family.WEIGHTS).checked > 0
     return fill(
         "page.html",
-        styles=[widget.style()] if costs else [],
-        scripts=[widget.script()] if costs else [],
-        costs=Markup(widget.render()) if costs else "",  # noqa: S704 - nothing of a target is in it
         audit=audit,
         assessment=made,
         sections=sections(made),
         controls=groups(made.controls),
-        surfaces=matrix.surfaces(made),
+        parts=matrix.parts(made),
         measured=measures,
         cost=cost,
         curve=curve,
@@ -46,5 +40,12 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         percent=percent,
         pictures=pictures,
         readings=readings,
-        wording=wording,
+        words=words,
     )
+
+
+def html(result: Result) -> str:
+    """What a notebook shows: the page of an audit, in a frame of its own; of others the summary."""
+    if isinstance(result, Audit):
+        return f'<iframe width="100%" height="600" srcdoc="{escape(render(result))}"></iframe>'
+    return f"<pre>{escape(legible(repr(result)))}</pre>"
