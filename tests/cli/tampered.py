@@ -43,15 +43,15 @@ def document() -> dict[str, Any]:
     cut = Cut(("[CLS]", "a"), "yes", "no", 0.9, 0.2, 0.01, 2, 2, ((0, 1, 0, 1),))
     common = {"reason": "because", "remedy": "do not", "queries": 12, "seconds": 0.5}
     findings = (
-        Finding(called("full scores"), "SingleHead", Status.RECOVERED, error=1e-12, lower_bound=12, known=1.0,
-                trace=((3, 0.5), (12, 1e-12)), **common),
-        Finding(called("hidden states of layer 1"), "EncoderStates", Status.RECOVERED, error=None, sought="text",
-                texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
-        Finding(called("stored embedding"), "PooledEmbedding", Status.INEXACT, error=None, sought="text",
-                texts=(Readings("pooled", 1, "as stored", (reading,)),),
+        Finding(called("full scores"), "SingleHead", Status.RECOVERED, error=1e-12,
+                lower_bound=12, known=1.0, trace=((3, 0.5), (12, 1e-12)), **common),
+        Finding(called("hidden states of layer 1"), "EncoderStates", Status.RECOVERED, error=None,
+                sought="text", texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
+        Finding(called("stored embedding"), "PooledEmbedding", Status.INEXACT, error=None,
+                sought="text", texts=(Readings("pooled", 1, "as stored", (reading,)),),
                 estimate=Estimate.of(1, 2, 10), **common),
-        Finding(called("attention cut"), "HackAttend", Status.INEXACT, error=None, sought="prediction",
-                cuts=(cut,), **common),
+        Finding(called("attention cut"), "HackAttend", Status.INEXACT, error=None,
+                sought="prediction", cuts=(cut,), **common),
     )  # fmt: skip
     audit = Audit("a target", "head:0", findings, (Skip(called("signs"), "SignOnly", "no signs"),))
     return json.loads(json.dumps(audit.to_dict()))
