@@ -50,9 +50,9 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--noise", "1"), "expected --clip with --noise"),
-        (("--hide", "heads"), "expected --hide embeddings, got heads"),
-        (("--precision", "int8"), "expected --precision float32 or bfloat16 or float16, got int8"),
+        (("--noise", "1"), "--noise needs --clip"),
+        (("--hide", "heads"), "--hide must be embeddings, not 'heads'"),
+        (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
         (("--degrade", "permuted"), "expected no --degrade for a gradient, got permuted"),
         (("--local-steps", "0"), "expected --local-steps of 1 or more, got 0"),
     ],

@@ -58,7 +58,7 @@ WRONG = {
         2,
         "expected attention maps",
     ),
-    "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected at least one start"),
+    "no starts": (["invert", "p.safetensors", "--starts", "0"], 2, "expected starts of 1 or more"),
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,

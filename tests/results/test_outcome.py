@@ -97,10 +97,8 @@ def test_every_command_ends_with_the_code_of_its_status(
         imported("invert")
         from keyhole.recover.run import LeakRead
 
-        read = [LeakRead(0, "leak", "digest", result)]
-        monkeypatch.setattr("keyhole.cli.invert_text.recovering_files", lambda *_, **__: read)
-        for name, given in {"read_sources": [], "task_for": "base", "open_leaks": []}.items():
-            monkeypatch.setattr(f"keyhole.cli.invert_text.{name}", lambda *_, g=given: g)
+        read = LeakRead(0, "leak", "digest", result)
+        monkeypatch.setattr("keyhole.cli.invert_text.run", lambda *_, notify, **__: notify(read))
         arguments = ["demo", "leak.safetensors"]
     done = inside(
         *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys

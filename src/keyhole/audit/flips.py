@@ -26,7 +26,7 @@ from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.hack_attend import HackAttend
-from keyhole.disrupt.labels import settled
+from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
 from keyhole.recover.pieces import decoded, labels

@@ -18,7 +18,7 @@ from keyhole.core import Audit, Finding, Outcome, Remedied, Status
 from keyhole.core.exposure import Exposure
 from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
-from keyhole.harden.hardening import Hardening
+from keyhole.harden.run import Hardening
 from keyhole.models.loading import load_config, load_tokenizer
 
 

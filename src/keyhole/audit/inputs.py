@@ -25,7 +25,7 @@ from keyhole.core.progress import Track
 from keyhole.invert import Inversion, Problem, certify
 from keyhole.invert.judge import SAME
 from keyhole.invert.registry import METHODS, Row
-from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.solvers.multistart import Solve
 from keyhole.oracle import Oracle, OracleError, ask
 from keyhole.oracle.planted import Attention
 from keyhole.report import words

@@ -32,12 +32,12 @@ from keyhole.cli.bars import bars
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.core.files import write_text
-from keyhole.disrupt.certificate.certification import certify_all
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.run import run
+from keyhole.lab.certificates import certify_all
 from keyhole.models.loading import Task
 
 _RELEASED = "as-released"

@@ -24,9 +24,7 @@ from keyhole.cli.console import say
 from keyhole.core import exit_code
 from keyhole.core.journal import records_in
 from keyhole.core.progress import Progress
-from keyhole.invert.registry import STACK_METHODS
-from keyhole.invert.run import run_layers
-from keyhole.invert.structure.layers_file import load_layers
+from keyhole.lab.stacks import METHODS, Stack, run
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -44,7 +42,7 @@ def invert_layers(
         ),
     ],
     method: Annotated[
-        str, name_in(STACK_METHODS, "Layer by layer from the top, or all layers at once.")
+        str, name_in(METHODS, "Layer by layer from the top, or all layers at once.")
     ] = "peel",
     starts: Annotated[
         int | None,
@@ -79,14 +77,14 @@ def invert_layers(
     expect_new(*and_tensors(out), force=force)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     with interruptible(lambda: _kept(journal)), bars("invert layers", each=False) as track:
-        asked = load_layers(stack)
+        asked = Stack.load(stack)
 
         def begun(name: str, total: int | None = None) -> Progress:
             """Said when the search begins: a refusal comes before it, as the only line."""
             say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
             return track(name, total)
 
-        result = run_layers(
+        result = run(
             asked, method, starts=starts, solutions=solutions, branches=branches,
             seconds=seconds, device=device, seed=seed, journal=journal, force=force, track=begun,
             resuming=lambda done: say(f"resuming: {done} searches are done"),

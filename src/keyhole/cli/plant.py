@@ -23,6 +23,7 @@ from keyhole.cli.app import (
 from keyhole.cli.console import show
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import write_tensors
+from keyhole.lab import stacks
 
 _HEADS = ("multi-head", "one-layer", "attention", "orthogonal-heads", "inversion")
 # What each option is for: given with another kind it is an error, not silence.
@@ -149,10 +150,10 @@ def _plant_layers(
 ) -> None:  # fmt: skip
     tokens = 8 if tokens is None else tokens
     expect_count("--tokens", tokens)
-    stack, _ = invert.plant_layers(
+    stack, _ = stacks.plant(
         layers, tokens, dim, scale=scale, residual=residual, causal=causal, seed=seed
     )
-    invert.save_layers(stack, path)
+    stack.save(path)
     show(f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, cast, get_args
 
 
 class KeyholeError(Exception):
@@ -59,3 +61,10 @@ def expect_number(
         raise InputError(f"expected {name} above {above:g}, got {value}")
     if not math.isfinite(value):
         raise InputError(f"expected a finite {name}, got {value}")
+
+
+def expect_among(name: str, value: object, known: Any) -> None:
+    """`known` is a Literal type, or a collection of names."""
+    names = get_args(known) or tuple(cast("Iterable[str]", known))
+    if value not in names:
+        raise InputError(f"expected {name} among {', '.join(names)}, got {value}")

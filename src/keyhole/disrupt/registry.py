@@ -11,7 +11,7 @@ from typing import Any
 
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
-from keyhole.disrupt.attacker import Attacker
+from keyhole.disrupt.disruption import Attacker
 from keyhole.disrupt.hack_attend import HackAttend, Scope, Spare
 from keyhole.disrupt.rerank import Rerank
 

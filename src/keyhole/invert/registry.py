@@ -15,19 +15,15 @@ from keyhole.core.registry import Entry, Registry
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.end_to_end import EndToEnd
-from keyhole.invert.solvers.gradient_descent import GradientDescent
-from keyhole.invert.solvers.gradient_descent_as_published import GradientDescentAsPublished
+from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
+from keyhole.invert.solvers.multistart import Solve
 from keyhole.invert.solvers.newton_cg import NewtonCG
-from keyhole.invert.solvers.peel import Peel
 from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.residual_stream import ResidualStream
-from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.solvers.token_by_token import TokenByToken
-from keyhole.invert.structure.layers import SolveLayers
 
 STARTS = 256  # of every search from many starts, unless told otherwise
 
@@ -59,25 +55,6 @@ def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0
     return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
 
 
-def peel(
-    starts: int = 64,
-    solutions: int = 4,
-    branches: int = 8,
-    seconds: float | None = None,
-    device: str = "cpu",
-    seed: int = 0,
-) -> Peel:
-    """The options are those of the search at each layer, but for `branches`."""
-    search = LevenbergMarquardt(
-        starts=starts, steps=200, solutions=solutions, seconds=seconds, device=device, seed=seed
-    )
-    return Peel(search, branches)
-
-
-def end_to_end(starts: int = 32, seed: int = 0) -> EndToEnd:
-    return EndToEnd(LevenbergMarquardt(starts=starts, seed=seed))
-
-
 def _search(name: str, method: type[Solve]) -> Entry[Solve, Row]:
     """A search from many starts."""
     return Entry(name, partial(method, starts=STARTS), method=method)
@@ -102,10 +79,3 @@ METHODS: Registry[Solve, Row] = Registry(
     Entry("token-by-token", TokenByToken),
     Entry("residual-stream", ResidualStream),
 )  # fmt: skip
-
-# Several layers, of which only the last output is known; the audit looks at single layers.
-STACK_METHODS: Registry[SolveLayers, Row] = Registry(
-    "method",
-    Entry("peel", peel, method=Peel),
-    Entry("end-to-end", end_to_end, method=EndToEnd),
-)

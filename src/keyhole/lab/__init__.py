@@ -1,0 +1,4 @@
+"""What researchers use: reproductions as published, planted targets, proofs, experiments.
+
+Only the command line imports it.
+"""
