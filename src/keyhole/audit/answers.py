@@ -25,8 +25,8 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.open_inference import FLOATS
-from keyhole.oracle.options import without_password
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.text_endpoint import Given, TextEndpoint
 

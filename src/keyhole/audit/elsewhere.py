@@ -19,8 +19,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import Track, untracked
 from keyhole.models.loading import kept_open
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import session
-from keyhole.oracle.options import without_password
 
 
 @dataclass(frozen=True)

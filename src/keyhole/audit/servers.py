@@ -38,7 +38,7 @@ from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.served import served_noise, with_served_noise
-from keyhole.recover.simulate import LONGEST
+from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 _RULES = {
@@ -159,7 +159,7 @@ def _texts(
     """Texts sent, and read back from the states that came."""
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(LONGEST, parts.longest)
+    longest = min(MAX_LENGTH, parts.longest)
     progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):

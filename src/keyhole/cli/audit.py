@@ -37,8 +37,8 @@ from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import MOST, InputError
 from keyhole.core.files import write_text
 from keyhole.core.journal import records_in
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import answers_in
-from keyhole.oracle.options import without_password
 from keyhole.report import json_form
 from keyhole.report.fleet_formats import FLEET_FORMATS
 from keyhole.report.formats import FORMATS
