@@ -177,7 +177,7 @@ def test_a_target_that_never_answers_is_said_once_and_leaves_no_journal(tmp_path
         ("a", Status.ORACLE_FAILED), ("b", Status.ORACLE_FAILED),
     ]  # fmt: skip
     # What needs no answer is done: the attacks that need a layer's weights.
-    assert all("KH-INPUT" in line for line in path.read_text().splitlines()[1:])
+    assert all("KH-INPUTS" in line for line in path.read_text().splitlines()[1:])
 
 
 def test_an_audit_that_could_not_begin_leaves_nothing(tmp_path):

@@ -53,13 +53,13 @@ def given_away(found):
     inputs = [one for one in found.findings if one.sought == "input"]
     assert len(inputs) == 2 * len(LEAKS)
     for finding in inputs:
-        if "decimals" in words.exposure(finding.exposure):
+        if finding.exposure.defences:
             continue
         assert finding.status is Status.RECOVERED, finding.reason
         assert finding.error < 1e-8
         assert "is the one put in" in finding.reason
         assert "proved" in finding.reason
-    rounded = [one for one in inputs if "decimals" in words.exposure(one.exposure)]
+    rounded = [one for one in inputs if one.exposure.defences]
     assert all(one.status is not Status.RECOVERED for one in rounded)
 
 
