@@ -31,7 +31,7 @@ from faulty_server import FAULTS, digest, serve, target_of
 from keyhole import extract
 from keyhole.extract.extraction import Extraction
 from keyhole.oracle import EndpointOptions
-from keyhole.oracle.generations import witnesses
+from keyhole.oracle.ledger import witnesses
 from show import Row, relative
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "oracle"))

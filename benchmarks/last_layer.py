@@ -31,7 +31,7 @@ from keyhole.extract import Extraction, OutputLayer
 from keyhole.extract.token_answers import Prompts, WholeVectors, distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
 from keyhole.oracle.completions import Completions
-from keyhole.oracle.output_matrix import OutputMatrix
+from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.token_questions import Logits
 from show import Row
 

@@ -29,8 +29,7 @@ from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.files import write_text
 from keyhole.data import NO_LABEL, Example
 from keyhole.models import demo
-from keyhole.models.in_memory import lent
-from keyhole.models.loading import transformers
+from keyhole.models.loading import lent, transformers
 from keyhole.recover.pieces import decoded
 
 _log = logging.getLogger("keyhole")

@@ -20,9 +20,8 @@ from keyhole.audit import last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
-from keyhole.oracle.probe import Server
+from keyhole.oracle.probe import ROUTES, Server
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.routes import ROUTES
 
 TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
 

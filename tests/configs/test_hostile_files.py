@@ -8,7 +8,7 @@ import time
 import pytest
 
 from keyhole import configs
-from keyhole.configs.source import FURTHEST, LARGEST
+from keyhole.configs.finding import FURTHEST, LARGEST
 from keyhole.core.errors import InputError
 
 WORD = "# qdrant\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyhole import configs
-from keyhole.configs.words import Word, simple_commands
+from keyhole.configs.command import Word, simple_commands
 
 
 def rules(tmp_path, text, name="run.sh"):

@@ -22,7 +22,7 @@ from keyhole.core.text import percent
 from keyhole.extract import Status
 from keyhole.extract.ordinary_labels import OrdinaryLabels
 from keyhole.extract.ordinary_questions import OrdinaryQuestions
-from keyhole.oracle.subspaces import plant_orthogonal
+from keyhole.oracle.storage import plant_orthogonal
 from keyhole.oracle.token_questions import Logits
 
 FULL = os.environ.get("KEYHOLE_FULL") == "1"

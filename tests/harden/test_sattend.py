@@ -16,7 +16,7 @@ import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.harden import Plain, SAttend
 from keyhole.harden.defences.sattend import Drops
-from keyhole.models.passes import NAME
+from keyhole.models.masking import NAME
 
 
 class Recorder:

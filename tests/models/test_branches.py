@@ -7,8 +7,8 @@ import torch
 
 import tiny_models as tiny
 from keyhole.models import Exposure, anatomy, capture
+from keyhole.models.anatomy import unrotate
 from keyhole.models.branches import Branches
-from keyhole.models.rotary import unrotate
 
 
 def alone(model, exposure, ids):

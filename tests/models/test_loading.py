@@ -14,8 +14,7 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.models import Exposure, capture, identity, load_model
-from keyhole.models.loading import load_config, task_of
-from keyhole.models.tasks import head_of, named_task
+from keyhole.models.loading import head_of, load_config, named_task, task_of
 
 
 @pytest.fixture(scope="module")

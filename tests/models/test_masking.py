@@ -10,8 +10,7 @@ import torch
 
 import tiny_architectures as zoo
 from keyhole.core.errors import InputError
-from keyhole.models.masking import Rewrite, Untouched, rewriting, sites_of
-from keyhole.models.passes import NAME
+from keyhole.models.masking import NAME, Rewrite, Untouched, rewriting, sites_of
 
 SINKS = "gpt_oss"
 

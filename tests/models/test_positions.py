@@ -2,7 +2,7 @@ import pytest
 
 import tiny_models as tiny
 from keyhole.core.errors import InputError
-from keyhole.models.positions import fitting, positions
+from keyhole.models.anatomy import fitting, positions
 
 
 @pytest.mark.parametrize(("family", "most"), [("bert", 80), ("roberta", 78), ("gpt2", 80)])

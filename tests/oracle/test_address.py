@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.address import expect_authorized, parted, without_password
+from keyhole.oracle.options import expect_authorized, parted, without_password
 
 
 @pytest.mark.parametrize(

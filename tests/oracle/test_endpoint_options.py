@@ -16,8 +16,8 @@ from keyhole.core import Status
 from keyhole.core.endpoint import EndpointOptions, headers_of
 from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
+from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.target import describe, open_target
-from keyhole.oracle.tensors import TakesTexts
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)

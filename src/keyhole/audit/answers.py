@@ -23,11 +23,10 @@ from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
-from keyhole.models.loading import Loaded, class_names
-from keyhole.models.tasks import head_of
-from keyhole.oracle.address import without_password
+from keyhole.models.loading import Loaded, class_names, head_of
+from keyhole.oracle.open_inference import FLOATS
+from keyhole.oracle.options import without_password
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.tensors import FLOATS
 from keyhole.oracle.text_endpoint import Given, TextEndpoint
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave

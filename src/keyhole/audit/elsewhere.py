@@ -19,8 +19,8 @@ from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.core.errors import InputError
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import Track, untracked
-from keyhole.oracle.address import without_password
-from keyhole.oracle.session import session
+from keyhole.oracle.ledger import session
+from keyhole.oracle.options import without_password
 
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 

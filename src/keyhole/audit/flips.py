@@ -26,8 +26,7 @@ from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.labels import settled
 from keyhole.models import Loaded
-from keyhole.models.loading import load_config, load_tokenizer
-from keyhole.models.tasks import GENERATES, head_of
+from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
 from keyhole.recover.pieces import decoded, labels
 
 SHOWN = 3  # flipped inputs that a finding shows

@@ -10,8 +10,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import expect_file
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.models import Loaded
-from keyhole.models.loading import class_names
-from keyhole.models.tasks import head_of
+from keyhole.models.loading import class_names, head_of
 from keyhole.recover.embeddings.reader import CountedReader
 
 TEXTS_OF_A_MODEL = 3

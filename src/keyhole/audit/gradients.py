@@ -20,7 +20,7 @@ from keyhole.core.progress import Track
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
-from keyhole.models.tasks import head_of
+from keyhole.models.loading import head_of
 from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
 from keyhole.recover.gradients.recover_batch import LONGEST
 from keyhole.recover.gradients.update import KIND, TASKS

@@ -17,9 +17,8 @@ from keyhole.core.endpoint import KEY
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.oracle.completions import COMPLETION, Completions
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.probe import Server
-from keyhole.oracle.routes import Route
+from keyhole.oracle.probe import Route, Server
+from keyhole.oracle.protocol import Counted
 
 QUERIES, SAMPLE = 1_024, 64
 _WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check

@@ -32,7 +32,7 @@ from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, crew_of
 from keyhole.oracle import Oracle
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, session, unheard
 
 
 def audit(

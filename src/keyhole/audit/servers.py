@@ -26,11 +26,9 @@ from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
-from keyhole.models.loading import Loaded
-from keyhole.models.tasks import head_of
-from keyhole.oracle.probe import Answered, Server
-from keyhole.oracle.routes import LOGPROBS, STATES, VECTOR, Route
-from keyhole.oracle.vector_prompts import FORMS
+from keyhole.models.loading import Loaded, head_of
+from keyhole.oracle.completions import FORMS
+from keyhole.oracle.probe import LOGPROBS, STATES, VECTOR, Answered, Route, Server
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states

@@ -28,10 +28,10 @@ from keyhole.data import read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import load_model, names_model, task_of
 from keyhole.oracle import Oracle, identity_of
-from keyhole.oracle.address import expect_authorized, names_address, without_password
+from keyhole.oracle.open_inference import TakesTexts
+from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
-from keyhole.oracle.tensors import TakesTexts
 from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
 from keyhole.stores import Store, names_store, open_store
 

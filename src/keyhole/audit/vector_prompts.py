@@ -16,12 +16,11 @@ from keyhole.audit.check import Checked
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
-from keyhole.models.loading import Loaded
-from keyhole.models.tasks import head_of
+from keyhole.models.loading import Loaded, head_of
+from keyhole.oracle.completions import FORMS, VectorPrompts
 from keyhole.oracle.http import Refused
 from keyhole.oracle.probe import Server
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 
 _SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
 

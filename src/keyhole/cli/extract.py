@@ -92,7 +92,7 @@ def extract(
 
     expect_new(*and_tensors(out), force=force)
     if against_defences:
-        from keyhole.extract.defended.run import against_defences as attack
+        from keyhole.extract.defences import against_defences as attack
 
         if method or reference or budget is not None:
             given = "--method" if method else "--reference" if reference else "--budget"

@@ -6,6 +6,6 @@ One module per kind of configuration; registry.py lists them with the files that
 """
 
 from keyhole.configs.finding import Checked, Finding, Level, Rule, Unread
-from keyhole.configs.run import check
+from keyhole.configs.registry import check
 
 __all__ = ["Checked", "Finding", "Level", "Rule", "Unread", "check"]

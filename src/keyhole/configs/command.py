@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from keyhole.configs.words import Word, simple_commands
+from keyhole.configs.finding import Hit, Rule
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 # Words that stand for any number of options: what is missing may be in them.
 _OPAQUE = re.compile(r"\{\{|\$[@*]|\[[@*]\]|\$\{?\w*(ARG|OPT|FLAG|EXTRA|PARAM)", re.IGNORECASE)
 _LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
 _SHELLS = re.compile(r"(.*/)?(ba|da|z|k|a)?sh$")
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    line: int
 
 
 @dataclass(frozen=True)
@@ -144,3 +150,137 @@ def _contained(words: list[Word], env: Mapping[str, Word]) -> Command:
     return Command(
         tuple(words), given, local=on_loopback(ports), mounts=tuple(mounts), container=True
     )
+
+
+# Shell text as simple commands of words, each with the line it stands on; nothing is expanded.
+#
+# Quotes, comments, continued lines and the operators between commands are understood; variables
+# stay as they are written.
+
+_SPACE, _ENDS = " \t", ";&|()\n"
+
+
+def simple_commands(text: str, line: int = 1) -> list[list[Word]]:
+    """The words of each command of a script; `line` is that of the text's first line."""
+    return _Reader(text, line).commands()
+
+
+def quoted_items(text: str, line: int) -> list[Word]:
+    """The strings of a list such as ["a", "b"], as Dockerfiles have them."""
+    return [
+        Word(re.sub(r"\\(.)", r"\1", match[1]), line + text.count("\n", 0, match.start()))
+        for match in re.finditer(r'"((?:[^"\\]|\\.)*)"', text, re.DOTALL)
+    ]
+
+
+class _Reader:
+    def __init__(self, text: str, line: int) -> None:
+        self.text, self.at, self.line = text, 0, line
+        self.made: list[list[Word]] = [[]]
+
+    def commands(self) -> list[list[Word]]:
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            if sign in _SPACE or self.text.startswith("\\\n", self.at):
+                self._skip(2 if sign == "\\" else 1)
+            elif sign in _ENDS:
+                self._skip(1)
+                if self.made[-1]:
+                    self.made.append([])
+            elif sign == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                self.made[-1].append(self._word())
+        return [words for words in self.made if words]
+
+    def _skip(self, count: int) -> str:
+        part = self.text[self.at : self.at + count]
+        self.line += part.count("\n")
+        self.at += count
+        return part
+
+    def _word(self) -> Word:
+        line, parts = self.line, list[str]()
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            opens = sign == "(" and bool(parts) and parts[-1] == "$"
+            if sign in _SPACE or (sign in _ENDS and not opens):
+                break
+            if sign in "'\"":
+                parts.append(self._quoted(sign))
+            elif sign == "\\":
+                escaped = self._skip(2)[1:]
+                parts.append("" if escaped == "\n" else escaped)
+            else:
+                parts.append(self._skip(1))
+        return Word("".join(parts), line)
+
+    def _quoted(self, mark: str) -> str:
+        self._skip(1)
+        parts = list[str]()
+        while self.at < len(self.text) and self.text[self.at] != mark:
+            if self.text[self.at] == "\\" and mark == '"':
+                escaped = self._skip(2)[1:]
+                parts.append("" if escaped == "\n" else escaped)
+            else:
+                parts.append(self._skip(1))
+        self._skip(1)
+        return "".join(parts)
+
+
+# A server that configurations start: how it is recognised in a command, and what it is told.
+
+# What may stand before a program that is run; other words are prose, or install or stop it.
+_WRAPPERS = re.compile(
+    r"python[\d.]*|numactl|taskset|nice|gosu|tini|dumb-init|chrt|stdbuf|timeout|env|exec|sudo|uv|uvx|"
+    r"poetry|conda|srun|mpirun|torchrun|nsys|xvfb-run|if|while|until|then|do|else|!|\{"
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """`starts` are the ways to start it, as words in a row, the first without its folder; `image`
+    matches the container image whose own program it is; `words` are in every such file."""
+
+    name: str
+    words: tuple[str, ...]
+    starts: tuple[tuple[str, ...], ...]
+    image: re.Pattern[str]
+    rules: tuple[Rule, ...]
+    look: Callable[[Options], Iterator[Hit]]
+
+    def options(self, command: Command) -> Options | None:
+        """What the command tells the program, if it starts it."""
+        words = command.words
+        for place, word in enumerate(words):
+            here = (
+                word.text.rpartition("/")[2],
+                *(more.text for more in words[place + 1 : place + 3]),
+            )
+            for start in self.starts:
+                if here[: len(start)] == start and _is_run(command, place, len(start)):
+                    return self._told(command, word, place + len(start))
+            if command.container and self.image.search(word.text) and word.text[0] != "-":
+                return self._told(command, word, place + 1)
+        if command.image is not None and self.image.search(command.image.text):
+            return self._told(command, command.image, 0)
+        return None
+
+    def _told(self, command: Command, program: Word, place: int) -> Options:
+        image = command.image or (program if self.image.search(program.text) else None)
+        return Options(
+            program, command.words[place:], command.env, command.local, image, command.mounts
+        )
+
+
+def _is_run(command: Command, place: int, length: int) -> bool:
+    """Whether the words at a place are run, and not written about, installed or stopped.
+
+    A program of one word takes options alone: other words after it make a sentence.
+    """
+    words = command.words
+    first = words[0].text.rpartition("/")[2]
+    after = words[place + length].text if place + length < len(words) else "-"
+    runs = place == 0 or command.container or bool(_WRAPPERS.fullmatch(first))
+    return runs and (length > 1 or after.startswith(("-", "$", "{{")))

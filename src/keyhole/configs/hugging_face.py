@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.source import Source, Unreadable
+from keyhole.configs.finding import Hit, Level, Rule, Source, Unreadable
 from keyhole.core.files import parse
 
 HIDDEN_STATES = Rule(

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.source import Unreadable
+from keyhole.configs.finding import Hit, Level, Rule, Unreadable
 from keyhole.core.files import parse
 
 _KEEP = "take it out of the repository and its history, and keep it as secret as the text"

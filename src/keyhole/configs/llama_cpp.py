@@ -6,9 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from keyhole.configs.command import Options, reached_from_outside
+from keyhole.configs.command import Options, Program, reached_from_outside
 from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.program import Program
 
 _AUDIT = "keyhole audit http://HOST:8080 --model MODEL.gguf"
 

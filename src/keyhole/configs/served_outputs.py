@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.source import Source, Unreadable
+from keyhole.configs.finding import Hit, Level, Rule, Source, Unreadable
 from keyhole.core.files import parse
 
 _AUDIT = "keyhole audit http://HOST:8080/v2/models/NAME --model MODEL"

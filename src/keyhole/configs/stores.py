@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from keyhole.configs.command import Options, reached_from_outside
+from keyhole.configs.command import Options, Program, Word, reached_from_outside
+from keyhole.configs.containers import Mapping, Node
 from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.program import Program
-from keyhole.configs.words import Word
-from keyhole.configs.yaml_tree import Mapping, Node
 
 CHROMA_OPEN = Rule(
     "KH-CONFIG-CHROMA-OPEN", "A store without authentication listens beyond this machine",

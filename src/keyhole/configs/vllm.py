@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from keyhole.configs.command import Options, reached_from_outside
+from keyhole.configs.command import Options, Program, reached_from_outside
 from keyhole.configs.finding import Hit, Level, Rule
-from keyhole.configs.program import Program
 
 _AUDIT = "keyhole audit http://HOST:8000 --model MODEL"
 _CAP = 20  # log-probabilities that it allows if nothing is said

@@ -19,8 +19,8 @@ from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.disruption import Disruption, joined
-from keyhole.models.positions import fitting
-from keyhole.models.tasks import GENERATES, head_of
+from keyhole.models.anatomy import fitting
+from keyhole.models.loading import GENERATES, head_of
 
 
 def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:

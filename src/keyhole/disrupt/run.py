@@ -21,8 +21,7 @@ from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
-from keyhole.models.loading import class_names, expect_names, load_config, task_of
-from keyhole.models.tasks import GENERATES, Task
+from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
 
 SHIPPED = "the reviews that ship with Keyhole"
 

@@ -35,8 +35,8 @@ from keyhole.disrupt.journal import Outcomes, key
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
-from keyhole.models.positions import fitting
-from keyhole.models.tasks import GENERATES
+from keyhole.models.anatomy import fitting
+from keyhole.models.loading import GENERATES
 
 _LOADED: dict[Any, tuple[Any, Any]] = {}
 _ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model

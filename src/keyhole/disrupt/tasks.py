@@ -27,8 +27,8 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.data import Batch
-from keyhole.models.positions import positions
-from keyhole.models.tasks import Task, head_of
+from keyhole.models.anatomy import positions
+from keyhole.models.loading import Task, head_of
 
 IGNORED = -100  # a label at a position where nothing is predicted
 _BELOW = -1e30

@@ -25,9 +25,8 @@ from keyhole.extract.ordinary_questions import LONGEST, OrdinaryQuestions
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
-from keyhole.oracle.degraded import Degradation
+from keyhole.oracle.defences import Degradation, Wrapper
 from keyhole.oracle.protocol import Oracle, ask
-from keyhole.oracle.wrapper import Wrapper
 
 _INSIDE = 1 - 1e-9  # of a bound on norms, in spite of rounding
 _LABELS = 1e-4  # the accuracy to which weights are bisected

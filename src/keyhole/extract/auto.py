@@ -39,9 +39,8 @@ from keyhole.extract.one_layer import OneLayerTransformer
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
-from keyhole.oracle.counted import Counted
 from keyhole.oracle.links import NAMES, Link, Linked, Undone, undone
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask
+from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be told from chance

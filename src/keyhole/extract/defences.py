@@ -18,13 +18,11 @@ from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.judge import NEARLY
 from keyhole.extract.ordinary_questions import usual_norm_of
-from keyhole.oracle.address import without_password
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.degraded import Degradation
+from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
-from keyhole.oracle.options import EndpointOptions
-from keyhole.oracle.protocol import Oracle, ask, identity_of
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.options import EndpointOptions, without_password
+from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
 from keyhole.oracle.target import open_target
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get

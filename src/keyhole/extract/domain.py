@@ -21,8 +21,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError, ask, finite
+from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
 
 _STREAM = 0x444F4D41  # keeps these questions apart from every attack's
 _LONGER = (16, 32, 64)

@@ -28,11 +28,10 @@ from keyhole.extract.domain import Domain, Scope, Witness, scope, within_reach
 from keyhole.extract.extraction import Check, Extraction, Step
 from keyhole.extract.gauss_newton import Pairs, Singles
 from keyhole.extract.halfspace import signs
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.degraded import SignOnly
+from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.ledger import remembered
 from keyhole.oracle.planted import Head
-from keyhole.oracle.protocol import BudgetExhausted, NotFinite, Oracle, OracleError, ask
+from keyhole.oracle.protocol import BudgetExhausted, Counted, NotFinite, Oracle, OracleError, ask
 
 LENGTHS = (1, 2, 3, 5, 8)
 NEARLY = 1e-2  # beyond this relative error a model is not an approximation but another function

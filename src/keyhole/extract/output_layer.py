@@ -48,10 +48,9 @@ from keyhole.extract.token_answers import (
     WholeVectors,
     is_normalised,
 )
-from keyhole.oracle.counted import Counted
 from keyhole.oracle.ledger import remembered
-from keyhole.oracle.output_matrix import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, OracleError
+from keyhole.oracle.planted import OutputMatrix
+from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
 _FIRST = 32  # rows before the first look
@@ -246,7 +245,7 @@ class Cliff:
 
     `seen` says that the fall between them is a cliff. If not, there are `rank` directions or more.
     `constant` says that the mean answer has one of them to itself. `blocks` come from arithmetic in
-    blocks of 32 numbers (oracle/output_matrix.py): one for each, far below the others.
+    blocks of 32 numbers (oracle/planted.py): one for each, far below the others.
     """
 
     rank: int

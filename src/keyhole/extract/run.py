@@ -18,10 +18,8 @@ from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
 from keyhole.extract.targets import named_method, opened
 from keyhole.extract.token_answers import compared
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.ledger import Ledger
-from keyhole.oracle.protocol import Oracle
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.oracle.ledger import Ledger, Notice, session, unheard
+from keyhole.oracle.protocol import Counted, Oracle
 
 
 def run(

@@ -29,7 +29,7 @@ from keyhole.core.machine import expect_room
 from keyhole.extract.extraction import Extraction
 from keyhole.models.demo import open_model
 from keyhole.models.next_token import unembedding
-from keyhole.oracle.output_matrix import OutputMatrix
+from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 

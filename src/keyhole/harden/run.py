@@ -26,8 +26,7 @@ from keyhole.harden.registry import DEFENCES
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
-from keyhole.models.loading import class_names, expect_names, load_config, save, task_of
-from keyhole.models.tasks import Task
+from keyhole.models.loading import Task, class_names, expect_names, load_config, save, task_of
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"

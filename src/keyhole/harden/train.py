@@ -27,8 +27,8 @@ from keyhole.data import Example, encode
 from keyhole.harden.checkpoint import Run, State, resume, save
 from keyhole.harden.defences.defence import Batch, Defence
 from keyhole.harden.defences.stages import current
+from keyhole.models.anatomy import fitting
 from keyhole.models.loading import identity
-from keyhole.models.positions import fitting
 
 
 @dataclass(frozen=True, repr=False)

@@ -202,3 +202,59 @@ _ALIASES = {
     "llama": "llama",
     "qwen3": "qwen3",
 }
+
+
+# How many tokens of a text a model can take in: its positions, or what the caller allows.
+
+
+def positions(model: Any) -> int | None:
+    """The longest text that the model has positions for; None where it has no such limit."""
+    try:
+        return anatomy(model).longest
+    except (InputError, AttributeError, TypeError):  # a family whose parts are not known here
+        most = getattr(model.config, "max_position_embeddings", None)
+        return most if isinstance(most, int) and most > 0 else None
+
+
+def fitting(model: Any, tokenizer: Any, longest: int | None) -> int | None:
+    """Where a text is cut off: at `longest`, or where the positions end.
+
+    Something of the text must be left beside the tokens that frame it.
+    """
+    most = positions(model)
+    allowed = longest if most is None else min(most, most if longest is None else longest)
+    frame = len(tokenizer("")["input_ids"])
+    if allowed is not None and allowed <= frame:
+        raise InputError(
+            f"expected room for more than the {frame} tokens that frame a text, got {allowed}"
+        )
+    return allowed
+
+
+# Rotary positions undone: the key that a token would have at position 0.
+#
+# `RoFormer`, arXiv 2104.09864: a cached key is `R_p k`, with `R_p` a rotation by the position `p`
+# in each plane of two coordinates. So `k = R_pᵀ (R_p k)`. Models that stretch their context
+# multiply the rotation by a factor, which is divided out as well.
+
+
+def unrotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (b, heads, n, k) of a KV cache without their positions (b, n)."""
+    if not parts.rotary:
+        return keys
+    rotary = cast("Any", parts.base).rotary_emb
+    cos, sin = (part.unsqueeze(1) for part in rotary(keys.new_zeros(1), positions))
+    half = keys.shape[-1] // 2
+    turned = torch.cat([keys[..., half:], -keys[..., :half]], -1)
+    return (keys * cos + turned * sin) / (cos.square() + sin.square())
+
+
+def rotate(parts: Anatomy, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys (b, heads, n, k) as a KV cache holds them at positions (b, n)."""
+    if not parts.rotary:
+        return keys
+    rotary = cast("Any", parts.base).rotary_emb
+    cos, sin = (part.unsqueeze(1) for part in rotary(keys.new_zeros(1), positions))
+    half = keys.shape[-1] // 2
+    turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+    return keys * cos + turned * sin

@@ -12,14 +12,16 @@ shape, and a sample of the values), without the head, so that a leak can say who
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -27,7 +29,6 @@ from torch import nn
 from keyhole.core.errors import InputError, MissingExtra
 from keyhole.core.files import exists, expect_file, is_folder, trouble
 from keyhole.core.machine import expect_device, expect_room
-from keyhole.models.tasks import AUTO_CLASSES, Task, named_task
 
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
@@ -286,3 +287,84 @@ def identity(model: nn.Module, *, head: bool = False) -> str:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+# What a model's head is for: one vocabulary for loading, attacking, training and the command line.
+#
+# | task | answers with |
+# |---|---|
+# | base | no head: hidden states |
+# | classification | one class of a text (or an image) |
+# | choice | one of several texts |
+# | causal | the next token |
+# | seq2seq | the next token of a decoder, given a text |
+
+Task = Literal["base", "classification", "choice", "causal", "seq2seq"]
+GENERATES = ("causal", "seq2seq")  # what such a model writes by itself is what it holds to be right
+AUTO_CLASSES: dict[str, str] = {  # the library's classes that load a model with such a head
+    "base": "AutoModel",
+    "causal": "AutoModelForCausalLM",
+    "classification": "AutoModelForSequenceClassification",
+    "choice": "AutoModelForMultipleChoice",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+}
+_ENDINGS: dict[str, Task] = {  # how the library names classes with a head
+    "ForTokenClassification": "base",  # a class for each token is no answer to a text
+    "Classification": "classification",
+    "Classifier": "classification",
+    "ForMultipleChoice": "choice",
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForConditionalGeneration": "seq2seq",
+}
+
+
+def named_task(architecture: str) -> Task:
+    """The task that an architecture's name ends in; "base" where it is none of those above."""
+    for ending, task in _ENDINGS.items():
+        if architecture.endswith(ending):
+            return task
+    return "base"
+
+
+def head_of(model: Any) -> Task:
+    """The task that a model's head is for; "base" where it has none of those above."""
+    task = named_task(type(model).__name__)
+    if task == "seq2seq" and not getattr(model.config, "is_encoder_decoder", False):
+        return "base"  # it writes about images, or sounds
+    return task
+
+
+# A model that somebody holds already, lent to the attacks: afterwards it is as it was.
+#
+# Attacks take a model in eval mode, in float32, without gradients for its weights. One that is
+# being trained is put into that state for the length of a block; one in another precision is
+# copied.
+
+
+def is_model(thing: object) -> bool:
+    """Is this a model of the transformers library, or something that looks like one?"""
+    return isinstance(thing, torch.nn.Module) and hasattr(thing, "config")
+
+
+@contextmanager
+def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
+    """The model as attacks take it; its mode, gradients and random numbers are given back."""
+    if tokenizer is None:
+        raise InputError("expected tokenizer=… with a model in memory, got none")
+    if any(weight.is_floating_point() and weight.dtype != torch.float32
+           for weight in model.parameters()):  # fmt: skip
+        model = copy.deepcopy(model).float()
+    modes = {part: part.training for part in model.modules()}
+    asked = [(weight, weight.requires_grad) for weight in model.parameters()]
+    called = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    gpus = {weight.device for weight in model.parameters() if weight.is_cuda}
+    with torch.random.fork_rng(devices=sorted(gpus, key=str)):
+        try:
+            model.eval().requires_grad_(False)
+            yield Loaded(model, tokenizer, identity(model), called)
+        finally:
+            for part, training in modes.items():
+                part.training = training
+            for weight, gradient in asked:
+                weight.requires_grad_(gradient)

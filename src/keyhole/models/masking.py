@@ -26,18 +26,18 @@ in some models, repeated in others, and ALBERT calls one module many times.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.models.loading import transformers
-from keyhole.models.passes import NAME, Watch
-from keyhole.models.rewrite import Rewrite, Site, Sites, Untouched
 
 __all__ = ["Rewrite", "Site", "Sites", "Untouched", "rewriting", "sites_of"]
 
@@ -173,3 +173,219 @@ def _check(given: Tensor, shape: torch.Size, site: Site, what: str, boolean: boo
             f"expected a {what} that broadcasts to {tuple(shape)} at {site.name}, "
             f"got {tuple(given.shape)}"
         )
+
+
+# What may be done to attention, and where: the types that attacks and defences share.
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call inside one forward pass; (name, call) identifies it."""
+
+    index: int  # 0, 1, 2… in the order of the calls of one forward pass
+    name: str  # the module's qualified name
+    call: int  # how often this module was called before in this forward pass
+    kind: str  # "self" or "cross"
+
+
+class Rewrite(Protocol):
+    """What to do at each site; `shape` is (batch, heads, queries, keys), tensors broadcast to it.
+
+    Vision models with windows (Swin) have the windows in the batch axis.
+    """
+
+    def begin(self, inputs: Mapping[str, Any]) -> bool | None:
+        """A forward pass starts, with these arguments. False: leave this one alone.
+
+        It then runs with the implementation that the model had before, bit for bit.
+        """
+        ...
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """Boolean, True: may not be attended to. The row renormalises over the rest."""
+        ...
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A factor on the probabilities; the row does not renormalise."""
+        ...
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        """A summand to the probabilities: zeros that want a gradient are what attacks rank by."""
+        ...
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        """The probabilities after the cut, before gate, bump and dropout; part of the graph."""
+        ...
+
+
+class Untouched:
+    """A rewrite that changes nothing; override what you need."""
+
+    def begin(self, inputs: Mapping[str, Any]) -> bool | None:
+        del inputs
+
+    def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
+        del site, shape
+
+    def seen(self, site: Site, probabilities: Tensor) -> None:
+        del site, probabilities
+
+
+@dataclass
+class Sites:
+    """What came by: the calls of the last forward pass, and how many passes there were."""
+
+    calls: list[tuple[Site, torch.Size]] = field(default_factory=list[tuple[Site, torch.Size]])
+    forwards: int = 0
+
+
+# Forward passes of a model under a rewrite: which call of attention is which.
+#
+# Hooks on the model and the models inside it open and close a pass: whoever is called first opens
+# it. They come off, and the configurations get back what they held, whatever happens.
+
+NAME = "keyhole"  # of the implementation; must hold none of "eager", "sdpa", "flash", "paged"
+_CROSS = ("cross", "encoder_attn", "encdec")
+
+
+class Watch:
+    """One model under one rewrite: numbers its attention calls, forward pass by forward pass."""
+
+    def __init__(self, model: nn.Module, rewrite: Rewrite) -> None:
+        self.model = model
+        self.rewrite = rewrite
+        self.sites = Sites()
+        self.setting = _Setting(model)
+        self.names = {module: name for name, module in model.named_modules()}
+        self._kinds = {module: _kind(name, module) for module, name in self.names.items()}
+        self._counts: dict[nn.Module, int] = {}
+        self._last: dict[nn.Module, Site] = {}
+        self._depth = 0
+        self._alone = False
+        self._thread = 0
+
+    @contextmanager
+    def hooks(self) -> Generator[None]:
+        # Whoever is called first opens the pass: the model, or its base model, or its encoder.
+        library = transformers()
+        parts = [m for m in self.names if m is self.model or isinstance(m, library.PreTrainedModel)]
+        with ExitStack() as stack:
+            for part in parts:
+                before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(before.remove)
+                after = part.register_forward_hook(self._leave, always_call=True)
+                stack.callback(after.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1  # first of all: `_leave` comes in any case
+        if self._depth > 1:
+            if self._thread != threading.get_ident():
+                raise InputError("expected one thread a model, got two inside its forward pass")
+            return
+        self._thread = threading.get_ident()
+        self._counts, self._last = {}, {}
+        self.sites.calls = []
+        self._alone = self.rewrite.begin(_named(module, args, kwargs)) is False
+        if self._alone:
+            self.setting.put_back()
+
+    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._alone:
+            self._alone = False
+            self.setting.put_ours()
+            return
+        if output is None:  # the pass raised an error of its own
+            return
+        self.sites.forwards += 1
+        if not self.sites.calls:
+            raise InputError(
+                "expected a model whose attention goes through transformers' AttentionInterface, "
+                f"got {type(self.model).__name__}, which computes it on its own"
+            )
+
+    def site(self, module: nn.Module, shape: torch.Size) -> Site:
+        if self._depth == 0:
+            return self._again(module)
+        count = self._counts.get(module, 0)
+        site = Site(len(self.sites.calls), self.names[module], count, self._kinds[module])
+        self._counts[module] = count + 1
+        self._last[module] = site
+        self.sites.calls.append((site, shape))
+        return site
+
+    def _again(self, module: nn.Module) -> Site:
+        """The site of a call in the backward pass: unknown where one module has many."""
+        if self._counts.get(module) != 1:
+            raise InputError(
+                "expected attention inside the model's forward pass, got a call outside of it to "
+                f"{self.names[module]} (gradient checkpointing of a module that is called "
+                f"{self._counts.get(module, 0)} times?)"
+            )
+        return self._last[module]
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    path = [*name.lower().split(".")[-2:], type(module).__name__.lower()]
+    return "cross" if any(mark in part for mark in _CROSS for part in path) else "self"
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name, positional ones too where the names are known."""
+    order = [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return {**dict(zip(order, args, strict=False)), **kwargs}
+
+
+class _Setting:
+    """Our implementation in every configuration of the model; what was there before returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = [(config, config._attn_implementation) for config in _configurations(model)]
+
+    def put_ours(self) -> None:
+        for config, _ in self.before:
+            config._attn_implementation = NAME
+
+    def put_back(self) -> None:
+        # Setting one sets those inside it too; they come later and get their own back.
+        for config, old in self.before:
+            config._attn_implementation = old
+
+    def __enter__(self) -> None:
+        self.put_ours()
+
+    def __exit__(self, *_: object) -> None:
+        self.put_back()
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """All of them once, each before those inside it."""
+    configurations: dict[int, Any] = {}
+
+    def visit(config: Any) -> Iterator[Any]:
+        yield config
+        for key in config.sub_configs:
+            if getattr(config, key, None) is not None:
+                yield from visit(getattr(config, key))
+
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            for inner in visit(config):
+                # Again at the end: inside one and outside another, it must be restored last.
+                configurations.pop(id(inner), None)
+                configurations[id(inner)] = inner
+    return list(configurations.values())

@@ -8,11 +8,16 @@ address than the one that was asked. Secrets that were sent are taken out of wha
 from __future__ import annotations
 
 import json
+import math
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, fields
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -20,10 +25,7 @@ import httpcore
 import httpx
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.bodies import FAILURES, Garbled, Limits, body_of, opening_of, parsed, shown
-from keyhole.oracle.pace import Pace
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.transport import NotHttp, Transport, moments
 
 __all__ = ["Garbled", "Http", "Limits", "Refused", "shown"]
 
@@ -292,3 +294,344 @@ def _seconds(header: str) -> float | None:
         return parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
+
+
+# How fast a server is asked: at most so many requests a second, and not before it says.
+
+
+class Pace:
+    """Turns for requests, evenly spaced; threads that share one share its rate."""
+
+    def __init__(self, per_second: float | None = None) -> None:
+        self._apart = 0.0 if per_second is None else 1.0 / per_second
+        self._next = 0.0  # as time.monotonic() has it
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Until it is this request's turn."""
+        with self._lock:
+            turn = max(self._next, time.monotonic())
+            self._next = turn + self._apart
+        time.sleep(max(0.0, turn - time.monotonic()))
+
+    def hold(self, seconds: float) -> None:
+        """Nobody asks for so long: the server said so."""
+        with self._lock:
+            self._next = max(self._next, time.monotonic() + seconds)
+
+
+# What a server sent, read in the memory that `Limits` states: bounded, unpacked, parsed.
+#
+# httpx reads a body whole and unpacks it without a bound, so both are done here, in small pieces.
+
+FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
+_PIECE = 2**14
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server may cost; one that wants more is refused in a line that names the limit.
+
+    - `seconds`: one request, from connecting to its last byte, with its retries and their waits.
+    - `body`: bytes of one answer, both as sent and as unpacked.
+    - `parts`: opening brackets, quotes and commas in one answer. Python needs up to 60 bytes for
+      what one of them stands for, so that an answer takes less than 500 MB unless this is raised.
+    - `dim`: the dimension a server may claim unasked, and the width of its answers.
+    """
+
+    seconds: float = 60.0
+    body: int = 64 * 2**20
+    parts: int = 4_000_000
+    dim: int = 16_384
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"expected a limit {field.name} above 0, got {value}")
+
+
+class Garbled(OracleError):
+    """Something that is no answer, where another try may bring one."""
+
+
+def shown(text: object, longest: int = 80) -> str:
+    """What a server said, as part of one line: no line breaks, no control characters."""
+    line = " ".join(str(text)[: 4 * longest].split())
+    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
+    return safe if len(safe) <= longest else f"{safe[:longest]}…"
+
+
+def body_of(reply: httpx.Response, url: str, limit: int, grown: Callable[[int], None]) -> bytearray:
+    """The whole body, unpacked, or an error as soon as it is known to be longer than `limit`.
+
+    `grown` is told how long it is so far.
+    """
+    body = bytearray()
+    announced = int(reply.headers.get("content-length", 0))  # httpcore checks that it is a number
+    if announced > limit:
+        raise OracleError(
+            f"expected at most {limit:,} bytes from {url}, got Content-Length {announced:,}: "
+            "raise Limits(body=)"
+        )
+    for piece in _unpacked(_counted(reply, url, limit), reply, url):
+        body += piece
+        grown(len(body))
+        if len(body) > limit:
+            raise OracleError(
+                f"expected at most {limit:,} bytes from {url}, got more when unpacked: "
+                "raise Limits(body=)"
+            )
+    return body
+
+
+def _counted(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
+    count = 0
+    for piece in reply.iter_raw():
+        count += len(piece)
+        if count > limit:
+            raise OracleError(
+                f"expected at most {limit:,} bytes from {url}, got more: raise Limits(body=)"
+            )
+        yield piece
+
+
+def _unpacked(pieces: Iterable[bytes], reply: httpx.Response, url: str) -> Iterator[bytes]:
+    """The body as it was before gzip or deflate, in small pieces whatever it expands to."""
+    coding = reply.headers.get("content-encoding", "identity").strip().lower()
+    if coding == "identity":
+        yield from pieces
+        return
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        raise OracleError(
+            f"expected a body in gzip, deflate or plain from {url}, got {shown(coding)}"
+        )
+    unpack = None
+    try:
+        for piece in pieces:
+            if unpack is None:  # some servers send deflate without zlib's header, whose low bits 8
+                bare = coding == "deflate" and piece[:1] and piece[0] & 15 != 8
+                unpack = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+            while piece and not unpack.eof:
+                yield unpack.decompress(piece, _PIECE)
+                piece = unpack.unconsumed_tail
+        complete = unpack is None or unpack.eof
+    except zlib.error as error:
+        raise Garbled(f"expected {coding} from {url}, got {shown(error)}") from None
+    if not complete:
+        raise Garbled(f"expected a whole {coding} body from {url}, got only its beginning")
+
+
+def opening_of(reply: httpx.Response, hidden: Callable[[bytearray], bytearray]) -> str:
+    """The first words of an answer that is an error; whatever is wrong with it does not matter.
+
+    `hidden` takes secrets out, before anything is cut off in their middle.
+    """
+    body = bytearray()
+    with suppress(OracleError, httpcore.TimeoutException, *FAILURES):
+        for piece in _unpacked(reply.iter_raw(), reply, ""):
+            body += piece
+            if len(body) > 1000:
+                break
+    return shown(hidden(body).decode(errors="replace"), 200) or "no text"
+
+
+def parsed(body: bytearray, url: str, limits: Limits) -> object:
+    parts = sum(body.count(mark) for mark in b'[{",')
+    if parts > limits.parts:
+        raise OracleError(
+            f"expected at most {limits.parts:,} brackets, quotes and commas from {url}, "
+            f"got {parts:,}: raise Limits(parts=)"
+        )
+    # One letter beyond ASCII may make Python keep the whole text at four bytes a letter.
+    if len(body) > limits.body // 4 and not body.isascii():
+        raise OracleError(
+            f"expected ASCII in an answer of over {limits.body // 4:,} bytes from {url}, "
+            "got other characters: raise Limits(body=)"
+        )
+    opening = shown(body[:200].decode(errors="replace")) or "nothing"
+    try:
+        text = body.decode()
+        body.clear()  # both at once are not needed
+        data: object = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise Garbled(f"expected JSON from {url}, got nesting without end: {opening}") from None
+    except UnicodeDecodeError:
+        raise Garbled(f"expected JSON in UTF-8 from {url}, got {opening}") from None
+    except ValueError as error:  # without its cause, which holds the whole text
+        why = shown(error, 100)
+        raise Garbled(f"expected JSON from {url}, got {opening} ({why})") from None
+    return data
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError("a key twice in one object")
+    return data
+
+
+# Connections to a server that nobody vouches for: each request ends in time.
+#
+# httpx bounds the time between two bytes, so that a server can drip for ever. This is httpx's own
+# pool (httpcore) on sockets that know the moment when the whole request must end: write
+# `extensions={"timeout": moments(end)}` with a request, where `end` is a time.monotonic().
+
+_TRANSPORT_PIECE = 2**16  # bytes written at once
+_OPENING = b"HTTP/1."
+
+
+def moments(end: float) -> dict[str, float]:
+    """The time-outs of a request that must be over at `end`, as `_left` reads them."""
+    return {"connect": end, "read": end, "write": end}
+
+
+class NotHttp(httpcore.RemoteProtocolError):
+    """Bytes that do not begin as HTTP does; asking again will not help."""
+
+
+class Transport(httpx.BaseTransport):
+    """httpx on a pool of connections that end in time; proxies of the environment are used.
+
+    `trust` says whose certificates count, by default those of the usual authorities.
+    """
+
+    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None = None) -> None:
+        context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
+        proxies = urllib.request.getproxies()
+        proxy = proxies.get(address.scheme) or proxies.get("all")
+        if not proxy or urllib.request.proxy_bypass(address.host):
+            self._pool = httpcore.ConnectionPool(
+                ssl_context=context, network_backend=_Network(), keepalive_expiry=5.0
+            )
+            return
+        route = _proxy(proxy)
+        self._pool = httpcore.HTTPProxy(
+            proxy_url=_route(route.url),
+            proxy_auth=route.raw_auth,
+            ssl_context=context,
+            network_backend=_Network(),
+            keepalive_expiry=5.0,
+        )
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        reply = self._pool.handle_request(
+            httpcore.Request(
+                method=request.method,
+                url=_route(request.url),
+                headers=request.headers.raw,
+                content=cast("Iterable[bytes]", request.stream),
+                extensions=request.extensions,
+            )
+        )
+        connection = reply.extensions.get("network_stream")
+        if isinstance(connection, _Stream) and not connection.heard:
+            # Sent after the answer before it, maybe a copy of that: it belongs to no question.
+            reply.close()
+            connection.close()
+            raise httpcore.RemoteProtocolError("an answer that was there before its question")
+        body = _Body(cast("Any", reply.stream))
+        return httpx.Response(
+            reply.status, headers=reply.headers, stream=body, extensions=reply.extensions
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _proxy(address: str) -> httpx.Proxy:
+    with suppress(ValueError, httpx.InvalidURL):
+        proxy = httpx.Proxy(address if "://" in address else f"http://{address}")
+        if proxy.url.scheme in ("http", "https"):
+            return proxy
+    # Not shown: it may hold a password.
+    raise InputError("expected an http or https proxy in the environment, got something else")
+
+
+def _route(url: httpx.URL) -> httpcore.URL:
+    return httpcore.URL(
+        scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+    )
+
+
+class _Body(httpx.SyncByteStream):
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._stream
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _left(end: float | None) -> float:
+    """Seconds until `end`: what httpcore hands down as time-outs are moments here.
+
+    A time-out would begin again with every byte; a moment does not.
+    """
+    left = math.inf if end is None else end - time.monotonic()
+    if left <= 0:
+        raise httpcore.ReadTimeout("the time of the request is over")
+    return min(left, 1e6)
+
+
+class _Network(httpcore.NetworkBackend):
+    def __init__(self) -> None:
+        self._sockets = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        left = _left(timeout)
+        return _Stream(self._sockets.connect_tcp(host, port, left, local_address, socket_options))
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection whose reads and writes end together, and whose answers begin as HTTP."""
+
+    def __init__(self, inner: httpcore.NetworkStream) -> None:
+        self._inner = inner
+        self._opening: bytes | None = None
+        self.heard = False  # anything since the last question
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        data = self._inner.read(max_bytes, _left(timeout))
+        self.heard = True
+        if self._opening is not None:
+            # HTTP/0.9 has no head: the parser would wait for the end of a first line for ever.
+            self._opening += data[:80]
+            if not self._opening.startswith(_OPENING[: len(self._opening)]):
+                raise NotHttp(self._opening.decode(errors="replace"))
+            if len(self._opening) >= len(_OPENING):
+                self._opening = None
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        for start in range(
+            0, len(buffer), _TRANSPORT_PIECE
+        ):  # so that a slow reader meets the end too
+            self._inner.write(buffer[start : start + _TRANSPORT_PIECE], _left(timeout))
+        self._opening, self.heard = b"", False
+
+    def close(self) -> None:
+        # So that a thread that waits for an answer here does not wait any longer.
+        with suppress(OSError, AttributeError):
+            self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self._inner.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        return _Stream(self._inner.start_tls(ssl_context, server_hostname, _left(timeout)))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)

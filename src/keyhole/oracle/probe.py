@@ -6,18 +6,16 @@ nothing is sent but the request: who finds a route open needed nothing else eith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.oracle.address import names_address, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
-from keyhole.oracle.options import connected
+from keyhole.oracle.options import connected, names_address, without_password
 from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.routes import LOGPROBS, MANY, ROUTES, Route
 
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused
 _SHUT = (401, 403)
@@ -140,3 +138,161 @@ def _told(http: Http, url: str) -> object:
         return http.ask("GET", url)
     except Refused as error:
         return {} if error.status in _SHUT else None
+
+
+# What servers of language models answer, route by route, and the setting that closes each.
+#
+# llama.cpp's routes were tried on its own server; those of vLLM and SGLang are as their
+# documentation has them. `$text` and `$model` in a request stand for a text and the model's name.
+# No request changes anything on the server: a slot is asked to be saved under a name that no file
+# can have.
+
+STATES, VECTOR, LOGPROBS, CACHE = "token states", "embedding", "log-probabilities", "cache files"
+MANY = 1_000_000  # log-probabilities that are asked for: all that there are
+_PROXY = "--api-key, and a proxy in front that lets only the routes through that clients need"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route of a server, what it gives away, and what closes it.
+
+    `read` takes the answer apart: rows of states, a vector, pairs of token and log-probability;
+    None where the answer has no such thing. `enabled` are statuses of a refusal that show that the
+    route is there. `eight_bits` says that the server's arithmetic is coarser than float32,
+    `numbered` that log-probabilities come with the numbers of their tokens.
+    """
+
+    server: str
+    path: str
+    gives: str
+    remedy: str
+    read: Callable[[Any], Any]
+    content: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    enabled: tuple[int, ...] = ()
+    eight_bits: bool = False
+    numbered: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"POST {self.path.partition('?')[0]} of {self.server}"
+
+    def asked(self, text: str, model: str) -> dict[str, Any]:
+        """The request about a text."""
+        return cast("dict[str, Any]", _filled(dict(self.content), {"$text": text, "$model": model}))
+
+
+def _filled(content: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(content, dict):
+        inside = cast("dict[str, Any]", content)
+        return {name: _filled(value, words) for name, value in inside.items()}
+    if isinstance(content, list):
+        return [_filled(value, words) for value in cast("list[Any]", content)]
+    return words.get(content, content) if isinstance(content, str) else content
+
+
+def _rows(rows: Any) -> list[list[float]] | None:
+    """Rows of numbers, of one width."""
+    whole = isinstance(rows, list) and bool(rows) and all(isinstance(row, list) for row in rows)
+    if not whole or len({len(row) for row in rows}) != 1:
+        return None
+    return [[float(number) for number in row] for row in rows]
+
+
+def _llama_rows(answer: Any) -> list[list[float]] | None:
+    """llama.cpp gives rows that are pooled in the same form: one alone, of length one."""
+    rows = _rows(answer[0]["embedding"])
+    pooled = rows is not None and len(rows) == 1
+    return None if pooled else rows
+
+
+def _pooled(answer: Any) -> list[float] | None:
+    vector = answer["data"][0]["embedding"]
+    return [float(number) for number in vector] if isinstance(vector[0], float | int) else None
+
+
+def _by_id(entries: Any) -> dict[int, float]:
+    return {int(entry["id"]): float(entry["logprob"]) for entry in entries}
+
+
+def _openai_content(answer: Any) -> dict[Any, float]:
+    """llama.cpp's form of OpenAI's, in which tokens have their numbers, or OpenAI's own."""
+    told = answer["choices"][0]["logprobs"]
+    if "content" in told:
+        entries = told["content"][0]["top_logprobs"]
+        return (
+            _by_id(entries)
+            if "id" in entries[0]
+            else {entry["token"]: float(entry["logprob"]) for entry in entries}
+        )
+    return {token: float(value) for token, value in told["top_logprobs"][0].items()}
+
+
+def _sglang_rows(answer: Any) -> list[list[float]] | None:
+    """The first of its hidden states are the prompt's, all rows of it or the last alone."""
+    return _rows(answer["meta_info"]["hidden_states"][0])
+
+
+def _sglang_logprobs(answer: Any) -> dict[int, float]:
+    """Triples of log-probability, number and text, of the first token that follows."""
+    entries = answer["meta_info"]["output_top_logprobs"][0]
+    return {int(entry[1]): float(entry[0]) for entry in entries}
+
+
+ROUTES = (
+    Route(
+        "llama.cpp", "/embeddings", STATES, f"Start it with --pooling mean, not none; {_PROXY}.",
+        _llama_rows, {"content": "$text"}, eight_bits=True,
+    ),
+    Route(
+        "llama.cpp", "/completion", LOGPROBS, f"{_PROXY} and takes n_probs out of requests.",
+        lambda answer: _by_id(answer["completion_probabilities"][0]["top_logprobs"]),
+        {"prompt": "$text", "n_predict": 1, "n_probs": MANY, "temperature": 0},
+        eight_bits=True, numbered=True,
+    ),
+    Route(
+        "llama.cpp", "/slots/0?action=save", CACHE,
+        f"Start it without --slot-save-path, or keep that folder as secret as prompts; {_PROXY}.",
+        lambda answer: answer["id_slot"], {"filename": "../"}, enabled=(400,),
+    ),
+    Route(
+        "OpenAI's form", "/v1/embeddings", VECTOR, f"Treat embeddings as the texts; {_PROXY}.",
+        _pooled, {"model": "$model", "input": "$text", "encoding_format": "float"},
+    ),
+    Route(
+        "OpenAI's form", "/v1/completions", LOGPROBS, f"Cap logprobs at a few (20); {_PROXY}.",
+        _openai_content,
+        {"model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": MANY, "temperature": 0},
+    ),
+    Route(
+        "OpenAI's form", "/v1/chat/completions", LOGPROBS, f"Cap top_logprobs at a few; {_PROXY}.",
+        _openai_content,
+        {
+            "model": "$model", "messages": [{"role": "user", "content": "$text"}], "max_tokens": 1,
+            "logprobs": True, "top_logprobs": MANY, "temperature": 0,
+        },
+    ),
+    Route(
+        "vLLM", "/pooling", STATES, f"Its --api-key guards /v1 alone: {_PROXY}.",
+        lambda answer: _rows(answer["data"][0]["data"]),
+        {"model": "$model", "input": "$text", "task": "token_embed"},
+    ),
+    Route(
+        "vLLM", "/invocations", LOGPROBS, f"Its --api-key guards /v1 alone: {_PROXY}.",
+        _openai_content,
+        {"model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": 20, "temperature": 0},
+    ),
+    Route(
+        "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",
+        _sglang_rows,
+        {"text": "$text", "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True},
+    ),
+    Route(
+        "SGLang", "/generate?logprob", LOGPROBS, f"{_PROXY} and caps top_logprobs_num.",
+        _sglang_logprobs,
+        {
+            "text": "$text", "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True, "top_logprobs_num": MANY,
+        },
+        numbered=True,
+    ),
+)  # fmt: skip

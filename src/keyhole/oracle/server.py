@@ -25,10 +25,9 @@ from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.oracle.degraded import Degradation
+from keyhole.oracle.defences import Degradation, Rationed, TooFast
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import check_sequences
-from keyhole.oracle.rationed import Rationed, TooFast
 from keyhole.oracle.storage import load
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")

@@ -11,13 +11,11 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_room
-from keyhole.oracle.degraded import Degradation
+from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
-from keyhole.oracle.output_matrix import OutputMatrix
-from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, ReluFfn
+from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, OutputMatrix, ReluFfn
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
-from keyhole.oracle.subspaces import plant_orthogonal
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
@@ -188,3 +186,35 @@ def from_tensors(
         raise InputError(f"expected the tensor {missing} in {origin}, got {got}") from missing
     except InputError as error:
         raise InputError(f"{error} in {origin}") from error
+
+
+# Heads in orthogonal subspaces (Assumption C.1), planted together with the bases of these.
+#
+# *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C: `W_h = P_h W_h P_h` and
+# `v_h = P_h v_h` with orthogonal projectors P_h.
+
+
+def plant_orthogonal(
+    dim: int, heads: int, *, scale: float = 1.0, seed: int = 0
+) -> tuple[MultiHead, list[Tensor]]:
+    """Heads in random orthogonal subspaces, as even as can be, and their bases (d, k)."""
+    expect_count("dim", dim)
+    expect_count("heads", heads)
+    if heads > dim:
+        raise InputError(f"expected at most one head a dimension, {dim}, got {heads} heads")
+    expect_number("scale", scale, least=0)
+    expect_seed(seed)
+    stream = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+    Q = torch.linalg.qr(normal(dim, dim)).Q
+    bases = [part.contiguous() for part in Q.tensor_split(heads, dim=1)]
+    W: list[Tensor] = []
+    v: list[Tensor] = []
+    for basis in bases:
+        k = basis.shape[1]
+        W.append(basis @ (scale / math.sqrt(k) * normal(k, k)) @ basis.mT)
+        v.append(basis @ normal(k))
+    return MultiHead(W, v), bases

@@ -18,17 +18,13 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.oracle.address import without_password
-from keyhole.oracle.bodies import Garbled
-from keyhole.oracle.http import as_object
-from keyhole.oracle.options import connected
-from keyhole.oracle.protocol import OracleError
-from keyhole.oracle.replies import expect_model
-from keyhole.oracle.tensors import (
+from keyhole.oracle.http import Garbled, as_object
+from keyhole.oracle.open_inference import (
     IDS,
     TEXTS,
     Stated,
     described,
+    expect_model,
     named,
     numbers,
     objects,
@@ -36,6 +32,8 @@ from keyhole.oracle.tensors import (
     stated,
     words,
 )
+from keyhole.oracle.options import connected, without_password
+from keyhole.oracle.protocol import OracleError
 
 _BESIDE = ("type", "position", "segment")  # inputs of whole numbers that are no ids
 

@@ -1,6 +1,6 @@
 """Leaks of a server of quantised weights, with the error that its arithmetic leaves.
 
-The weights are ours, dequantised, but the server rounds what it multiplies (models/arithmetic.py).
+The weights are ours, dequantised, but the server rounds what it multiplies (models/capture.py).
 How far that moves an exposure is measured before the leak is looked at, by rounding in the same way
 on ordinary texts; the judge then tests the leak against it, as against any noise that was stated.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from keyhole.models import demo
-from keyhole.models.arithmetic import eight_bit_activations
+from keyhole.models.capture import eight_bit_activations
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 

@@ -12,15 +12,9 @@ from urllib.parse import parse_qsl
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists
-from keyhole.stores.arrays import open_npy, open_npz
-from keyhole.stores.chroma import open_chroma
+from keyhole.stores.databases import open_chroma, open_lancedb, open_postgres, open_qdrant
 from keyhole.stores.embeddings_api import open_embeddings_api
-from keyhole.stores.faiss_index import open_faiss
-from keyhole.stores.json_lines import open_json_lines
-from keyhole.stores.lance import open_lancedb
-from keyhole.stores.parquet import open_parquet
-from keyhole.stores.postgres import open_postgres
-from keyhole.stores.qdrant import open_qdrant
+from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 
 KINDS = (

@@ -22,7 +22,7 @@ from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.data import NO_LABEL, Example, read_texts
 from keyhole.models import Loaded, demo
-from keyhole.models.in_memory import is_model, lent
+from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
 from keyhole.testing.lines import UNCHECKED, came_back, line, skipped
 from keyhole.testing.record import tell

@@ -12,7 +12,7 @@ import tiny_gguf
 from command_line import inside
 from keyhole import recover
 from keyhole.core.errors import InputError
-from keyhole.models.arithmetic import eight_bit_activations, in_blocks
+from keyhole.models.capture import eight_bit_activations, in_blocks
 from keyhole.models.demo import open_model
 from keyhole.recover.foreign.llama_slot import read_slot
 

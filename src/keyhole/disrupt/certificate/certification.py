@@ -22,7 +22,7 @@ from keyhole.disrupt.labels import settled
 from keyhole.disrupt.run import SHIPPED, examples_of, source_of
 from keyhole.disrupt.settings import expect_among
 from keyhole.disrupt.units import Unit
-from keyhole.models.positions import fitting
+from keyhole.models.anatomy import fitting
 
 MOST = 64  # units: the bound says nothing long before
 

@@ -12,10 +12,9 @@ from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.defences import DefencesTried, HonestClient, Trial, Tried, trials
 from keyhole.extract.judge import NEARLY
-from keyhole.oracle.address import without_password
-from keyhole.oracle.counted import Counted
-from keyhole.oracle.protocol import Oracle, identity_of
-from keyhole.oracle.session import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.options import without_password
+from keyhole.oracle.protocol import Counted, Oracle, identity_of
 from keyhole.oracle.target import open_target
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get

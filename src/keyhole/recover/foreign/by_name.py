@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.models.anatomy import Anatomy
-from keyhole.models.rotary import rotate
+from keyhole.models.anatomy import Anatomy, rotate
 from keyhole.recover.foreign.names import Slot, slot_of
 from keyhole.recover.foreign.section import Section, batched, same_texts
 

@@ -23,8 +23,7 @@ from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.data import NO_LABEL, Example, opening
 from keyhole.models.anatomy import anatomy
-from keyhole.models.loading import identity
-from keyhole.models.tasks import head_of
+from keyhole.models.loading import head_of, identity
 from keyhole.recover.base_leak import FORMAT
 
 KIND = "gradient"

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.numerics import LinAlgError
+from keyhole.models.anatomy import unrotate
 from keyhole.models.capture import Exposure, capture
-from keyhole.models.rotary import unrotate
 from keyhole.recover.attack import Target
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)

@@ -1,0 +1,393 @@
+"""What every wrapper that changes a target's behaviour shares."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.oracle.http import Refused
+from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
+
+
+class Wrapper:
+    """The inner oracle, and an identity that names the change."""
+
+    def __init__(self, inner: Oracle, change: str) -> None:
+        self.inner = inner
+        self._change = change
+
+    @property
+    def dim(self) -> int:
+        return self.inner.dim
+
+    @property
+    def identity(self) -> str:
+        return f"{identity_of(self.inner)}|{self._change}"
+
+
+# Servers that refuse questions: too short or too long ones, and ones no honest client asks.
+#
+# A refusal is an `http.Refused` with the status a server would answer with, here as over the
+# network. A batch with one such question in it is refused as a whole.
+
+_UNFIT = 422  # "unprocessable content": understood, and not answered
+_FACTOR = 2.0  # of the usual norm, within which a token's norm is usual
+_PEAK = 0.9  # of a token's squared norm in one coordinate: an axis is being probed
+_COLLINEAR = 0.9  # |cosine| of two tokens of one sequence: a direction is being probed
+
+
+class LengthLimited(Wrapper):
+    """Sequences of fewer than `min_tokens` tokens, or of more than `max_tokens`, are refused.
+
+    The published attacks ask with one token and with two.
+    """
+
+    def __init__(
+        self, inner: Oracle, min_tokens: int | None = None, max_tokens: int | None = None
+    ) -> None:
+        expect_lengths(min_tokens, max_tokens)
+        super().__init__(inner, f"tokens:{min_tokens}:{max_tokens}")
+        self.min_tokens = min_tokens or 1
+        self.max_tokens = max_tokens
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        length = sequences.shape[1]
+        if length < self.min_tokens:
+            raise Refused(f"expected {self.min_tokens} tokens or more, got {length}", _UNFIT)
+        if self.max_tokens is not None and length > self.max_tokens:
+            raise Refused(f"expected at most {self.max_tokens} tokens, got {length}", _UNFIT)
+        return ask(self.inner, sequences)
+
+
+def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
+    """Refuse limits between which there is nothing."""
+    expect_count("a least number of tokens", min_tokens)
+    expect_count("a largest number of tokens", max_tokens)
+    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+        raise InputError(
+            f"expected at least as many tokens at most as at least, got {min_tokens} to "
+            f"{max_tokens}"
+        )
+
+
+class UsualOnly(Wrapper):
+    """Questions unlike those of honest clients are refused, each judged by itself.
+
+    A token is unusual if its norm is not within a factor of 2 of `usual_norm`, or if one coordinate
+    holds over 90% of its squared norm; a sequence is unusual if two of its tokens are collinear
+    (|cosine| over 0.9). Learnt embeddings with a few large coordinates would need wider limits.
+    """
+
+    def __init__(self, inner: Oracle, usual_norm: float) -> None:
+        expect_number("a usual norm", usual_norm, above=0)
+        super().__init__(inner, f"usual:{usual_norm!r}")
+        self.usual_norm = usual_norm
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        reason = self.unusual(sequences)
+        if reason:
+            raise Refused(f"expected inputs like honest ones, got {reason}", _UNFIT)
+        return ask(self.inner, sequences)
+
+    def unusual(self, sequences: Tensor) -> str:
+        """What no honest client would ask; empty if there is nothing."""
+        norms = torch.linalg.vector_norm(sequences, dim=-1)
+        low, high = self.usual_norm / _FACTOR, self.usual_norm * _FACTOR
+        if not bool(((norms >= low) & (norms <= high)).all()):
+            return f"a token whose norm is not between {low:g} and {high:g}"
+        units = sequences / norms.unsqueeze(-1)
+        if self.dim > 1 and float(units.abs().max()) > math.sqrt(_PEAK):
+            return "a token along one coordinate"
+        cosines = (units @ units.mT).abs()
+        cosines.diagonal(dim1=-2, dim2=-1).zero_()
+        return "two tokens along one direction" if float(cosines.max()) > _COLLINEAR else ""
+
+
+# What a careful (or an unlucky) server does to its answers: round, blur, threshold, clip, fail.
+
+
+class Rounded(Wrapper):
+    """Answers rounded to `decimals` digits after the point."""
+
+    def __init__(self, inner: Oracle, decimals: int) -> None:
+        if not 0 <= decimals <= 15:
+            raise InputError(f"expected 0 to 15 decimals, got {decimals}")
+        super().__init__(inner, f"rounded:{decimals}")
+        self.decimals = decimals
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return torch.round(ask(self.inner, sequences), decimals=self.decimals)
+
+
+class Noisy(Wrapper):
+    """Answers within ±`tolerance` of the truth, the same each time a question is repeated.
+
+    The error is uniform and a function of the question's bytes and the seed (Theorem 6.1's
+    deterministic oracle): repeating a question teaches nothing. With `fresh` every answer has a
+    new error, drawn from one seeded stream: then repetition helps.
+    """
+
+    def __init__(
+        self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
+    ) -> None:
+        if not (tolerance >= 0 and math.isfinite(tolerance)):
+            raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+        super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
+        self.tolerance = tolerance
+        self.seed = seed
+        self._stream = torch.Generator().manual_seed(seed) if fresh else None
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        answers = ask(self.inner, sequences)
+        if self._stream is not None:
+            errors = torch.rand(answers.shape, generator=self._stream, dtype=torch.float64)
+            return answers + self.tolerance * (errors * 2 - 1)
+        each = answers[0].numel()
+        errors = torch.stack([self._errors(question, each) for question in sequences])
+        return answers + self.tolerance * errors.reshape(answers.shape)
+
+    def _errors(self, question: Tensor, count: int) -> Tensor:
+        data = question.detach().cpu().contiguous().numpy().tobytes()
+        digest = hashlib.blake2b(data, digest_size=8, salt=self.seed.to_bytes(8, "little"))
+        stream = torch.Generator().manual_seed(int.from_bytes(digest.digest()) >> 1)
+        return torch.rand(count, generator=stream, dtype=torch.float64) * 2 - 1
+
+
+class SignOnly(Wrapper):
+    """Whether each answer is positive, as 1.0 or 0.0: a membership query (Appendix B)."""
+
+    def __init__(self, inner: Oracle) -> None:
+        super().__init__(inner, "sign")
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return (ask(self.inner, sequences) > 0).to(torch.float64)
+
+
+class Clipped(Wrapper):
+    """Tokens longer than `max_norm` are shortened to it before the target sees them."""
+
+    def __init__(self, inner: Oracle, max_norm: float) -> None:
+        if not (max_norm > 0 and math.isfinite(max_norm)):
+            raise InputError(f"expected a positive norm, got {max_norm}")
+        super().__init__(inner, f"clipped:{max_norm!r}")
+        self.max_norm = max_norm
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
+        factor = torch.where(norms > self.max_norm, self.max_norm / norms, torch.ones_like(norms))
+        return ask(self.inner, sequences * factor)
+
+
+class Failing(Wrapper):
+    """An endpoint that goes down after `after` answers."""
+
+    def __init__(self, inner: Oracle, after: int) -> None:
+        super().__init__(inner, "failing")
+        self.after = after
+
+    @property
+    def identity(self) -> str:  # an outage changes no answer
+        return identity_of(self.inner)
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        if len(sequences) > self.after:
+            raise OracleError("expected an answer, got none: the endpoint is down")
+        self.after -= len(sequences)
+        return ask(self.inner, sequences)
+
+
+@dataclass(frozen=True)
+class Degradation:
+    """What a server does to questions and answers, as a file or a command line says it.
+
+    Sequences of fewer than `min_tokens` or more than `max_tokens` tokens are refused, and so are
+    questions unlike those of clients whose tokens have about `usual_norm`. Tokens are clipped to
+    `max_norm`; answers are off by up to `noise` (the same for the same question and `seed`) and by
+    up to `fresh_noise` (anew each time), then rounded to `decimals`, then told by their sign alone.
+    """
+
+    max_norm: float | None = None
+    noise: float | None = None
+    decimals: int | None = None
+    sign_only: bool = False
+    seed: int = 0
+    fresh_noise: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    usual_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        expect_number("a norm", self.max_norm, above=0)
+        expect_number("a noise", self.noise, least=0)
+        expect_number("a noise", self.fresh_noise, least=0)
+        expect_number("a usual norm", self.usual_norm, above=0)
+        expect_lengths(self.min_tokens, self.max_tokens)
+        expect_count("decimals", self.decimals, 0, 15)
+        expect_seed(self.seed)
+
+    def __bool__(self) -> bool:
+        return self != Degradation(seed=self.seed)
+
+    def __str__(self) -> str:
+        parts = (
+            f"{self.min_tokens} tokens or more" if self.min_tokens is not None else "",
+            f"{self.max_tokens} tokens at most" if self.max_tokens is not None else "",
+            f"tokens of norm about {self.usual_norm:g}" if self.usual_norm is not None else "",
+            f"tokens of norm {self.max_norm:g} at most" if self.max_norm is not None else "",
+            f"answers within ±{self.noise:g}" if self.noise is not None else "",
+            f"answers within ±{self.fresh_noise:g}, anew each time"
+            if self.fresh_noise is not None
+            else "",
+            f"answers rounded to {self.decimals} decimals" if self.decimals is not None else "",
+            "signs only" if self.sign_only else "",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def applied(self, oracle: Oracle) -> Oracle:
+        if self.max_norm is not None:
+            oracle = Clipped(oracle, self.max_norm)
+        if self.noise is not None:
+            oracle = Noisy(oracle, self.noise, self.seed)
+        if self.fresh_noise is not None:
+            oracle = Noisy(oracle, self.fresh_noise, self.seed, fresh=True)
+        if self.decimals is not None:
+            oracle = Rounded(oracle, self.decimals)
+        if self.sign_only:
+            oracle = SignOnly(oracle)
+        # What is refused is refused first: the outermost of all.
+        if self.usual_norm is not None:
+            oracle = UsualOnly(oracle, self.usual_norm)
+        if self.min_tokens is not None or self.max_tokens is not None:
+            oracle = LengthLimited(oracle, self.min_tokens, self.max_tokens)
+        return oracle
+
+    def flags(self) -> dict[str, str]:
+        """What a target's file says of it; `of` reads it."""
+        if not self:
+            return {}
+        return {name: repr(value) for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def of(cls, flags: Mapping[str, str]) -> Degradation:
+        """From a target's file, which may be anybody's."""
+
+        def number(name: str, kind: type[float] | type[int]) -> float | int | None:
+            try:
+                return None if name not in flags else kind(flags[name])
+            except ValueError as error:
+                raise InputError(f"expected {name} as a number, got {flags[name]!r}") from error
+
+        def count(name: str) -> int | None:
+            value = number(name, int)
+            return None if value is None else int(value)
+
+        return cls(
+            number("max_norm", float), number("noise", float), count("decimals"),
+            flags.get("sign_only") == "True", count("seed") or 0, number("fresh_noise", float),
+            count("min_tokens"), count("max_tokens"), number("usual_norm", float),
+        )  # fmt: skip
+
+
+# A server that counts what each client asks: a budget, a rate, or both.
+#
+# Who a client is, is what the server can see of it: over HTTP its address. An attacker with k
+# addresses has k budgets and k times the rate.
+#
+# What is remembered of clients is bounded, or a client with many addresses could fill the memory. A
+# debt to the rate is forgotten once it is paid, and a budget never is. Clients beyond the most that
+# are remembered by name share one ration, so nobody has a fresh one by being forgotten.
+
+_SPENT = 403
+_TOO_FAST = 429
+_CLIENTS = 1 << 16  # remembered by name: about 10 MB
+_OTHERS = "\0"  # the name of all clients beyond those: no address
+
+
+class TooFast(Refused):
+    """Come back in `wait` seconds."""
+
+    def __init__(self, rate: float, wait: float) -> None:
+        super().__init__(
+            f"expected at most {rate:g} queries a second, got more: wait {wait:.3g} s", _TOO_FAST
+        )
+        self.wait = wait
+
+
+class Rationed(Wrapper):
+    """Each client may ask `budget` queries in all, and `rate` of them a second.
+
+    A batch that exceeds the budget is refused as a whole. A batch is answered when nothing is owed;
+    a batch of m queries then owes m / `rate` seconds, so batches of any size are held to the rate.
+    So many `clients` have rations of their own at a time; all others share one.
+    """
+
+    def __init__(
+        self,
+        inner: Oracle,
+        budget: int | None = None,
+        rate: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        clients: int = _CLIENTS,
+    ) -> None:
+        expect_count("a client's budget", budget, 0)
+        expect_number("a client's rate", rate, above=0)
+        expect_count("the clients with rations of their own", clients, 1)
+        super().__init__(inner, "rationed")
+        self.budget, self.rate, self.clients = budget, rate, clients
+        self._clock = clock
+        self._spent: dict[str, int] = {}
+        self._owing: dict[str, float] = {}  # until when
+        self._ends: list[tuple[float, str]] = []  # of what is owed, a heap
+
+    @property
+    def identity(self) -> str:  # rations change no answer
+        return super().identity.removesuffix("|rationed")
+
+    def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
+        count = len(sequences)
+        payer = self._within_budget(client, count)
+        self._charge_rate(client, count)
+        if self.budget is not None and count:
+            self._spent[payer] = self._spent.get(payer, 0) + count
+        return ask(self.inner, sequences)
+
+    def _within_budget(self, client: str, count: int) -> str:
+        """Who pays for so many queries, if they are still there."""
+        payer = self._name(client, self._spent)
+        if self.budget is not None and self._spent.get(payer, 0) + count > self.budget:
+            left = self.budget - self._spent.get(payer, 0)
+            raise Refused(
+                f"expected at most {self.budget:,} queries from a client, got {count:,} more where "
+                f"{left:,} are left",
+                _SPENT,
+            )
+        return payer
+
+    def _charge_rate(self, client: str, count: int) -> None:
+        """Nothing may be owed; then so many queries are. Only those who owe are remembered."""
+        if self.rate is None:
+            return
+        now = self._clock()
+        while self._ends and self._ends[0][0] <= now:
+            del self._owing[heapq.heappop(self._ends)[1]]
+        debtor = self._name(client, self._owing)
+        if debtor in self._owing:
+            raise TooFast(self.rate, self._owing[debtor] - now)
+        self._owing[debtor] = now + count / self.rate
+        heapq.heappush(self._ends, (self._owing[debtor], debtor))
+
+    def _name(self, client: str, remembered: Collection[str]) -> str:
+        """Under what name a client is remembered.
+
+        Nobody can tell who of the others shares a ration: while it lasts, every newcomer does.
+        """
+        full = len(remembered) >= self.clients or _OTHERS in remembered
+        return _OTHERS if full and client not in remembered else client

@@ -1,0 +1,313 @@
+"""Vectors in columns of Apache Arrow: lists of floating-point numbers, all of one length."""
+
+from __future__ import annotations
+
+import zipfile
+from array import array
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file, parse, trouble
+from keyhole.core.machine import expect_room
+from keyhole.stores.store import TEXT_NAMES, Place, Store, library, one_line
+
+
+def vector_columns(schema: Any) -> list[str]:
+    """The names of the columns that may hold vectors."""
+    types = library("pyarrow").types
+
+    def holds(kind: Any) -> bool:
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        return any(is_list(kind) for is_list in lists) and types.is_floating(kind.value_type)
+
+    return [field.name for field in schema if holds(field.type)]
+
+
+def string_columns(schema: Any) -> list[str]:
+    types = library("pyarrow").types
+    return [
+        field.name
+        for field in schema
+        if types.is_string(field.type) or types.is_large_string(field.type)
+    ]
+
+
+def matrix(column: Any, where: str) -> Tensor:
+    """A column of lists as (rows, numbers)."""
+    compute = library("pyarrow.compute")
+    if column.null_count or not len(column):
+        raise InputError(f"expected a vector in every row of {where}, got a row without one")
+    lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+    numbers = compute.list_flatten(column)
+    if len(lengths) != 1 or numbers.null_count:
+        raise InputError(
+            f"expected vectors of one length in {where}, got {lengths[:5]} numbers in them"
+        )
+    flat = np.array(numbers.to_numpy())
+    return torch.from_numpy(flat).reshape(len(column), lengths[0])
+
+
+# Vectors in files of NumPy: one array (.npy), or several by name (.npz), perhaps with the texts.
+#
+# A .npy file is mapped into memory, so that only the rows that are read cost anything. Pickled
+# objects are refused: loading them would run whatever the file says.
+
+
+@contextmanager
+def open_npy(place: Place) -> Generator[Store]:
+    """One array (texts, numbers)."""
+    array = _load(place.path, "an array of vectors in a .npy file", mmap_mode="r")
+    if not _holds_vectors(array):
+        raise InputError(
+            f"expected an array of floating-point vectors (texts, numbers) in {place.path}, got "
+            f"{array.dtype} of shape {tuple(array.shape)}"
+        )
+    yield _store(place.path, array)
+
+
+@contextmanager
+def open_npz(place: Place) -> Generator[Store]:
+    """Several arrays by name: the one that holds vectors, and one of as many texts."""
+    expect_file(place.path, "arrays in a .npz file")
+    try:
+        with zipfile.ZipFile(place.path) as archive:
+            expect_room(sum(info.file_size for info in archive.infolist()), place.path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise trouble("arrays in a .npz file", place.path, error) from error
+    with _load(place.path, "arrays in a .npz file") as file:
+        arrays = {name: _member(file, name, place.path) for name in file.files}
+    named = [name for name, array in arrays.items() if _holds_vectors(array)]
+    vectors = arrays[place.choice("array", named, "array of vectors")]
+    words = {
+        name: array
+        for name, array in arrays.items()
+        if array.dtype.kind == "U" and array.shape == vectors.shape[:1]
+    }
+    plural = {
+        name.removesuffix("s"): name for name in words if name.removesuffix("s") in TEXT_NAMES
+    }
+    named = place.text_column(list(words)) or next(iter(plural.values()), None)
+    yield _store(place.path, vectors, None if named is None else words[named])
+
+
+def _store(path: str, array: Any, words: Any = None) -> Store:
+    def vectors(rows: Sequence[int]) -> Tensor:
+        # Copied: what is mapped into memory from a file that is only read cannot be written to.
+        return torch.from_numpy(np.array(array[np.asarray(rows, dtype=np.int64)]))
+
+    def texts(rows: Sequence[int]) -> list[str | None]:
+        return [str(words[row]) for row in rows]
+
+    count, dim = array.shape
+    return Store(path, count, dim, vectors, None if words is None else texts)
+
+
+def _holds_vectors(array: Any) -> bool:
+    return array.ndim == 2 and array.dtype in (np.float16, np.float32, np.float64)
+
+
+def _load(path: str, what: str, **options: Any) -> Any:
+    expect_file(path, what)
+    try:
+        return np.load(path, allow_pickle=False, **options)
+    except (OSError, ValueError, EOFError) as error:
+        raise trouble(what, path, error) from error
+
+
+def _member(file: Any, name: str, path: str) -> Any:
+    try:
+        return file[name]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise trouble(f"an array {name}", path, error) from error
+
+
+# Vectors in a file of JSON lines: an object for each text, with a list of numbers in it.
+#
+# A line may also be the list itself. The file is read once to find where its lines begin; rows are
+# then read where they stand.
+
+_ALONE = "the line itself"
+
+
+@contextmanager
+def open_json_lines(place: Place) -> Generator[Store]:
+    expect_file(place.path, "a .jsonl file of vectors")
+    with Path(place.path).open("rb") as file:
+        starts = _starts(file)
+        first = _row(file, starts, 0, place.path) if starts else {}
+        names = [name for name, value in first.items() if _is_vector(value)]
+        column = place.choice("column", names, "field that holds a vector")
+        text = place.text_column([name for name, value in first.items() if isinstance(value, str)])
+
+        def vectors(rows: Sequence[int]) -> Tensor:
+            given: list[Any] = [_row(file, starts, row, place.path).get(column) for row in rows]
+            width = len(first[column])
+            for row, vector in zip(rows, given, strict=True):
+                if not _is_vector(vector) or len(vector) != width:
+                    raise InputError(
+                        f"expected {width} numbers in {column} in {place.path}, line {row + 1}"
+                        f", got {str(vector)[:40]}"
+                    )
+            return torch.tensor(given, dtype=torch.float64)
+
+        def texts(rows: Sequence[int]) -> list[str | None]:
+            given = [_row(file, starts, row, place.path).get(str(text)) for row in rows]
+            return [words if isinstance(words, str) else None for words in given]
+
+        yield Store(
+            place.path, len(starts), len(first[column]), vectors, None if text is None else texts
+        )
+
+
+def _starts(file: IO[bytes]) -> array[int]:
+    """Where the lines begin that are not blank."""
+    starts, place = array("q"), 0
+    for line in file:
+        if line.strip():
+            starts.append(place)
+        place += len(line)
+    return starts
+
+
+def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, Any]:
+    file.seek(starts[row])
+    line = file.readline()
+    try:
+        value: object = parse(line.decode("utf-8"))
+    except ValueError as error:
+        raise InputError(f"expected JSON in {path}, line {row + 1}, got {error}") from error
+    if isinstance(value, list):
+        return {_ALONE: value}
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value)
+    raise InputError(f"expected an object or a list in {path}, line {row + 1}, got {line[:40]!r}")
+
+
+def _is_vector(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    numbers = cast("list[object]", value)
+    return len(numbers) > 1 and all(
+        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+    )
+
+
+# Vectors in a .parquet file: a column of lists, of which the row groups asked for are read.
+
+
+@contextmanager
+def open_parquet(place: Place) -> Generator[Store]:
+    expect_file(place.path, "a .parquet file of vectors")
+    parquet = library("pyarrow.parquet", "pyarrow")
+    failures = library("pyarrow").ArrowException
+    try:
+        file = parquet.ParquetFile(place.path)
+    except (OSError, failures) as error:
+        raise InputError(
+            f"expected a .parquet file of vectors, got {place.path}: {one_line(error)}"
+        ) from error
+    with file:
+        schema, count = file.schema_arrow, file.metadata.num_rows
+        column = place.choice("column", vector_columns(schema), "column of vectors")
+        text = place.text_column(string_columns(schema))
+
+        def vectors(rows: Sequence[int]) -> Tensor:
+            return matrix(_taken(file, column, rows), f"{column} in {place.path}")
+
+        def texts(rows: Sequence[int]) -> list[str | None]:
+            return _taken(file, str(text), rows).to_pylist()
+
+        dim = vectors([0]).shape[1] if count else 0
+        yield Store(place.path, count, dim, vectors, None if text is None else texts)
+
+
+def _taken(file: Any, column: str, rows: Sequence[int]) -> Any:
+    """Some rows of a column, in ascending order."""
+    pieces, start = [], 0
+    for group in range(file.num_row_groups):
+        end = start + file.metadata.row_group(group).num_rows
+        inside = [row - start for row in rows if start <= row < end]
+        if inside:
+            pieces += file.read_row_group(group, columns=[column]).column(0).take(inside).chunks
+        start = end
+    return library("pyarrow").chunked_array(pieces)
+
+
+# Vectors in an index of FAISS (Johnson, Douze and Jégou, 2019), as `faiss.write_index` left it.
+#
+# An index that keeps vectors whole gives them back as they were. One that keeps codes (product
+# quantisation, 8 bits) gives back the vectors that the codes stand for: the store's note says so,
+# and its steps or its codebook say what else the same code stands for.
+
+
+@contextmanager
+def open_faiss(place: Place) -> Generator[Store]:
+    expect_file(place.path, "an index of FAISS")
+    faiss = library("faiss", "faiss-cpu")
+    expect_room(Path(place.path).stat().st_size, place.path)
+    try:
+        whole = faiss.read_index(place.path, faiss.IO_FLAG_READ_ONLY)
+        index = _within(faiss, whole)
+        inverted = faiss.try_extract_index_ivf(index)
+        if inverted is not None:
+            inverted.make_direct_map()  # in memory: which list holds which vector
+    except (RuntimeError, TypeError) as error:
+        raise _unreadable(place.path, error) from error
+
+    def vectors(rows: Sequence[int]) -> Tensor:
+        try:
+            return torch.from_numpy(np.stack([index.reconstruct(int(row)) for row in rows]))
+        except RuntimeError as error:
+            raise _unreadable(place.path, error) from error
+
+    kind = type(index).__name__
+    note = "" if "Flat" in kind else f"{kind} keeps codes, from which vectors are made again"
+    steps, ends = _steps(faiss, index)
+    yield Store(
+        place.path, int(index.ntotal), int(index.d), vectors, note=note, steps=steps, ends=ends,
+        codebook=_codebook(faiss, index),
+    )  # fmt: skip
+    del whole  # which owns the memory that the others only point to
+
+
+def _within(faiss: Any, index: Any) -> Any:
+    """The index below those that only give other numbers to its vectors."""
+    index = faiss.downcast_index(index)
+    while isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        index = faiss.downcast_index(index.index)
+    return index
+
+
+def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The steps (d,) and the ends (2, d) of an index with a range for each number, or for all."""
+    kinds = faiss.ScalarQuantizer
+    levels = {
+        kinds.QT_8bit: 255, kinds.QT_8bit_uniform: 255, kinds.QT_6bit: 63, kinds.QT_4bit: 15,
+        kinds.QT_4bit_uniform: 15,
+    }  # fmt: skip
+    if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype not in levels:
+        return None, None
+    ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
+    begins, lengths = ranges.view(2, -1).expand(2, index.d)
+    return lengths / levels[index.sq.qtype], torch.stack([begins, begins + lengths])
+
+
+def _codebook(faiss: Any, index: Any) -> Tensor | None:
+    """The centroids (blocks, codes, numbers) of product quantisation."""
+    if not isinstance(index, faiss.IndexPQ):
+        return None
+    centroids = torch.from_numpy(faiss.vector_to_array(index.pq.centroids))
+    return centroids.view(index.pq.M, index.pq.ksub, index.pq.dsub)
+
+
+def _unreadable(path: str, error: Exception) -> InputError:
+    reason = one_line(error)
+    # "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what' failed: why"
+    return InputError(f"expected an index of FAISS, got {path}: {reason.rpartition('Error:')[2]}")
