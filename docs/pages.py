@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import api
-from keyhole.cost import widget
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 PAGES = ROOT / "build" / "pages"
-SLIDERS = "<!-- sliders: what taking a head costs -->"  # a forge shows none
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 
 
@@ -36,7 +34,7 @@ def gather(folder: Path = PAGES) -> None:
     for path in documents():
         target = path.relative_to(ROOT).as_posix()
         text = path.read_text("utf-8")
-        _write(folder / place_of(target), led(target, text).replace(SLIDERS, widget.render()))
+        _write(folder / place_of(target), led(target, text))
         for source in linked(target, text):
             if place_of(source).startswith("source/"):
                 _copy(ROOT / source, folder / place_of(source))

@@ -45,7 +45,6 @@ def test_every_document_is_in_the_navigation():
 
 def test_gathered_links_lead_to_gathered_files(tmp_path):
     pages.gather(tmp_path)
-    assert '<section class="keyhole-cost"' in (tmp_path / "cost.md").read_text("utf-8")
     for path in tmp_path.rglob("*.md"):
         if path.relative_to(tmp_path).parts[0] == "api":
             continue  # docstrings, in which brackets are no links

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -35,6 +35,11 @@ from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
 from keyhole.core import exit_code
 from keyhole.core.files import expect_writable
 from keyhole.core.options import CHECKS, TARGET
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from keyhole.disrupt import Disruption
 
 
 @app.command(
@@ -102,3 +107,11 @@ def disrupt(
         answer(result.to_dict(), words, as_json=as_json)
     pages.report()
     raise typer.Exit(exit_code([result.status]))
+
+
+def _page(model: str) -> Callable[[Disruption], str]:
+    """The page that shows what was cut."""
+    from keyhole import report
+    from keyhole.audit.flips import audit_of
+
+    return lambda result: report.render(audit_of(result, model))

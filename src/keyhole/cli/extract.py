@@ -96,7 +96,9 @@ def extract(
 
         if method or reference or budget is not None:
             given = "--method" if method else "--reference" if reference else "--budget"
-            raise InputError(f"{given} cannot be set with --against-defences, which chooses methods")
+            raise InputError(
+                f"--against-defences chooses its methods itself: leave {given} out"
+            )
         options = settings(option or (), {"usual_norm": float}, "--against-defences")
         bar = bars("extract", "defences")
     else:
@@ -114,7 +116,7 @@ def extract(
         if out is not None:
             result.save(out)
     answer(result.to_dict(), result.summary(), as_json=as_json)
-    raise typer.Exit(exit_code(result.statuses))
+    raise typer.Exit(exit_code(getattr(result, "statuses", None) or [result.status]))
 
 
 def _kept(ledger: Path | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,11 @@ from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core import dump
 from keyhole.core.errors import InputError
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from keyhole.harden.hardening import Hardening
 
 # How any method trains: parameters of harden.run that are set as -o, like the method's own.
 TRAINING = {
@@ -131,3 +136,11 @@ def _kept(checkpoint: Path | None) -> str:
     if checkpoint is None or not any(checkpoint.rglob("epoch-*[0-9]")):
         return ""
     return f"whole epochs are in {checkpoint}: the same command resumes"
+
+
+def _page(folder: Path) -> Callable[[Hardening], str]:
+    """The page that shows what was cut, before and after."""
+    from keyhole import report
+    from keyhole.audit.hardened import audit_of
+
+    return lambda result: report.render(audit_of(result, folder))

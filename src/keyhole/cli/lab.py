@@ -257,7 +257,9 @@ def _kept(journal: Path, what: str, where: Path | None = None) -> str:
     from keyhole.core.journal import records_in
 
     records = records_in(journal)
-    return f"{records} {what} are in {where or journal}: the same command resumes" if records else ""
+    return (
+        f"{records} {what} are in {where or journal}: the same command resumes" if records else ""
+    )
 
 
 @lab.command(

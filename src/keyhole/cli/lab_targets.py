@@ -211,9 +211,7 @@ def canonical(
         "keyhole lab same heads.safetensors found.safetensors --tolerance 1e-8",
     )
 )
-def same(
-    first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: Json = False
-) -> None:
+def same(first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: Json = False) -> None:
     """Tell whether two sets of heads are one function: exit code 0 if they are, 1 if not."""
     from keyhole.extract.canonical import difference
 

@@ -1,132 +1,132 @@
-"""`keyhole invert text`: parse, one library call, print."""
+"""`keyhole recover`: parse, one library call, print."""
 
 from __future__ import annotations
 
 import json
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from keyhole.cli.app import (
-    AllowPickle,
-    CorpusFile,
-    Device,
-    Json,
-    ModelName,
-    expect_folder,
-    interruptible,
-    name_in,
-)
+from keyhole.cli.app import app, example, interruptible
 from keyhole.cli.bars import bars
 from keyhole.cli.console import say, show, visible
+from keyhole.cli.options import AllowPickle, Corpus, Device, Json, Method, ModelName, about
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError
-from keyhole.data import read_texts
-from keyhole.models.anatomy import anatomy
-from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded
-from keyhole.recover.gradients import BatchRecovery, is_update
-from keyhole.recover.gradients.recover_batch import opened, recovering_updates
-from keyhole.recover.originals import Original
-from keyhole.recover.pieces import written
-from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.recover.registry import ATTACKS
-from keyhole.recover.run import LeakRead, recovering_files
-from keyhole.recover.simulate import LONGEST
-from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
+from keyhole.core.files import expect_writable
+from keyhole.core.options import CHECKS, DATA, OUTPUT
 
-EXAMPLE = (
-    "\b\nExample:\n"
-    '  keyhole capture demo --text "a secret of mine" --expose hidden:3 --out leak.safetensors\n'
-    "  keyhole invert text demo leak.safetensors --json\n"
-    '  keyhole capture demo --text "one of two" --text "texts of a batch" --expose gradient '
-    "--out gradients.safetensors\n"
-    "  keyhole invert text demo gradients.safetensors"
+if TYPE_CHECKING:
+    from keyhole.models.loading import Loaded
+    from keyhole.recover.gradients import BatchRecovery
+    from keyhole.recover.originals import Original
+    from keyhole.recover.recovery import TextRecovery
+    from keyhole.recover.run import LeakRead
+
+# How a token is shown by its mark: style, what stands around it, and the words of the legend.
+_MARKS = {
+    "verified": ("green", "", "", ""),
+    "likely": ("yellow", "[", "]", "likely in [brackets]"),
+    "unknown": ("red", "{", "}", "unknown in {braces}"),
+}
+
+
+@app.command(
+    epilog=example(
+        'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 '
+        "--out leak.safetensors",
+        "keyhole recover demo leak.safetensors --json",
+        'keyhole lab capture demo --text "one of two" --text "texts of a batch" --expose gradient '
+        "--out gradients.safetensors",
+        "keyhole recover demo gradients.safetensors",
+    )
 )
-_STYLES = {Mark.VERIFIED: "green", Mark.LIKELY: "yellow", Mark.UNKNOWN: "red"}
-_NAMES = {Mark.LIKELY: "likely in [brackets]", Mark.UNKNOWN: "unknown in {braces}"}
-_SIGNS = {Mark.VERIFIED: ("", ""), Mark.LIKELY: ("[", "]"), Mark.UNKNOWN: ("{", "}")}
-
-
-def invert_text(
+def recover(
     model: ModelName,
     leaks: Annotated[
         list[Path],
         typer.Argument(
             metavar="LEAK",
-            help="Files (or folders of files) of one kind: leaks of keyhole capture, or what other "
+            help="Files (or folders of files) of one kind: leaks of keyhole lab capture, or what other "
             "programs saved as .npy, .npz, .safetensors or .pt.",
         ),
     ],
     expose: Annotated[
         str | None,
-        typer.Option(
-            help="What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. "
-            "By default found out from names, shapes and numbers."
+        about(
+            "What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. By "
+            "default found out from names, shapes and numbers.",
+            DATA,
         ),
     ] = None,
-    method: Annotated[
-        str | None, name_in(ATTACKS, "The attack; by default the one that reads this kind of leak.")
-    ] = None,
-    corpus: CorpusFile = None,
-    noise: Annotated[
-        float | None,
-        typer.Option(
-            help="The size of the noise in the leaks, if it is known, in standard deviations of "
-            "the leak. With noise of unknown size less is verified, and nothing from one vector.",
-        ),
-    ] = None,
+    corpus: Corpus = None,
     truth: Annotated[
         Path | None,
-        typer.Option(
+        about(
+            "The true texts, one for each leak in order: report how much of each came back.",
+            DATA,
             metavar="FILE",
-            help="The true texts, one for each leak in order: say how much of each came back.",
         ),
     ] = None,
-    device: Device = "cpu",
-    allow_pickle: AllowPickle = False,
+    method: Method = None,
+    noise: Annotated[
+        float | None,
+        about(
+            "The size of the noise in the leaks, if it is known, in standard deviations of the "
+            "leak. With noise of unknown size less is verified, and nothing from one vector.",
+            CHECKS,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
+        about(
+            "Write one JSON line for each leak as soon as it is read; the same command goes on "
+            "from there.",
+            OUTPUT,
             metavar="FILE",
-            help="Write one JSON line for each leak as soon as it is read; the same command goes "
-            "on from there.",
         ),
     ] = None,
     as_json: Json = False,
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
 ) -> None:
     """Read the text back from what a model exposed, verified by running the model on it.
 
-    Verified tokens are plain and green, likely ones in [brackets] and yellow, unknown ones in
+    Verified tokens are plain and green, likely ones in \\[brackets] and yellow, unknown ones in
     {braces} and red. With --out, leaks that are there already are not read again.
     """
-    expect_folder(out)
+    from keyhole.models.demo import open_model
+    from keyhole.recover.gradients import is_update
+    from keyhole.recover.run import recovering_files
+    from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
+
+    if out is not None:
+        expect_writable(out)
     if is_update(leak_files(leaks)[0]):
-        given = {
-            "--method": method,
-            "--corpus": corpus,
-            "--noise": noise,
-            "--out": out,
-            "--expose": expose,
-        }
+        given = {"--method": method, "--corpus": corpus, "--noise": noise, "--out": out,
+                 "--expose": expose}  # fmt: skip
         for option, value in given.items():
             if value is not None:
-                raise InputError(f"expected no {option} for gradients, got {value}")
-        return _invert_updates(model, leaks, truth, device, allow_pickle, as_json)
+                raise InputError(f"{option} is not for gradients: leave it out")
+        return _recover_updates(model, leaks, truth, device, allow_pickle, as_json)
     texts: list[LeakRead] = []
     kept = f" texts are in {out}: the same command goes on"
     with (
         interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
-        bars("invert text", "texts") as track,
+        bars("recover", "texts") as track,
     ):
         sources = read_sources(leaks)
         task = task_for(sources, expose)
         loaded = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
         opened = open_leaks(loaded, sources, expose)
-        originals = None if truth is None else _originals(loaded, truth, len(opened))
+        originals = None if truth is None else _originals(loaded, truth)
+        if originals is not None and len(originals) != len(opened):
+            raise InputError(
+                f"{truth} holds {len(originals)} texts for {len(opened)} leaks: give one for each"
+            )
         for text in recovering_files(
             loaded, opened, method=method, corpus=corpus, noise=noise, out=out, track=track
         ):
@@ -144,22 +144,19 @@ def invert_text(
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
-def _invert_updates(
-    model: str,
-    leaks: list[Path],
-    truth: Path | None,
-    device: str,
-    allow_pickle: bool,
+def _recover_updates(
+    model: str, leaks: list[Path], truth: Path | None, device: str, allow_pickle: bool,
     as_json: bool,
-) -> None:
+) -> None:  # fmt: skip
     """The batches behind files of gradients, each as its texts in no order."""
+    from keyhole.recover.gradients.recover_batch import opened, recovering_updates
+    from keyhole.recover.sources import leak_files
+
     loaded = opened(model, device, allow_pickle)
-    true = [] if truth is None else read_texts(truth)
-    longest = min(LONGEST, anatomy(loaded.model).longest)
-    originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
+    originals = [] if truth is None else _originals(loaded, truth)
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
-    with bars("invert text", "batches") as track:
+    with bars("recover", "batches") as track:
         for file, batch in recovering_updates(loaded, leak_files(leaks), track=track):
             batches.append(batch)
             exact = sum(
@@ -180,6 +177,8 @@ def _invert_updates(
 
 
 def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
+    from keyhole.recover.pieces import written
+
     line = Text(f"{file.name}: {batch.status} ({batch.reason})")
     for number, text in enumerate(batch.texts):
         label = f" (class {batch.labels[number]})" if batch.labels else ""
@@ -192,13 +191,15 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
     return line
 
 
-def _originals(loaded: Loaded, truth: Path, count: int) -> list[Original]:
-    """The true texts as the model takes them, one for each leak."""
-    texts = read_texts(truth)
-    if len(texts) != count:
-        raise InputError(f"expected {count} texts in {truth}, one for each leak, got {len(texts)}")
+def _originals(loaded: Loaded, truth: Path) -> list[Original]:
+    """The true texts as the model takes them."""
+    from keyhole.data import read_texts
+    from keyhole.models.anatomy import anatomy
+    from keyhole.recover.originals import Original
+    from keyhole.recover.simulate import LONGEST
+
     longest = min(LONGEST, anatomy(loaded.model).longest)
-    return [Original.of(loaded.tokenizer, text, longest) for text in texts]
+    return [Original.of(loaded.tokenizer, text, longest) for text in read_texts(truth)]
 
 
 def _shared(
@@ -219,7 +220,9 @@ def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> 
     recovery = text.recovery
     line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
     line.append(_marked(loaded, recovery))
-    signs = ", ".join(words for mark, words in _NAMES.items() if mark in recovery.marks)
+    signs = ", ".join(
+        legend for mark, (*_, legend) in _MARKS.items() if legend and mark in recovery.marks
+    )
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
     if originals is not None:
         original = originals[text.number]
@@ -232,10 +235,12 @@ def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> 
 
 def _marked(loaded: Loaded, recovery: TextRecovery) -> Text:
     """A text's tokens as they are written, in the colours and signs of their marks."""
+    from keyhole.recover.pieces import written
+
     line = Text()
     padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
     pieces = [
-        (" ?" if id_ == padding and mark is Mark.UNKNOWN else piece, mark)
+        (" ?" if id_ == padding and mark == "unknown" else piece, mark)
         for piece, mark, id_ in zip(
             written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
         )
@@ -243,6 +248,6 @@ def _marked(loaded: Loaded, recovery: TextRecovery) -> Text:
     for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
         words = visible("".join(piece for piece, _ in run))
         space = words[: len(words) - len(words.lstrip())]
-        before, after = _SIGNS[mark]
-        line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])
+        style, before, after, _ = _MARKS[mark]
+        line.append(f"{space}{before}{words.lstrip()}{after}", style=style)
     return line

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from markupsafe import Markup
-
-from keyhole.assess import Assessment, Family, Item, assess
+from keyhole.assess import Assessment, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
 from keyhole.core import Audit
@@ -20,19 +18,13 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
 
     `assessment` is what `assess` made of the audit, where a policy or a baseline had a say in it.
     """
-    from keyhole.cost import widget  # its package loads torch, which no other format needs
-
     made = assess(audit) if assessment is None else assessment
 
     def measures(item: Item) -> list[Measure]:
         return measured(item, made.items)
 
-    costs = made.card(Family.WEIGHTS).checked > 0
     return fill(
         "page.html",
-        styles=[widget.style()] if costs else [],
-        scripts=[widget.script()] if costs else [],
-        costs=Markup(widget.render()) if costs else "",  # noqa: S704 - nothing of a target is in it
         audit=audit,
         assessment=made,
         sections=sections(made),

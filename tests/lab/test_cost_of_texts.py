@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from keyhole.cost.measured import figures
 
 from keyhole import cost
 from keyhole.core.errors import InputError
-from keyhole.cost.measured import figures
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("checkpoint", "best tokens", "answer bytes", "text")

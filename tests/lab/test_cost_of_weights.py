@@ -7,11 +7,11 @@ import os
 
 import pytest
 import torch
+from keyhole.cost.measured import figures
 
 from keyhole import cost, extract, oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.cost.measured import figures
 from keyhole.extract.output_layer import answers_for
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))

@@ -1,0 +1,1 @@
+"""What researchers use: costs, certificates, and servers of planted targets."""
