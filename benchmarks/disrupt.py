@@ -105,7 +105,7 @@ def run(quick: bool) -> list[Row]:
             memory = CHOSEN.resume / f"{CHOSEN.task} {name}.jsonl".replace(" ", "-")
         started = time.perf_counter()
         found = disrupt.sweep(
-            method, source, examples, workers=CHOSEN.workers, together=CHOSEN.together,
+            method, source, examples, workers=CHOSEN.workers, batch_size=CHOSEN.together,
             resume=memory, progress=show_progress(name),
         )  # fmt: skip
         rows.append(row(name, found, time.perf_counter() - started))

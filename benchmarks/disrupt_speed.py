@@ -96,7 +96,7 @@ def processes(model: str, examples: list[Example]) -> Row:
     for workers in (1, 2):
         stamps: list[tuple[float, int]] = []
         disrupt.sweep(
-            method, source, examples, workers=workers, together=4,
+            method, source, examples, workers=workers, batch_size=4,
             progress=lambda done, *_, stamps=stamps: stamps.append((time.perf_counter(), done)),
         )  # fmt: skip
         half = [stamp for stamp in stamps if stamp[1] >= len(examples) // 2]

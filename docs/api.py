@@ -15,8 +15,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGES = (
-    "audit", "assess", "configs", "cost", "extract", "invert", "recover", "disrupt", "harden",
-    "oracle", "models", "stores", "report", "results", "testing", "data", "attention",
+    "audit", "assess", "configs", "extract", "invert", "recover", "disrupt", "harden", "oracle",
+    "models", "stores", "report", "core", "testing", "data", "attention",
 )  # fmt: skip
 TAG = re.compile(r"(`[^`]*`)|<(?=[a-zA-Z/!])")  # but not in code
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

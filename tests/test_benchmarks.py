@@ -11,7 +11,7 @@ import pytest
 import tiny_models as tiny
 import warm_process
 
-pytestmark = pytest.mark.slow  # processes
+pytestmark = pytest.mark.release  # every benchmark, in minutes
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SHARED = {
     "show",

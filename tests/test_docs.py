@@ -42,7 +42,7 @@ def test_the_readme_has_an_example():
     assert any(name.startswith("README") for name, _ in PYTHON)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("name", "code"), PYTHON, ids=[name for name, _ in PYTHON])
 def test_python_examples_run(name, code, tmp_path):
     done = warm_process.finished(warm_process.code, code, cwd=tmp_path, timeout=120)

@@ -79,6 +79,7 @@ def imported_packages() -> set[str]:
     return modules - sys.stdlib_module_names - {"keyhole"}
 
 
+@pytest.mark.release
 def test_what_the_source_imports_is_declared():
     extras = [
         need
@@ -113,6 +114,7 @@ def wheel(tmp_path_factory) -> Iterator[zipfile.ZipFile]:
         yield opened
 
 
+@pytest.mark.release
 def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
     source = ROOT / "src"
     there = {
@@ -125,6 +127,7 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
     assert {"keyhole/py.typed", "keyhole/recover/embeddings/corpus.txt"} <= held
 
 
+@pytest.mark.release
 def test_the_wheel_says_what_it_is(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     about = metadata.PathDistribution(zipfile.Path(wheel, f"{Path(name).parent}/")).metadata

@@ -94,6 +94,7 @@ def test_findings_are_handed_over_also_when_the_audit_fails():
     assert set(JOB["artifacts"]["reports"]) == {"junit"}
 
 
+@pytest.mark.release
 def test_the_action_reports_and_keeps_the_exit_code(place):
     done, told, summary = audit(
         place,
@@ -114,6 +115,7 @@ def test_the_action_reports_and_keeps_the_exit_code(place):
     assert (place / "reports/keyhole.xml").is_file()
 
 
+@pytest.mark.release
 def test_wrong_input_ends_with_two_and_uploads_nothing(place):
     done, told, summary = audit(place, target="missing.safetensors")
     assert (done.returncode, told, summary) == (2, {"exit-code": "2"}, "")
@@ -130,6 +132,7 @@ def words_that_arrive(place):
     return lambda: (place / "words").read_text().split("\0")[:-1]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_a_caller_gives_is_never_run(place, text):
     words = words_that_arrive(place)
@@ -156,6 +159,7 @@ def test_lines_become_options(place):
     ]  # fmt: skip
 
 
+@pytest.mark.release
 def test_the_job_of_gitlab(place):
     variables = {**JOB["variables"], "KEYHOLE_TARGET": "target.safetensors"}
     done = run("\n".join(JOB["script"]), place, ("sh", "-e"), **variables)
@@ -171,6 +175,7 @@ def test_the_hook_is_given_the_files_that_the_check_knows():
     assert hook["entry"] == "keyhole check-config"
 
 
+@pytest.mark.release
 def test_pre_commit_refuses_a_commit_that_opens_something(place):
     pre_commit = shutil.which("pre-commit")
     if pre_commit is None:

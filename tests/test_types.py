@@ -10,7 +10,7 @@ import pytest
 
 from command_line import finished
 
-pytestmark = pytest.mark.slow  # a process that reads all of the source
+pytestmark = pytest.mark.release  # a process that reads all of the source
 
 RIGHT = """
 from typing import assert_type

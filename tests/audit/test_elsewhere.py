@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from keyhole.audit import audit, elsewhere
 from keyhole.audit.opening import Opening
 from keyhole.core.errors import InputError
 from keyhole.core.machine import device_of
+from keyhole.models.loading import close_kept, kept_open
 from kill_points import lasting
 
 TEXT = "w3 w14 w15 w92 w65"
@@ -46,8 +48,8 @@ def openings(place):
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open():
-    with elsewhere.closing():
-        yield
+    yield
+    close_kept()
 
 
 def facts(audit):
@@ -67,7 +69,7 @@ def test_a_worker_that_is_sent_names_finds_the_same(name, place):
     """Sent as processes send it; every check alone, the last one first."""
     opening = openings(place)[name]
     plan = pickle.loads(pickle.dumps(elsewhere.plan_of(opening)))
-    elsewhere._close()
+    close_kept()
     made = {}
     for key in reversed(plan.checks):
         sent = pickle.dumps((opening, plan.identity, key))
@@ -109,16 +111,20 @@ def test_another_target_at_the_same_place_is_refused(place):
         elsewhere.make(opening, "head:old", "1. any")
 
 
-def test_one_target_is_open_at_a_time_and_none_at_the_end(place):
-    first, second = openings(place).values()
-    with elsewhere.closing():
-        elsewhere.plan_of(first)
-        opened = elsewhere._opened[0]
-        elsewhere.plan_of(first)
-        assert elsewhere._opened == [opened]
-        elsewhere.plan_of(second)
-        assert [each.opening for each in elsewhere._opened] == [second]
-    assert not elsewhere._opened
+def test_one_target_is_open_at_a_time():
+    opened, closed = [], []
+
+    def make(name, resources):
+        opened.append(name)
+        resources.callback(closed.append, name)
+        return name
+
+    for name in ("first", "first", "second"):
+        with kept_open(name, partial(make, name)) as value:
+            assert value == name
+    assert (opened, closed) == (["first", "second"], ["first"])
+    close_kept()
+    assert closed == opened
 
 
 def test_what_asks_a_server_or_keeps_a_ledger_stays():

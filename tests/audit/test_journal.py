@@ -190,7 +190,9 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
         audit(HEAD, journal=path, track=stop_after(1))
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
-    with pytest.raises(InputError, match=r"^expected a finished check under 1\. weights .*--force"):
+    with pytest.raises(
+        InputError, match=r"does not hold what a run wrote under 1\. weights .*--force"
+    ):
         audit(HEAD, journal=path)
 
 

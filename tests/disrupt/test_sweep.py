@@ -14,12 +14,11 @@ import pytest
 
 import tiny_heads
 import tiny_models
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, KeyholeError
 from keyhole.data import Example
 from keyhole.disrupt import Disruption, HackAttend, ModelSource, Rerank, sweep
 
 METHOD = HackAttend(share=0.3, schedule=Rerank(rounds=2, prefixes=3, refine=0))
-SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +42,11 @@ def facts(found):
 
 
 def test_here_and_in_threads_and_in_order(folder):
-    here = sweep(METHOD, folder, examples(), workers=0, together=3)
+    here = sweep(METHOD, folder, examples(), workers=0, batch_size=3)
     assert [one.id for one in here.outcomes] == list("012345")
     assert here.attacked
     with ThreadPoolExecutor(1) as pool:
-        assert facts(sweep(METHOD, folder, examples(), pool, together=2)) == facts(here)
+        assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(here)
 
 
 def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path):
@@ -68,11 +67,11 @@ def test_a_finished_run_is_only_read_and_a_longer_one_continues(folder, tmp_path
 
 def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path):
     path = tmp_path / "run.jsonl"
-    whole = sweep(METHOD, folder, examples(3), workers=0, resume=path, together=1)
+    whole = sweep(METHOD, folder, examples(3), workers=0, resume=path, batch_size=1)
     text = path.read_text()
     path.write_text(text[:-20])
     seen = []
-    again = sweep(METHOD, folder, examples(3), workers=0, resume=path, together=1,
+    again = sweep(METHOD, folder, examples(3), workers=0, resume=path, batch_size=1,
                   progress=lambda *a: seen.append(a))  # fmt: skip
     assert seen == [(2, 3), (3, 3)]
     assert facts(again) == facts(whole)
@@ -81,7 +80,7 @@ def test_a_torn_line_is_asked_again_and_a_strange_file_refused(folder, tmp_path)
     with pytest.raises(InputError, match=r"expected JSON in .*run.jsonl:2, got 'no'"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     path.write_text(f'{header}\n{{"key": "a"}}\n')
-    with pytest.raises(InputError, match=r"expected outcome, got none under a in .*run.jsonl"):
+    with pytest.raises(InputError, match=r"run.jsonl does not hold what a run wrote under a"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     with pytest.raises(InputError, match="expected a file"):
         sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")
@@ -113,63 +112,31 @@ def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
     ]  # the process does not go on with the model that was there before
 
 
-class Marked(ModelSource):
-    """A source with a word behind its name, for what happens where it is loaded."""
+class Deadly(ModelSource):
+    """A source whose loading kills the worker the first time: a file then says so, and with how
+    many threads the worker was born."""
 
     def identity(self):
         return ModelSource(self.name.split("|")[0]).identity()
 
-
-class Deadly(Marked):
-    """A source whose loading kills the worker the first time (a marker says it did), or always."""
-
     def load(self):
         name, marker = self.name.split("|")
-        if marker == "always" or not Path(marker).exists():
-            if marker != "always":
-                Path(marker).touch()
+        if not Path(marker).exists():
+            Path(marker).write_text(os.environ.get("OMP_NUM_THREADS", ""))
             os.kill(os.getpid(), signal.SIGKILL)
         return ModelSource(name).load()
 
 
-class Telling(Marked):
-    """A source that writes down how many threads its process was born with."""
-
-    def load(self):
-        name, told = self.name.split("|")
-        Path(told).write_text(os.environ.get("OMP_NUM_THREADS", ""))
-        return ModelSource(name).load()
-
-
-def test_workers_are_born_with_one_thread(folder, tmp_path, monkeypatch):
+def test_workers_are_born_with_one_thread_and_a_killed_one_loses_nothing(
+    folder, tmp_path, monkeypatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = sweep(METHOD, Telling(f"{folder}|{tmp_path / 'told'}"), examples(2), workers=1)
-    assert len(found.outcomes) == 2
-    assert (tmp_path / "told").read_text() == "1"
+    source = Deadly(f"{folder}|{tmp_path / 'died'}")
+    found = sweep(METHOD, source, examples(3), 1, batch_size=2)
+    assert (tmp_path / "died").read_text() == "1"
     assert "OMP_NUM_THREADS" not in os.environ
-
-
-def test_a_killed_worker_loses_nothing(folder, tmp_path):
-    source = Deadly(f"{folder}|{tmp_path / 'died'}")
-    found = sweep(METHOD, source, examples(3), workers=1, together=2)
-    assert (tmp_path / "died").exists()
     assert found.failed == ()
-    assert facts(found) == facts(sweep(METHOD, folder, examples(3), workers=0))
-
-
-def test_a_killed_worker_of_a_cluster_loses_nothing(folder, tmp_path):
-    """A real scheduler and a worker process, which dies; Dask starts another."""
-    distributed = pytest.importorskip("distributed")
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
-    source = Deadly(f"{folder}|{tmp_path / 'died'}")
-    with (
-        distributed.LocalCluster(processes=True, **options) as cluster,
-        distributed.Client(cluster.scheduler_address) as client,
-    ):
-        found = sweep(METHOD, source, examples(), client.get_executor(), workers=1, together=2)
-    assert (tmp_path / "died").exists()
-    assert found.failed == ()
-    assert facts(found) == facts(sweep(METHOD, folder, examples(), workers=0, together=2))
+    assert facts(found) == facts(sweep(METHOD, folder, examples(3), 0))
 
 
 class Breaking(Executor):
@@ -189,14 +156,14 @@ class Breaking(Executor):
 
 
 def test_lost_work_is_tried_again_one_by_one(folder):
-    found = sweep(METHOD, folder, examples(4), Breaking(1, RuntimeError), together=2)
+    found = sweep(METHOD, folder, examples(4), Breaking(1, RuntimeError), batch_size=2)
     assert found.failed == ()
-    assert facts(found) == facts(sweep(METHOD, folder, examples(4), workers=0, together=2))
+    assert facts(found) == facts(sweep(METHOD, folder, examples(4), workers=0, batch_size=2))
 
 
 def test_what_never_works_fails_alone_with_the_reason(folder):
     broken = Breaking(99, RuntimeError)
-    found = sweep(METHOD, folder, examples(2), broken, together=2, retries=1)
+    found = sweep(METHOD, folder, examples(2), broken, batch_size=2, retries=1)
     assert found.outcomes == ()
     assert found.failed == (
         ("0", "RuntimeError: a worker died"),
@@ -204,12 +171,12 @@ def test_what_never_works_fails_alone_with_the_reason(folder):
     )
     assert broken.asked == 1 + 2 * 2
     # A broken executor that is the caller's is not tried for ever.
-    found = sweep(METHOD, folder, examples(2), Breaking(99), together=2, retries=5)
-    assert [name for name, _ in found.failed] == ["0", "1"]
+    with pytest.raises(KeyholeError, match="workers were lost"):
+        sweep(METHOD, folder, examples(2), Breaking(99), batch_size=2, retries=5)
 
 
 def test_mistakes_are_the_callers(folder):
     with pytest.raises(InputError, match="no such folder"):
         sweep(METHOD, "/no/such/folder", examples(1), workers=0)
-    with pytest.raises(InputError, match="together"):
-        sweep(METHOD, folder, examples(1), together=0)
+    with pytest.raises(InputError, match="batch_size"):
+        sweep(METHOD, folder, examples(1), batch_size=0)

@@ -36,7 +36,7 @@ def test_questions_in_doubt_bring_the_error_down():
 def test_the_judge_counts_wrong_labels():
     target = guarded(TARGET, 3)
     questions = ordinary_questions(40)
-    exam = LabelExam(questions, target(questions))
+    exam = LabelExam(((questions, target(questions)),))
     assert exam.grade(TARGET).worst == 0
     assert exam.verdict(exam.grade(TARGET), None, 0.0)[0] is Status.INEXACT
     opposite = oracle.Head(TARGET.W, -TARGET.v)

@@ -6,11 +6,10 @@ names and options, and sends back findings; neither weights nor texts of a model
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from keyhole.audit.check import Check, Checked
 from keyhole.audit.journal import what_determines
@@ -19,38 +18,30 @@ from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.core.errors import InputError
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import Track, untracked
+from keyhole.models.loading import kept_open
 from keyhole.oracle.ledger import session
 from keyhole.oracle.options import without_password
-
-_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
 
 
 @dataclass(frozen=True)
 class _Open:
     """A target that is open, with its checks."""
 
-    opening: Opening
-    worker: int
     plan: Plan
     checks: dict[str, Check]
-    resources: ExitStack
-
-
-_opened: list[_Open] = []  # one or none
 
 
 def plan_of(opening: Opening, worker: int = 0) -> Plan:
     """What is to be checked of a target, which is opened for it."""
-    with _ALONE:
-        return _open(opening, worker).plan
+    with kept_open((opening, worker), partial(_open, opening, worker)) as target:
+        return target.plan
 
 
 def make(
     opening: Opening, identity: str, key: str, worker: int = 0, track: Track = untracked
 ) -> Checked:
     """One check of a target, which is opened unless it is open; `identity` is what it must be."""
-    with _ALONE:
-        target = _open(opening, worker)
+    with kept_open((opening, worker), partial(_open, opening, worker)) as target:
         if target.plan.identity != identity:
             raise InputError(
                 f"expected the target {identity} at {without_password(opening.target)} on every "
@@ -61,46 +52,24 @@ def make(
         return _as_given(opening, checked)
 
 
-@contextmanager
-def closing() -> Generator[None]:
-    """Nothing stays open in this process."""
-    try:
-        yield
-    finally:
-        _close()
-
-
-def _close() -> None:
-    while _opened:
-        _opened.pop().resources.close()
-
-
-def _open(opening: Opening, worker: int) -> _Open:
-    if not _opened or (_opened[0].opening, _opened[0].worker) != (opening, worker):
-        _close()  # before the next takes memory
-        _opened.append(_made(opening, worker))
-    return _opened[0]
-
-
-def _made(opening: Opening, worker: int) -> _Open:
+def _open(opening: Opening, worker: int, resources: ExitStack) -> _Open:
     started = time.perf_counter()
     target = opening.open(worker)
-    with ExitStack() as resources:
-        surfaces = resources.enter_context(session(target.surfaces, ledger=opening.ledger))
-        checks = checks_of(surfaces, target, opening.seed, opening.against_defences, opening.only)
-        determined = what_determines(target, opening.seed, opening.only)
-        seconds = time.perf_counter() - started
-        plan = Plan.of(target, determined, checks, opening.seed, seconds, opening.only)
-        shown = opening.shown
-        plan = replace(
-            plan,
-            name=shown(plan.name),
-            identity=shown(plan.identity),
-            checks=tuple(shown(name) for name in plan.checks),
-            stores={shown(name): facts for name, facts in plan.stores.items()},
-        )
-        made = zip(plan.checks, numbered(checks).values(), strict=True)
-        return _Open(opening, worker, plan, dict(made), resources.pop_all())
+    surfaces = resources.enter_context(session(target.surfaces, ledger=opening.ledger))
+    checks = checks_of(surfaces, target, opening.seed, opening.against_defences, opening.only)
+    determined = what_determines(target, opening.seed, opening.only)
+    seconds = time.perf_counter() - started
+    plan = Plan.of(target, determined, checks, opening.seed, seconds, opening.only)
+    shown = opening.shown
+    plan = replace(
+        plan,
+        name=shown(plan.name),
+        identity=shown(plan.identity),
+        checks=tuple(shown(name) for name in plan.checks),
+        stores={shown(name): facts for name, facts in plan.stores.items()},
+    )
+    made = zip(plan.checks, numbered(checks).values(), strict=True)
+    return _Open(plan, dict(made))
 
 
 def _as_given(opening: Opening, checked: Checked) -> Checked:

@@ -16,15 +16,16 @@ from pathlib import Path
 
 from keyhole.audit.check import Checked, joined
 from keyhole.audit.costs import Costs
-from keyhole.audit.elsewhere import closing, make, plan_of
+from keyhole.audit.elsewhere import make, plan_of
 from keyhole.audit.fleet_file import Member, read_fleet
-from keyhole.audit.journal import Resuming, opened_journal, recalled, remember
+from keyhole.audit.journal import Resuming, recalled, remember
 from keyhole.audit.plan import Plan
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.journal import Journal
 from keyhole.core.progress import Expecting, Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, Crew, Done, Task, crew_of
+from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
+from keyhole.models.loading import close_kept
 
 Finished = Callable[[Member, Audit], None]  # told of every target as soon as all of it is checked
 
@@ -55,15 +56,15 @@ def fleet(
     run = {"run": "fleet", "keyhole": environment()["keyhole"]}
     here = processes == 0 and dask is None
     with (
-        closing(),
-        opened_journal(journal, run, force=force) as memory,
-        crew_of(processes, dask, partial(_cost, costs)) as crew,
+        Journal(journal, run, force=force) as memory,
+        Runner(dask or processes, partial(_cost, costs)) as crew,
     ):
         work = _Fleet(members, memory, crew, costs, track, finished, inside=here)
         work.begin(resuming)
         for done in crew.run():
             work.take(done)
         audits = {member.name: work.audits[member.name] for member in members}
+    close_kept()
     return Fleet(audits, time.perf_counter() - started)
 
 
@@ -76,7 +77,7 @@ class _Fleet:
     """A fleet under way."""
 
     def __init__(
-        self, members: Sequence[Member], journal: Journal, crew: Crew, costs: Costs, track: Track,
+        self, members: Sequence[Member], journal: Journal, crew: Runner, costs: Costs, track: Track,
         finished: Finished, *, inside: bool,
     ) -> None:  # fmt: skip
         self.members = {member.name: member for member in members}

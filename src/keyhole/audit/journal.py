@@ -8,10 +8,8 @@ it is made again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,28 +19,14 @@ from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target
 from keyhole.audit.texts import TextTarget
 from keyhole.core import environment
-from keyhole.core.errors import InputError
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.progress import Expecting, Track
-from keyhole.core.tasks import Crew, Task
+from keyhole.core.tasks import Runner, Task
 from keyhole.models.loading import identity
 from keyhole.recover.attack import Counts
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 
 Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
-
-_FIX = "give --force to begin anew, or remove this file"
-
-
-@contextmanager
-def opened_journal(path: str | Path | None, run: Run, *, force: bool) -> Generator[Journal]:
-    """The journal of this audit; one that remembers nothing in the end is not left behind."""
-    with Journal(path, run, replace=force, fix=_FIX) as journal:
-        try:
-            yield journal
-        finally:
-            if journal.path is not None and not journal.records:
-                journal.path.unlink(missing_ok=True)
 
 
 def what_determines(target: Target, seed: int, only: Sequence[str] = ()) -> Run:
@@ -102,7 +86,7 @@ def make_all(
     journal: Journal,
     track: Track,
     resuming: Resuming,
-    crew: Crew | None = None,
+    crew: Runner | None = None,
 ) -> tuple[Checked, float]:
     """What all checks give, and the seconds they took; those in the journal are not made again.
 
@@ -127,7 +111,7 @@ def make_all(
 
 
 def _making(
-    todo: Mapping[str, Check], track: Track, crew: Crew | None
+    todo: Mapping[str, Check], track: Track, crew: Runner | None
 ) -> Iterator[tuple[str, Checked, float]]:
     """Each check with what it gave and the seconds that it took, as they are done."""
     for key, check in todo.items():
@@ -152,10 +136,4 @@ def remember(journal: Journal, key: str, checked: Checked, seconds: float) -> No
 
 def recalled(journal: Journal, key: str) -> tuple[Checked, float]:
     """What a check gave in an earlier run, and the seconds that it took."""
-    record = journal.records[key]
-    try:
-        return Checked.from_dict(record), float(record["seconds"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"expected a finished check under {key} in {journal.path}, got {error!r}: {_FIX}"
-        ) from error
+    return journal.recall(key, lambda r: (Checked.from_dict(r), float(r["seconds"])))

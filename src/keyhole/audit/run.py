@@ -18,7 +18,7 @@ from typing import Literal
 from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
-from keyhole.audit.journal import Resuming, make_all, opened_journal, what_determines
+from keyhole.audit.journal import Resuming, make_all, what_determines
 from keyhole.audit.layers import Layers
 from keyhole.audit.opening import Opening, no_endpoint
 from keyhole.audit.plan import Plan, checks_of, numbered
@@ -28,9 +28,10 @@ from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count, expect_seed
+from keyhole.core.journal import Journal
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, crew_of
+from keyhole.core.tasks import MOST_PROCESSES, Runner
 from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, session, unheard
 
@@ -117,8 +118,8 @@ def audit(
     determined = what_determines(opened, seed, chosen)
     with (
         session(opened.surfaces, ledger=ledger, notice=notice) as surfaces,
-        opened_journal(journal, determined, force=force) as memory,
-        crew_of(processes, dask) if processes or dask is not None else nullcontext() as crew,
+        Journal(journal, determined, force=force) as memory,
+        Runner(dask or processes) if processes or dask is not None else nullcontext() as crew,
         threads_for(opened.largest_matrix),
     ):
         checks = checks_of(surfaces, opened, seed, against_defences, chosen)

@@ -6,7 +6,6 @@ counts as read if running the encoder on it gives the vector again (recover/judg
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from keyhole.core.progress import Track, untracked
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded
+from keyhole.models.loading import Loaded, kept_open
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.embeddings.pooling import Pooling
@@ -85,18 +84,10 @@ class Source:
     device: str = "cpu"
 
 
-_OPENED: dict[Source, tuple[Loaded, Attack | None]] = {}
-_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
-
-
 def read_elsewhere(source: Source, part: Part, worker: int = 0) -> Checked:
     """What a worker does: open the encoder, once a process, and read."""
     source = replace(source, device=device_of(source.device, worker))
-    with _ALONE:
-        if source not in _OPENED:
-            _OPENED.clear()
-            _OPENED[source] = _opened(source, part)
-        loaded, method = _OPENED[source]
+    with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
         return read(loaded, replace(part, method=method), untracked)
 
 

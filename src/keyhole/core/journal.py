@@ -16,17 +16,19 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, parse, private, read_text, trouble
 
 Run = Mapping[str, Any]
+T = TypeVar("T")
 _FIX = "choose another file, or remove this one"
+_FORCE = "give --force to begin anew, or remove this file"
 
 
 class AnotherRun(InputError):
@@ -74,11 +76,11 @@ def stopping_on_ctrl_c() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
         yield
         return
-    heard = False
+    interrupted = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard = True
+        nonlocal interrupted
+        interrupted = True
         usual(number, frame)
 
     signal.signal(signal.SIGINT, note)
@@ -86,7 +88,7 @@ def stopping_on_ctrl_c() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-    if heard:
+    if interrupted:
         raise KeyboardInterrupt
 
 
@@ -101,14 +103,13 @@ def records_in(path: Path) -> int:
 class Journal:
     """What a run has done so far, by key; `path` None keeps it in memory alone.
 
-    Another run's file is refused (`fix` says what to do about it), or begun anew with `replace`.
+    Another run's file is refused, or begun anew with `force` (None: the caller has no such option).
+    A file that remembers nothing in the end is not left behind.
     """
 
-    def __init__(
-        self, path: str | Path | None, run: Run, *, replace: bool = False, fix: str = _FIX
-    ) -> None:
+    def __init__(self, path: str | Path | None, run: Run, *, force: bool | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._replace, self._fix = replace, fix
+        self._force, self._fix = force, _FIX if force is None else _FORCE
         self.records: dict[str, dict[str, Any]] = {}
         self._file = None if self.path is None else self._open(self.path, run)
 
@@ -121,8 +122,10 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._file is not None:
+        if self._file is not None and self.path is not None:
             self._file.close()
+            if not self.records:
+                self.path.unlink(missing_ok=True)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -142,6 +145,15 @@ class Journal:
             os.fsync(self._file.fileno())
         except OSError as error:  # what stands there stays; half a line is dropped next time
             raise trouble("a file that remembers", str(self.path), error) from error
+
+    def recall(self, key: str, read: Callable[[dict[str, Any]], T]) -> T:
+        """What is remembered under a key, as `read` makes it of the record."""
+        try:
+            return read(self.records[key])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(
+                f"{self.path} does not hold what a run wrote under {key} ({error}): {self._fix}"
+            ) from error
 
     def _open(self, path: Path, run: Run) -> IO[str]:
         text = read_text(path, "a file to resume from") if exists(path) else ""
@@ -166,7 +178,7 @@ class Journal:
         try:
             expect_same_run(path, run, _line(path, 1, lines[0]), self._fix)
         except AnotherRun:
-            if self._replace:
+            if self._force:
                 return False
             raise
         for number, text in enumerate(lines[1:], 2):

@@ -1,13 +1,12 @@
-"""Tasks for several workers, each of which goes on with what it has opened.
+"""One runner for tasks: in this process, in processes of our own, or on a Dask cluster.
 
 A task belongs to a group: what has to be opened for it, such as a model. A worker stays with its
-group; then it takes a group that nobody is at, the costliest first, so that a large one does not
-remain for the end; then it helps where most is left. A worker is an executor of one: a process of
-our own, or one worker of a Dask cluster, which may come and go. Tasks may be added while others
-run.
+group; then it takes a group that no other worker has, the costliest first, so that a large one does
+not remain for the end; then it helps where most is left. A worker is an executor of one: a process,
+or one worker of a Dask cluster, which may come and go. Tasks may be added while others run.
 
-Where a worker dies, the task that it had under way runs again, and that one alone; a task whose
-workers keep dying is given up. Whatever a task raises is its outcome, not the crew's end.
+Where a worker dies, the task that it was running runs again, and that one alone; after `attempts`
+deaths it is given up. Whatever a task raises is its outcome, not the end of the run.
 """
 
 from __future__ import annotations
@@ -37,25 +36,28 @@ import torch
 
 from keyhole.core.errors import InputError, KeyholeError, MissingExtra
 
-_DEATHS = 3  # of the workers of one task, before it is given up
-_LOOK = 0.5  # seconds between looks at who is there
+MOST_PROCESSES = 1024
+_POLL = 0.5  # seconds between looks at which workers are there
 _PATIENCE = 60.0  # seconds without any worker
 _COMPARED = 1000  # tasks of a group that are compared: of more, the first is taken
+_THREADS = "OMP_NUM_THREADS"
 
 Work = Callable[[int], Any]  # called with the number of the worker on its machine
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Something to do, which other processes can be sent; `group` is what is opened for it.
+    """Something to do, picklable; `key` is what the caller knows it by.
 
-    `stays` says that it must not leave this machine, and that all of its group share one process.
+    `group` is what is opened for it. `local_only`: it must not leave this machine, and all of its
+    group share one process.
     """
 
-    key: str
+    key: Any
     work: Work
     group: str = ""
-    stays: bool = False
+    local_only: bool = False
+    attempts: int = 3
 
 
 @dataclass(frozen=True)
@@ -68,200 +70,216 @@ class Done:
     seconds: float = 0.0
 
 
-class Member:
-    """One worker of a crew: its executor, its number on its machine, and what it is at."""
+class WorkersLost(KeyholeError):
+    """Workers died, and the task cannot be run again."""
 
-    def __init__(self, number: int, source: Process | Executor, name: str = "") -> None:
-        self.number, self.source, self.name = number, source, name
-        self.group: str | None = None
-        self.busy = False
-
-    def executor(self) -> Executor:
-        return self.source.executor() if isinstance(self.source, Process) else self.source
-
-    def renewed(self) -> bool:
-        """After a death: is there another in its place?"""
-        if isinstance(self.source, Process):
-            self.source.forget()
-            return True
-        return False
-
-    def close(self, now: bool) -> None:
-        if isinstance(self.source, Process):
-            self.source.close(now)
+    def __init__(self, reason: BaseException | str) -> None:
+        first = (f"{reason}" or type(reason).__name__).splitlines()[0]
+        super().__init__(
+            f"workers were lost ({first}); finished work is kept: run the same command again"
+        )
 
 
-class Crew:
-    """So many processes of our own, 0 for none but this one; the workers of a cluster; or given
-    executors of one worker each.
+class Runner:
+    """Runs tasks on so many processes (0: this one), on the Dask cluster at an address, or on an
+    executor of the caller's.
 
-    `cost` says of a task what it will cost, in any unit; without it, tasks are alike.
+    `cost` says what a task will cost, in any unit; without it, tasks are alike.
     """
 
     def __init__(
-        self, workers: int | Cluster | list[Executor], cost: Callable[[Task], float] | None = None
+        self, workers: int | str | Executor = 0, cost: Callable[[Task], float] = lambda _: 1.0
     ) -> None:
-        self._cluster = workers if isinstance(workers, Cluster) else None
+        self._address = workers if isinstance(workers, str) else None
         self._cost = cost
-        self._here = workers == 0
-        sources: list[Process | Executor] = []
-        if isinstance(workers, int):
-            sources += [Process() for _ in range(workers)] or [Here()]
-        elif isinstance(workers, list):
-            sources += workers
-        self._members = [Member(number, source) for number, source in enumerate(sources)]
-        self._local: Member | None = None
+        self._in_process = workers == 0
+        self._workers: list[Worker] = []
+        if isinstance(workers, Executor):
+            self._workers = [Worker(0, workers, slots=MOST_PROCESSES)]
+        elif not isinstance(workers, str):
+            executor = InProcess() if workers == 0 else None
+            self._workers = [Worker(number, executor) for number in range(max(1, workers))]
+        self._cluster: Cluster | None = None
+        self._local: Worker | None = None
+        self._resources = ExitStack()
         self._waiting: dict[str, deque[Task]] = {}
-        self._under_way: dict[Future[tuple[Any, float]], tuple[Member, Task]] = {}
-        self._deaths: Counter[str] = Counter()
-        self._looked = self._seen = time.monotonic()
+        self._running: dict[Future[tuple[Any, float]], tuple[Worker, Task]] = {}
+        self._deaths: Counter[Task] = Counter()
+        self._polled = self._seen = time.monotonic()
 
-    def __enter__(self) -> Crew:
-        for _ in self._look():  # nothing is under way yet
-            pass
+    def __enter__(self) -> Runner:
+        if self._address is not None:
+            self._cluster = self._resources.enter_context(cluster_at(self._address))
+            for _ in self._refresh():  # nothing is running yet
+                pass
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for future in self._under_way:  # a stopped crew: nobody waits for what is under way
+        for future in self._running:  # a stopped run: nobody waits for what is running
             future.cancel()
-        for member in self._everybody():
-            member.close(now=kind is not None)
+        for worker in self._everybody():
+            worker.close(now=kind is not None)
+        self._resources.close()
 
     def __len__(self) -> int:
-        """How many workers there are; the one that serves what stays here is not counted."""
-        return max(1, len(self._members))
+        """How many workers there are, without the one for local tasks."""
+        return max(1, len(self._workers))
 
     def add(self, *tasks: Task) -> None:
         for task in tasks:
             self._waiting.setdefault(task.group, deque()).append(task)
 
     def left(self) -> list[Task]:
-        """What is not done yet, under way or not."""
-        under_way = [task for _, task in self._under_way.values()]
-        return [*under_way, *(task for group in self._waiting.values() for task in group)]
+        """What is not done yet, running or not."""
+        running = [task for _, task in self._running.values()]
+        return [*running, *(task for group in self._waiting.values() for task in group)]
 
     def run(self) -> Iterator[Done]:
         """Every task's outcome as it comes; between two of them the caller may add more."""
-        while self._waiting or self._under_way:
-            yield from self._look()
-            self._hand_out()
-            if not self._under_way:
-                time.sleep(_LOOK)  # nobody is there
-            for future in wait(self._under_way, _LOOK, FIRST_COMPLETED).done:
+        while self._waiting or self._running:
+            yield from self._refresh()
+            self._assign()
+            if not self._running:
+                time.sleep(_POLL)  # no worker is there
+            for future in wait(self._running, _POLL, FIRST_COMPLETED).done:
                 yield from self._settled(future)
 
     def _settled(self, future: Future[tuple[Any, float]]) -> Iterator[Done]:
-        member, task = self._under_way.pop(future)
-        member.busy = False
+        worker, task = self._running.pop(future)
+        worker.running -= 1
         try:
             value, seconds = future.result()
         except (BrokenExecutor, CancelledError) as error:
-            if not member.renewed():  # the caller's executor, or a cluster without a scheduler
-                raise _lost(error) from error
-            yield from self._once_more(task, error)
+            if not worker.restart():
+                raise WorkersLost(error) from error
+            yield from self._again(task, error)
         except Exception as error:
             yield Done(task, error=error)
         else:
             yield Done(task, value, seconds=seconds)
 
-    def _once_more(self, task: Task, error: BaseException) -> Iterator[Done]:
+    def _again(self, task: Task, error: BaseException) -> Iterator[Done]:
         """Its worker died: it is the next of its group, unless it is what they die of."""
-        self._deaths[task.key] += 1
-        if self._deaths[task.key] >= _DEATHS:
-            yield Done(task, error=_lost(error))
+        self._deaths[task] += 1
+        if self._deaths[task] >= task.attempts:
+            yield Done(task, error=WorkersLost(error))
         else:
             self._waiting.setdefault(task.group, deque()).appendleft(task)
 
-    def _hand_out(self) -> None:
-        stay = any(tasks[0].stays for tasks in self._waiting.values())
-        if stay and not self._here and self._local is None:
-            self._local = Member(0, Process())
-        for member in self._everybody():
-            task = None if member.busy else self._next(member)
-            if task is not None:
-                self._start(member, task)
+    def _assign(self) -> None:
+        local = any(tasks[0].local_only for tasks in self._waiting.values())
+        if local and not self._in_process and self._local is None:
+            self._local = Worker(0)
+        for worker in self._everybody():
+            while worker.running < worker.slots and (task := self._next(worker)) is not None:
+                self._running[worker.start(task)] = worker, task
 
-    def _start(self, member: Member, task: Task) -> None:
-        try:
-            future = member.executor().submit(_timed, task.work, member.number)
-        except (BrokenExecutor, RuntimeError) as error:  # it died between two tasks
-            if not member.renewed():
-                raise _lost(error) from error
-            future = member.executor().submit(_timed, task.work, member.number)
-        member.busy, member.group = True, task.group
-        self._under_way[future] = member, task
-
-    def _next(self, member: Member) -> Task | None:
-        """Of the group that it is at, or of the best to begin with."""
-        local = member is self._local
+    def _next(self, worker: Worker) -> Task | None:
+        """Of the group that it has open, or of the best to begin with."""
+        local = worker is self._local
         groups = [
             name
             for name, tasks in self._waiting.items()
-            if self._here or tasks[0].stays is local
-        ]  # fmt: skip
+            if self._in_process or tasks[0].local_only is local
+        ]
         if not groups:
             return None
-        name = member.group
+        name = worker.group
         if name not in groups:
-            taken = {other.group for other in self._members if other is not member}
+            taken = {other.group for other in self._workers if other is not worker}
             free = [group for group in groups if group not in taken]
-            name = max(free or groups, key=self._worth)
+            name = max(free or groups, key=lambda name: sum(map(self._cost, self._waiting[name])))
         tasks = self._waiting[name]
-        task = tasks[0]
-        if self._cost is not None and len(tasks) <= _COMPARED:
-            task = max(tasks, key=self._cost)  # the first of the costliest
+        task = max(tasks, key=self._cost) if len(tasks) <= _COMPARED else tasks[0]
         tasks.remove(task)
         if not tasks:
             del self._waiting[name]
         return task
 
-    def _worth(self, group: str) -> float:
-        tasks = self._waiting[group]
-        return len(tasks) if self._cost is None else sum(self._cost(task) for task in tasks)
+    def _everybody(self) -> list[Worker]:
+        return [*self._workers, *([] if self._local is None else [self._local])]
 
-    def _everybody(self) -> list[Member]:
-        return [*self._members, *([] if self._local is None else [self._local])]
-
-    def _look(self) -> Iterator[Done]:
-        """Who of a cluster is there now; what those that went had under way is made again."""
+    def _refresh(self) -> Iterator[Done]:
+        """Which workers a cluster has now; what those that went were running runs again."""
         now = time.monotonic()
-        if self._cluster is None or (self._members and now - self._looked < _LOOK):
+        if self._cluster is None or (self._workers and now - self._polled < _POLL):
             return
-        self._looked = now
-        there = self._cluster.workers({member.name: member.number for member in self._members})
-        kept = [member for member in self._members if member.name in there]
-        names = {member.name for member in kept}
-        for future, (member, task) in list(self._under_way.items()):
-            if member is not self._local and member.name not in names:
-                del self._under_way[future]
+        self._polled = now
+        there = self._cluster.workers({worker.name: worker.number for worker in self._workers})
+        kept = [worker for worker in self._workers if worker.name in there]
+        for future, (worker, task) in list(self._running.items()):
+            if worker is not self._local and worker not in kept:
+                del self._running[future]
                 future.cancel()
-                yield from self._once_more(task, BrokenExecutor("a worker went"))
-        self._members = kept + [
-            Member(number, self._cluster.executor(name), name)
+                yield from self._again(task, BrokenExecutor("a worker went"))
+        names = {worker.name for worker in kept}
+        self._workers = kept + [
+            Worker(number, self._cluster.executor(name), name)
             for name, number in there.items()
             if name not in names
         ]
-        self._seen = now if self._members else self._seen
+        self._seen = now if self._workers else self._seen
         if now - self._seen > _PATIENCE:
-            raise _lost(BrokenExecutor(f"none at {self._cluster.address} for a minute"))
+            raise WorkersLost(f"none at {self._address} for a minute")
 
 
-def _lost(error: BaseException) -> KeyholeError:
-    reason = f"{error}".splitlines()[0] if f"{error}" else type(error).__name__
-    return KeyholeError(
-        f"expected workers that stay, got {reason}: finished checks are kept, and the same command "
-        "goes on"
-    )
+class Worker:
+    """One worker: its executor (by default a process of our own, started when it is needed and
+    again after it died), its number on its machine, and the group that it has open."""
+
+    def __init__(
+        self, number: int, executor: Executor | None = None, name: str = "", slots: int = 1
+    ) -> None:
+        self.number, self.name, self.slots = number, name, slots
+        self.group: str | None = None
+        self.running = 0
+        self._given, self._own = executor, None
+
+    def start(self, task: Task) -> Future[tuple[Any, float]]:
+        try:
+            future = self._executor().submit(_timed, task.work, self.number)
+        except (BrokenExecutor, RuntimeError) as error:  # it died between two tasks
+            if not self.restart():
+                raise WorkersLost(error) from error
+            future = self._executor().submit(_timed, task.work, self.number)
+        self.running += 1
+        self.group = task.group
+        return future
+
+    def restart(self) -> bool:
+        """After a death; False where the executor is not ours to replace."""
+        if self._own is not None:
+            self._own.shutdown(wait=False, cancel_futures=True)
+            self._own = None
+        return self._given is None
+
+    def close(self, now: bool) -> None:
+        """`now`: nobody waits for what is running."""
+        if self._own is None:
+            return
+        if now:
+            for process in list((self._own._processes or {}).values()):  # pyright: ignore[reportPrivateUsage]
+                process.terminate()
+        self._own.shutdown(wait=True, cancel_futures=True)
+
+    def _executor(self) -> Executor:
+        if self._given is not None:
+            return self._given
+        if self._own is None:
+            self._own = _process()
+        return self._own
 
 
-@contextmanager
-def crew_of(
-    processes: int, dask: str | None, cost: Callable[[Task], float] | None = None
-) -> Generator[Crew]:
-    """The workers that a command was given: processes, or the cluster at an address."""
-    with ExitStack() as stack:
-        workers = processes if dask is None else stack.enter_context(workers_at(dask))
-        yield stack.enter_context(Crew(workers, cost))
+class InProcess(Executor):
+    """Whatever is submitted is done at once, in this process."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def _timed(work: Work, number: int) -> tuple[Any, float]:
@@ -269,52 +287,56 @@ def _timed(work: Work, number: int) -> tuple[Any, float]:
     return work(number), time.perf_counter() - started
 
 
-# Who does the work: processes of our own, any executor, or the workers of a Dask cluster.
-#
-# Processes have one thread each and ignore Ctrl-C, which is for the process that people talk to;
-# when that one is killed, they end by themselves. When one of them dies, the pool can be made
-# again.
+def _process() -> ProcessPoolExecutor:
+    """A pool of one process, spawned, because torch's threads do not survive a fork.
 
-MOST_PROCESSES = 1024
-_THREADS = "OMP_NUM_THREADS"
-_PARENT_LOOK = 0.5  # seconds between looks at whether the parent is alive
+    It inherits one thread before torch loads: what torch is told later does not reach all libraries
+    below it, whose threads then stand in the way of other processes.
+    """
+    before = os.environ.get(_THREADS)
+    os.environ.setdefault(_THREADS, "1")
+    try:
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(1, context, _begin, (os.getpid(),))
+        pool.submit(os.getpid)  # started now
+        return pool
+    finally:
+        if before is None:
+            os.environ.pop(_THREADS, None)
+
+
+def _begin(parent: int) -> None:
+    """One thread; Ctrl-C is for the parent, with which its workers end, killed or not."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL)
+    os._exit(1)
 
 
 @contextmanager
-def cluster(address: str | None) -> Generator[tuple[Executor | None, int]]:
-    """A Dask cluster as an executor and its number of workers; None and 0 without an address."""
-    if address is None:
-        yield None, 0
-        return
-    with _connected(address) as client:
-        yield client.get_executor(), max(1, len(client.nthreads()))
-
-
-@contextmanager
-def workers_at(address: str) -> Generator[Cluster]:
-    """A Dask cluster whose workers are spoken to one by one."""
-    with _connected(address) as client:
-        yield Cluster(address, client)
-
-
-@contextmanager
-def _connected(address: str) -> Generator[Any]:
+def cluster_at(address: str) -> Generator[Cluster]:
+    """The Dask cluster whose scheduler is at an address."""
     if not address.strip():  # for which Dask would start a cluster of its own
-        raise InputError("expected the address of a Dask scheduler, got none")
+        raise InputError("the address of a Dask scheduler must not be empty")
     try:
         library = importlib.import_module("distributed")
     except ImportError as missing:
         raise MissingExtra(
-            "expected distributed for a Dask cluster, got none: pip install 'keyhole[cluster]'"
+            "a Dask cluster needs distributed: pip install 'keyhole[cluster]'"
         ) from missing
     try:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         kind = KeyholeError if isinstance(error, OSError) else InputError  # else: no address
-        raise kind(f"expected a Dask scheduler at {address}, got {first}") from error
+        raise kind(f"no Dask scheduler answers at {address}: {first}") from error
     with client:
-        yield client
+        yield Cluster(address, client)
 
 
 class Cluster:
@@ -322,7 +344,7 @@ class Cluster:
 
     def __init__(self, address: str, client: Any) -> None:
         self.address, self._client = address, client
-        self._devices: dict[str, str] = {}  # by worker: the GPUs that it is let see
+        self._devices: dict[str, str] = {}  # by worker: the GPUs that it may see
 
     def workers(self, numbered: Mapping[str, int]) -> dict[str, int]:
         """The workers that are there, each with its number on its machine; `numbered` keep theirs.
@@ -336,7 +358,7 @@ class Cluster:
             if unknown:
                 self._devices |= self._client.run(_visible, workers=unknown, on_error="ignore")
         except OSError as error:
-            raise KeyholeError(f"expected a Dask scheduler at {self.address}, got none") from error
+            raise KeyholeError(f"no Dask scheduler answers at {self.address} any more") from error
         made = {name: number for name, number in numbered.items() if name in there}
         for name in there:
             if name not in made:
@@ -354,124 +376,3 @@ class Cluster:
 
 def _visible() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-
-class Here(Executor):
-    """No worker at all: whatever is submitted is done at once, in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class Process:
-    """One process of our own; it is started when it is needed, and again after it died."""
-
-    def __init__(self) -> None:
-        self._own: ProcessPoolExecutor | None = None
-
-    def executor(self) -> Executor:
-        if self._own is None:
-            with _one_thread():
-                self._own = _processes(1)
-                self._own.submit(os.getpid)  # started now, while it is to have one thread
-        return self._own
-
-    def forget(self) -> None:
-        """It died: the next one is another."""
-        if self._own is not None:
-            self._own.shutdown(wait=False, cancel_futures=True)
-            self._own = None
-
-    def close(self, now: bool) -> None:
-        """`now`: nobody waits for what is under way."""
-        if self._own is None:
-            return
-        processes = list((self._own._processes or {}).values())  # pyright: ignore[reportPrivateUsage]
-        if now:
-            for process in processes:
-                process.terminate()
-        self._own.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Processes inherit it before torch loads: what torch is told later does not reach all
-    libraries below it, whose threads then stand in the way of the other processes."""
-    before = os.environ.get(_THREADS)
-    os.environ.setdefault(_THREADS, "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_THREADS, None)
-
-
-def _processes(count: int) -> ProcessPoolExecutor:
-    # Not fork: torch's threads do not survive it.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, context, _settle_in, (os.getpid(),))
-
-
-def _settle_in(parent: int) -> None:
-    """One thread a process; Ctrl-C is for the process that people talk to, and ends with it."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """A worker whose parent was killed would wait, or work, for ever."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_LOOK)
-    os._exit(1)
-
-
-class Pool:
-    """The caller's executor, or processes of our own that can be replaced when one dies."""
-
-    def __init__(self, given: Executor | None, workers: int | None) -> None:
-        self.given = given
-        self.workers = workers or os.cpu_count() or 1
-        self.own: ProcessPoolExecutor | None = None
-        self.others = multiprocessing.active_children()
-        self.threads = ExitStack()
-
-    def __enter__(self) -> Pool:
-        if self.given is None:
-            self.threads.enter_context(_one_thread())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.threads.close()
-        if self.own is None:
-            return
-        if kind is not None:  # stopped: nobody waits for what is under way
-            for process in multiprocessing.active_children():
-                if process not in self.others:
-                    process.terminate()
-        self.own.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def window(self) -> int:
-        """How much may be under way: enough to keep workers busy, little to lose with a pool."""
-        return 2 * self.workers
-
-    def executor(self) -> Executor:
-        if self.given is not None:
-            return self.given
-        if self.own is None:
-            self.own = _processes(self.workers)
-        return self.own
-
-    def broke(self) -> bool:
-        """Forget a broken pool; False where it is the caller's, who alone can make another."""
-        if self.own is None:
-            return False
-        self.own.shutdown(wait=False, cancel_futures=True)
-        self.own = None
-        return True

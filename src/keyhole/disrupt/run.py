@@ -11,7 +11,7 @@ from keyhole.core.files import is_file, read_text
 from keyhole.core.journal import digest
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, cluster
+from keyhole.core.tasks import MOST_PROCESSES
 from keyhole.data import Example, read_examples
 from keyhole.disrupt.attacker import Attacker
 from keyhole.disrupt.disruption import Disruption
@@ -82,11 +82,10 @@ def run(
     if continuation is not None and source.task not in GENERATES:
         raise InputError(f"expected --continuation with a language model, got {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
-    with cluster(dask) as (executor, size):
-        result = sweep(
-            method, source, chosen, executor, workers=size or processes, resume=resume,
-            data=_digest(data), progress=track("disrupt", len(chosen)),
-        )  # fmt: skip
+    result = sweep(
+        method, source, chosen, processes if dask is None else dask, resume=resume,
+        data=_digest(data), progress=track("disrupt", len(chosen)),
+    )  # fmt: skip
     return replace(result, data=SHIPPED if data is None else str(data))
 
 

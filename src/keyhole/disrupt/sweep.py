@@ -1,225 +1,176 @@
-"""Many examples on many workers: examples are independent, so any `Executor` will do.
+"""Many examples on many workers, written down as they come: a killed run attacks nothing twice.
 
-By default a pool of processes with one thread each; a Dask cluster through `Client.get_executor()`.
-Finished examples are written down as they come (journal.py). Where a worker dies, the pool is made
-again. What was under way then is tried again one example at a time, so that an example that kills
-its worker is found out, and fails alone after `retries` times: it is listed with the reason.
+The journal (core/journal.py) knows an example by what it says, so a longer list of examples
+continues a shorter one. A batch that fails, or kills its worker, is tried again one example at a
+time: an example that never works fails alone after `retries` more attempts, with the reason.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    wait,
-)
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from os import cpu_count
+from pathlib import Path
 from typing import Any
 
 from keyhole.core.errors import InputError
-from keyhole.core.journal import Journal
-from keyhole.core.machine import largest_matrix, threads_for
+from keyhole.core.journal import Journal, digest
+from keyhole.core.machine import device_of, largest_matrix, threads_for
 from keyhole.core.progress import Progress, silent
-from keyhole.core.tasks import Pool
+from keyhole.core.result import restored
+from keyhole.core.tasks import Runner, Task
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
-from keyhole.disrupt.disruption import Disruption
-from keyhole.disrupt.journal import Outcomes, key
+from keyhole.disrupt.disruption import Control, Disruption, Outcome
 from keyhole.disrupt.labels import settled
 from keyhole.disrupt.settings import expect_least
 from keyhole.disrupt.source import ModelSource
 from keyhole.models.anatomy import fitting
-from keyhole.models.loading import GENERATES
-
-_LOADED: dict[Any, tuple[Any, Any]] = {}
-_ALONE = threading.Lock()  # a cluster's worker may have several threads, but one model
-
-
-def attack(
-    attacker: Attacker, source: ModelSource, identity: str, examples: Sequence[Example]
-) -> Disruption:
-    """What one worker does with a few examples; `identity` is that of the model at the source."""
-    with _ALONE:
-        model, tokenizer = _loaded(source, identity)
-        return _attack(attacker, source, model, tokenizer, examples)
-
-
-def _loaded(source: ModelSource, identity: str) -> tuple[Any, Any]:
-    if (source, identity) not in _LOADED:
-        _LOADED.clear()  # one model a process: memory is not for two
-        _LOADED[source, identity] = source.load()
-    return _LOADED[source, identity]
-
-
-def _attack(
-    attacker: Attacker, source: ModelSource, model: Any, tokenizer: Any,
-    examples: Sequence[Example],
-) -> Disruption:  # fmt: skip
-    longest = fitting(model, tokenizer, source.longest)
-    batch, given = encode(tokenizer, examples, longest=longest)
-    names = [example.id for example in examples]
-    labels = None
-    if source.task not in GENERATES:
-        labels = settled(model, batch, given, getattr(attacker, "target", None))
-    with threads_for(largest_matrix(model)):
-        return attacker(model, batch, labels, ids=names)
+from keyhole.models.loading import GENERATES, kept_open
 
 
 def sweep(
     attacker: Attacker,
     model_source: ModelSource | str,
     examples: Sequence[Example],
-    executor: Executor | None = None,
+    workers: int | str | Executor | None = None,
     *,
-    workers: int | None = None,
-    resume: str | os.PathLike[str] | None = None,
+    resume: str | Path | None = None,
     data: str = "",
     progress: Progress = silent,
-    together: int = 8,
+    batch_size: int = 8,
     retries: int = 2,
 ) -> Disruption:
-    """Attack all examples; `resume` is the file that remembers, `together` how many go in a batch.
+    """Attack all examples; `resume` is the journal.
 
-    `workers` is the size of the default pool (one a processor); 0 works in this process, which is
-    what a GPU wants. `data` says what the examples are from: a file that remembers examples of
+    `workers`: so many processes (one per processor by default; 0 works in-process, for a GPU), the
+    address of a Dask cluster, or an executor. `data` says what the examples are from: a journal of
     other data is refused then; more of the same data goes on.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
-    expect_least(1, together=together)
+    expect_least(1, batch_size=batch_size)
     expect_least(0, retries=retries)
+    workers = (cpu_count() or 1) if workers is None else workers
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,
                 "longest": source.longest, "method": method}  # fmt: skip
     if data:
         settings["data"] = data
-    path = None if resume is None else os.fspath(resume)
-    with Journal(path, settings) as journal:
-        outcomes = Outcomes(journal)
-        todo = {key(example): example for example in examples}
-        queue = deque(
-            _batches([todo[name] for name in todo if name not in outcomes.known], together)
-        )
-        run = _Run(attacker, source, identity, outcomes, progress, set(todo), retries)
-        run.tell()
-        if executor is None and workers == 0:
-            run.here(queue)
-        else:
-            with Pool(executor, workers) as pool:
-                run.through(pool, queue)
-    known = [outcomes.known[key(example)] for example in examples if key(example) in outcomes.known]
+    wanted = {key_of(example): example for example in examples}
+    with Journal(resume, settings) as journal, Runner(workers) as runner:
+        outcomes = _Outcomes(journal)
+        todo = [wanted[key] for key in wanted if key not in outcomes.known]
+        work = partial(attack, attacker, source, identity)
+        runner.add(*(_task(work, batch) for batch in _batches(todo, batch_size)))
+        done = len(wanted) - len(todo)
+        progress(done, len(wanted))
+        failed: dict[str, str] = {}
+        for batch, result in _results(runner, work, retries):
+            if isinstance(result, Disruption):
+                outcomes.add(batch, result)
+                done += len(batch)
+                progress(done, len(wanted))
+            elif workers == 0:
+                raise result
+            else:
+                failed[batch[0].id] = f"{type(result).__name__}: {result}".splitlines()[0]
+    known = [outcomes.known[key] for key in map(key_of, examples) if key in outcomes.known]
     return Disruption(
         method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
-        failed=tuple(run.failed), identity=identity, task=source.task, examples=tuple(examples),
+        failed=tuple((e.id, failed[e.id]) for e in examples if e.id in failed),
+        identity=identity, task=source.task, examples=tuple(examples),
         own_answers=source.task in GENERATES or any(e.label == NO_LABEL for e in examples),
     )  # fmt: skip
 
 
-def _size(example: Example) -> tuple[int, int, str]:
-    return len(example.choices), len(example.text), example.id
-
-
-def _batches(examples: list[Example], together: int) -> list[tuple[Example, ...]]:
-    """Examples of like length side by side: padding is work for nothing."""
-    ordered = sorted(examples, key=_size)
-    groups = [tuple(group) for group in grouped(ordered, together)]
-    return groups[::-1]  # the long ones first: nobody waits for them at the end
-
-
-class _Run:
-    """One sweep under way."""
-
-    def __init__(
-        self, attacker: Attacker, source: ModelSource, identity: str, outcomes: Outcomes,
-        progress: Progress, wanted: set[str], retries: int,
-    ) -> None:  # fmt: skip
-        self.attacker, self.source, self.identity = attacker, source, identity
-        self.outcomes = outcomes
-        self.progress, self.wanted, self.retries = progress, wanted, retries
-        self.failed: list[tuple[str, str]] = []
-
-    def here(self, queue: deque[tuple[Example, ...]]) -> None:
-        for group in queue:
-            self._finish(group, attack(self.attacker, self.source, self.identity, group))
-
-    def through(self, pool: Pool, queue: deque[tuple[Example, ...]]) -> None:
-        """All groups; then, one at a time, the examples that were under way when something died."""
-        suspects = self._wave(pool, queue, pool.window)
-        for group in suspects:
-            for example in group:
-                self._alone(pool, example)
-
-    def _wave(
-        self, pool: Pool, queue: deque[tuple[Example, ...]], window: int
-    ) -> list[tuple[Example, ...]]:
-        suspects: list[tuple[Example, ...]] = []
-        under_way: dict[Future[Disruption], tuple[Example, ...]] = {}
-        while queue or under_way:
-            while queue and len(under_way) < window:
-                future = self._submit(pool, queue[0])
-                if future is None:
-                    break
-                under_way[future] = queue.popleft()
-            done, _ = wait(under_way, return_when=FIRST_COMPLETED)
-            broken = not under_way
-            for future in done:
-                group = under_way.pop(future)
-                reason = self._settle(future, group)
-                if reason is not None:
-                    suspects.append(group)
-                    broken |= isinstance(reason, BrokenExecutor)
-            if broken:
-                # Every other future of a broken pool is lost as well.
-                suspects += under_way.values()
-                under_way.clear()
-                if not pool.broke():
-                    return [*suspects, *queue]
-        return suspects
-
-    def _alone(self, pool: Pool, example: Example) -> None:
-        reason: BaseException | None = None
-        for _ in range(1 + self.retries):
-            future = self._submit(pool, (example,))
-            reason = BrokenExecutor("the executor takes no more work")
-            if future is not None:
-                wait([future])
-                reason = self._settle(future, (example,))
-                if reason is None:
-                    return
-            if isinstance(reason, BrokenExecutor) and not pool.broke():
-                break
-        self.failed.append((example.id, f"{type(reason).__name__}: {reason}".splitlines()[0]))
-
-    def _submit(self, pool: Pool, group: tuple[Example, ...]) -> Future[Disruption] | None:
-        try:
-            return pool.executor().submit(attack, self.attacker, self.source, self.identity, group)
-        except (BrokenExecutor, RuntimeError):  # RuntimeError: it was shut down
-            return None
-
-    def _settle(self, future: Future[Disruption], group: tuple[Example, ...]) -> Any:
-        """Write down what came, or say why nothing did; the caller's own mistakes go to him."""
-        try:
-            result = future.result()
-        except InputError:
-            raise
-        except (Exception, CancelledError) as error:
-            return error  # a dead worker, no memory, a lost connection: it is tried again
-        self._finish(group, result)
-        return None
-
-    def _finish(self, group: tuple[Example, ...], result: Disruption) -> None:
-        pairs = zip(group, result.outcomes, strict=True)
-        self.outcomes.add(
-            {key(example): outcome for example, outcome in pairs}, result.control, result.seconds
+def attack(
+    attacker: Attacker, source: ModelSource, identity: str, examples: Sequence[Example],
+    worker: int = 0,
+) -> Disruption:  # fmt: skip
+    """What one worker does with a batch; `identity` is that of the model at the source."""
+    source = replace(source, device=device_of(source.device, worker))
+    with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
+        batch, given = encode(
+            tokenizer, examples, longest=fitting(model, tokenizer, source.longest)
         )
-        self.tell()
+        labels = None
+        if source.task not in GENERATES:
+            labels = settled(model, batch, given, getattr(attacker, "target", None))
+        with threads_for(largest_matrix(model)):
+            return attacker(model, batch, labels, ids=[example.id for example in examples])
 
-    def tell(self) -> None:
-        """How many are done; the file may know more than are wanted this time."""
-        self.progress(len(self.wanted & self.outcomes.known.keys()), len(self.wanted))
+
+def _batches(examples: list[Example], size: int) -> list[list[Example]]:
+    """Examples of like length side by side: padding is work for nothing."""
+    ordered = sorted(examples, key=lambda e: (len(e.choices), len(e.text), e.id))
+    return grouped(ordered, size)[::-1]  # the long ones first: nobody waits for them at the end
+
+
+def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
+    return Task(tuple(batch), partial(work, batch), attempts=1)
+
+
+def _results(
+    runner: Runner, work: Callable[..., Disruption], retries: int
+) -> Iterator[tuple[Sequence[Example], Disruption | Exception]]:
+    """Each batch with what came of it; an error stands for one example, which never worked.
+
+    What may pass (a dead worker, no memory, a lost connection) is tried again; a wrong input is the
+    caller's mistake.
+    """
+    tries: Counter[tuple[Example, ...]] = Counter()
+    for done in runner.run():
+        batch = done.task.key
+        if done.error is None:
+            yield batch, done.value
+        elif isinstance(done.error, InputError):
+            raise done.error
+        elif len(batch) > 1:
+            runner.add(*(_task(work, (example,)) for example in batch))
+        elif tries[batch] < retries:
+            tries[batch] += 1
+            runner.add(done.task)
+        else:
+            yield batch, done.error
+
+
+def key_of(example: Example) -> str:
+    """Sixteen hexadecimal digits of everything that the model and the judge see."""
+    return digest([example.id, example.label, example.text, example.second, list(example.choices)])
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One example in the journal; the seconds of a batch stand with its first."""
+
+    outcome: dict[str, Any]
+    control: Control
+    seconds: float
+
+
+class _Outcomes:
+    """What a journal remembers of a sweep: outcomes by example, the control, the seconds."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.known: dict[str, Outcome] = {}
+        self.control, self.seconds = Control(0.0, 0.0, 0), 0.0
+        for key in journal.records:
+            record = journal.recall(key, partial(restored, _Record))
+            self.known[key] = journal.recall(key, lambda found: Outcome.from_dict(found["outcome"]))
+            self.control = self.control.joined(record.control)
+            self.seconds += record.seconds
+
+    def add(self, batch: Sequence[Example], result: Disruption) -> None:
+        """The outcomes of one batch, on disk before this returns."""
+        outcomes = dict(zip(map(key_of, batch), result.outcomes, strict=True))
+        self.known |= outcomes
+        self.control = self.control.joined(result.control)
+        self.seconds += result.seconds
+        records = [_Record(outcome.to_dict(), result.control, 0.0) for outcome in outcomes.values()]
+        records[0] = replace(records[0], seconds=result.seconds)
+        self._journal.add(dict(zip(outcomes, map(asdict, records), strict=True)))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.domain import CHANGED, Witness
+from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.full_output import FullOutput
@@ -131,11 +131,7 @@ class Auto:
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
-
-        def agrees(given: Tensor, answers: Tensor, error: float) -> bool:
-            return bool((given - answers).abs().max() <= error * answers.abs().max())
-
-        changed = early.contradicted(agrees, max(1e-6, 100 * choice.precision))
+        changed = early.contradicted(within, max(1e-6, 100 * choice.precision))
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:

@@ -57,9 +57,18 @@ def scalar(answers: Tensor) -> Tensor:
 
 
 def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
-    """One score per sequence, in batches of a good size."""
-    rows = batch_rows(*sequences.shape[1:])
-    return torch.cat([scalar(ask(oracle, part)) for part in sequences.split(rows)])
+    """One score per sequence, in batches of a good size.
+
+    If the budget ends, the exception holds all scores that were paid for, of earlier batches too.
+    """
+    answers: list[Tensor] = []
+    try:
+        for part in sequences.split(batch_rows(*sequences.shape[1:])):
+            answers.append(scalar(ask(oracle, part)))
+    except BudgetExhausted as end:
+        answers += [] if end.answers is None else [scalar(end.answers)]
+        raise BudgetExhausted(end.budget, torch.cat(answers) if answers else None) from end
+    return torch.cat(answers)
 
 
 def batch_rows(length: int, dim: int) -> int:
@@ -97,6 +106,17 @@ class ProbeBasis:
         root = math.sqrt(len(self.unit_v))
         along_v = Z.sum(0) / (root * (1 + root))  # v̂ᵀY, since 1ᵀQ = √d·v̂ᵀ
         return self.Q.mT @ (Z - along_v)
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """The lengths of vectors (…, d)."""
+    return torch.linalg.vector_norm(rows, dim=-1)
+
+
+def random_units(count: int, d: int, stream: torch.Generator) -> Tensor:
+    """Random tokens (count, d) of length one."""
+    raw = torch.randn(count, d, generator=stream, dtype=torch.float64)
+    return raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
 
 
 def random_orthogonal(d: int, stream: torch.Generator) -> Tensor:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -38,12 +37,12 @@ _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be
 
 CHANGED = "had other answers: the target changes, or answers at random"
 Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
-Explained = Callable[[Tensor, Tensor], bool]  # questions and answers: by the model's proved errors
+Same = Callable[[Tensor, Tensor, Tensor, float], bool]  # the same, with the questions first
 
 
-def never(sequences: Tensor, answers: Tensor) -> bool:  # noqa: ARG001
-    """Nothing is proved of the model's errors, so they excuse nothing."""
-    return False
+def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
+    """Do answers differ by no more than this share of the largest?"""
+    return bool((given - answers).abs().max() <= allowed * answers.abs().max())
 
 
 @dataclass(frozen=True)
@@ -90,98 +89,84 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
     return sequences, ask(oracle, sequences)
 
 
-class Reply(Enum):
-    AGREES = "agrees"
-    DIFFERS = "differs"
-    REFUSED = "refused"
-
-
 @dataclass
 class Explorer:
-    """Tries a model beyond the domain in which it is known to agree."""
+    """Tries a model beyond the domain in which it is known to agree.
+
+    `error` is the model's own, relative, at tokens of ordinary size; `max_norm` the length of the
+    longest token that the target is known to take.
+    """
 
     oracle: Oracle
     model: Oracle
-    agrees: Agrees
-    error: float  # of the model, relative, at tokens of ordinary size
-    stream: torch.Generator
-    longest: float = math.inf  # of tokens, where the target is known to take no longer ones
-    explained: Explained = never
+    same: Same
+    error: float
+    seed: int
+    max_norm: float = math.inf
 
-    def ask(self, length: int, factor: float, repeats: bool = False) -> tuple[Reply, Domain]:
-        """One kind of question: tokens of norm about `factor` and about `factor·√d`.
+    def __post_init__(self) -> None:
+        self._stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
+
+    def explore(self, known: Domain) -> tuple[Domain, bool]:
+        """The domain in which the model agrees, grown from `known`; does the target differ beyond?
+
+        A model known at one length alone is tried at other norms alone.
+        """
+        several = known.lengths[1] > 1
+        domain, differs = known, False
+        if several:
+            agrees, _ = self._ask(known.lengths[1], 1.0, repeats=True)
+            differs |= agrees is False
+        ways: list[list[tuple[int, float]]] = [[(length, 1.0) for length in _LONGER if several]]
+        for factors in _FACTORS:
+            lengths = _LENGTHS if several else (1,)
+            ways.append([(length, factor) for factor in factors for length in lengths])
+        for way in ways:
+            for length, factor in way:
+                agrees, tried = self._ask(length, factor)
+                differs |= agrees is False
+                if not agrees:
+                    break
+                domain = domain.joined(tried)
+        if several and not differs and domain.lengths[1] > known.lengths[1]:
+            # Long sequences of long, and of short, tokens: both at once.
+            for factor in (_FACTORS[0][-1], _FACTORS[1][-1]):
+                agrees, _ = self._ask(domain.lengths[1], factor)
+                if not agrees:
+                    differs |= agrees is False
+                    domain = replace(domain, lengths=known.lengths)
+        return domain, differs
+
+    def _ask(
+        self, length: int, factor: float, *, repeats: bool = False
+    ) -> tuple[bool | None, Domain]:
+        """Do both agree on tokens of norm about `factor` and `factor·√d`? None: no answer.
 
         An error of W counts for more in longer tokens, since scores grow with the square: where
         the model's own may be too large, nothing is asked.
         """
         dim = self.oracle.dim
-        sequences = torch.randn(2, _EACH, length, dim, generator=self.stream, dtype=torch.float64)
+        sequences = torch.randn(2, _EACH, length, dim, generator=self._stream, dtype=torch.float64)
         sequences[0] /= math.sqrt(dim)
         sequences = factor * sequences.flatten(0, 1)
         if repeats:
             sequences[:, 1::2] = sequences[:, 1:2]
         norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
         # In spite of rounding, no token is longer than the target takes.
-        sequences = sequences * (self.longest * (1 - 1e-12) / norms).clamp(max=1.0)
+        sequences = sequences * (self.max_norm * (1 - 1e-12) / norms).clamp(max=1.0)
         domain, error = Domain.of([sequences]), self.error * max(1.0, factor**2)
         if error > _COARSE:
-            return Reply.REFUSED, domain
+            return None, domain
         try:
             answers = ask(self.oracle, sequences)
         except (OracleError, InputError, BudgetExhausted):
-            return Reply.REFUSED, domain
+            return None, domain
         try:
             given = ask(self.model, sequences)
         except OracleError:
-            return Reply.DIFFERS, domain
-        same = given.shape == answers.shape and (
-            self.agrees(given, answers, error) or self.explained(sequences, answers)
-        )
-        return (Reply.AGREES if same else Reply.DIFFERS), Domain.of([sequences], [answers])
-
-
-def explore(
-    oracle: Oracle,
-    model: Oracle,
-    seed: int,
-    known: Domain,
-    agrees: Agrees,
-    error: float,
-    *,
-    longest: float = math.inf,
-    explained: Explained = never,
-) -> tuple[Domain, bool]:
-    """The domain in which the model agrees, grown from `known`; does the target differ beyond it?
-
-    `error` is the model's own, relative. A model known at one length alone is tried at other norms
-    alone.
-    """
-    stream = torch.Generator().manual_seed(seed ^ _STREAM)
-    explorer = Explorer(oracle, model, agrees, error, stream, longest, explained)
-    several = known.lengths[1] > 1
-    domain, differs = known, False
-    if several:
-        reply, _ = explorer.ask(known.lengths[1], 1.0, repeats=True)
-        differs |= reply is Reply.DIFFERS
-    ways: list[list[tuple[int, float]]] = [[(length, 1.0) for length in _LONGER if several]]
-    for factors in _FACTORS:
-        lengths = _LENGTHS if several else (1,)
-        ways.append([(length, factor) for factor in factors for length in lengths])
-    for way in ways:
-        for length, factor in way:
-            reply, tried = explorer.ask(length, factor)
-            differs |= reply is Reply.DIFFERS
-            if reply is not Reply.AGREES:
-                break
-            domain = domain.joined(tried)
-    if several and not differs and domain.lengths[1] > known.lengths[1]:
-        # Long sequences of long, and of short, tokens: both at once.
-        for factor in (_FACTORS[0][-1], _FACTORS[1][-1]):
-            reply, _ = explorer.ask(domain.lengths[1], factor)
-            if reply is not Reply.AGREES:
-                differs |= reply is Reply.DIFFERS
-                domain = replace(domain, lengths=known.lengths)
-    return domain, differs
+            return False, domain
+        same = given.shape == answers.shape and self.same(sequences, given, answers, error)
+        return same, Domain.of([sequences], [answers])
 
 
 class Witness:
@@ -244,15 +229,3 @@ class Scope:
             return status, reason
         within = Status.WITHIN if status is Status.RECOVERED else status
         return within, f"{reason}; beyond that the target answers differently"
-
-
-def scope(
-    witness: Witness, model: Oracle, seed: int, known: Domain, agrees: Agrees, error: float,
-    longest: float, explained: Explained = never,
-) -> Scope:  # fmt: skip
-    """Try a model that passed further out, and the target's early answers once more."""
-    changed = witness.contradicted(agrees, error)
-    domain, differs = explore(
-        witness.inner, model, seed, known, agrees, error, longest=longest, explained=explained
-    )
-    return Scope(domain, differs, changed, len(witness.kept))

@@ -165,7 +165,7 @@ class Step:
     questions: how many answers speak against it, of how many. `numbers` is how many an answer
     holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
     found out besides the weights; it joins the reason of a judged result. `stated` is what the
-    method's theorem says in advance.
+    method's theorem says in advance, `layer` what is known of a language model's last layer.
     """
 
     model: Planted
@@ -178,6 +178,7 @@ class Step:
     assumed: str = ""
     confirm: Callable[[Oracle], tuple[int, int]] | None = None
     stated: Statement | None = None
+    layer: LastLayer | None = None
 
     @property
     def share(self) -> float:

@@ -28,7 +28,7 @@ from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.judge import NEARLY, Exam, Examination, settle
+from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError
@@ -77,8 +77,8 @@ class Fitted:
         accepted = max(self.tolerance, 4 * self.precision)
         return settle(self, oracle, examine=self._examine, accepted=accepted)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
-        return replace(Exam.draw(oracle, seed), excused=max(NEARLY, 16 * self.precision))
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
     def expected(self, dim: int) -> int | None:
         return None if self.heads is None else self._count(self.heads, dim)

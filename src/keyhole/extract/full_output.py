@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
 from keyhole.extract.vector_answers import Panel, open_panel, separate_values, solve_scores
@@ -126,7 +126,7 @@ class _SingleHead:
         """
         if not self._rank or self._panel.every_token:
             return bool(self._rank)
-        key, x = _unit(2, self._panel.dim, self._stream)
+        key, x = random_units(2, self._panel.dim, self._stream)
         answer = self._panel.respond(key[None, None], x[None])[0, 0]
         value = key @ self._V
         weight = (answer @ value) / (value @ value)
@@ -144,7 +144,7 @@ class _SingleHead:
             return _layer(self._panel, W[None], self._V[None])
 
         if self._panel.every_token:
-            more = _unit(_EXTRA, d, self._stream)
+            more = random_units(_EXTRA, d, self._stream)
             Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
             apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
             self.confirmed = bool((apart <= _SAME * Z.abs().max()).all())
@@ -198,7 +198,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
 
 def _agrees(panel: Panel, layer: Attention, stream: torch.Generator) -> bool:
     """One question with two keys and scores of about 1: are these the right heads?"""
-    keys, x = _unit(2, panel.dim, stream), _unit(1, panel.dim, stream)
+    keys, x = random_units(2, panel.dim, stream), random_units(1, panel.dim, stream)
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
     square = float(1 / z.abs().max().clamp(min=2.0**-80))
     weights = (square * z).exp()
@@ -220,11 +220,6 @@ def _require_known(errors: Tensor) -> None:
         raise Unsuccessful(
             Status.MISMATCH, "the answers leave the range that attention weights allow"
         )
-
-
-def _unit(count: int, d: int, stream: torch.Generator) -> Tensor:
-    raw = torch.randn(count, d, generator=stream, dtype=torch.float64)
-    return raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
 
 
 def _layer(panel: Panel, W: Tensor, V: Tensor) -> Attention:

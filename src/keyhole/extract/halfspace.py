@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
+from keyhole.oracle.protocol import Oracle
 
 EPSILON = torch.finfo(torch.float64).eps
 _LEVELS = 200  # of bisection: an oracle may be anything
@@ -43,8 +43,7 @@ class Direction(Protocol):
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
     """Which of the scores are positive."""
-    rows = batch_rows(sequences.shape[1], sequences.shape[2])
-    answers = torch.cat([scalar(ask(oracle, part)) for part in sequences.split(rows)])
+    answers = ask_scores(oracle, sequences)
     if not bool(((answers == 0) | (answers == 1)).all()):
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "expected signs, 1.0 or 0.0, got answers of other values"
@@ -106,8 +105,7 @@ class Average:
             )
         while self._count < count:
             rows = min(count - self._count, _SAMPLES_AT_ONCE)
-            x = torch.randn(rows, d, generator=self._stream, dtype=torch.float64)
-            x /= torch.linalg.vector_norm(x, dim=1, keepdim=True)
+            x = random_units(rows, d, self._stream)
             self._total += (signs(self._oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
             self._count += rows
         if float(torch.linalg.vector_norm(self.average)) < 0.5:  # it is about 1 for a halfspace

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.bilinear import ask_scores, lengths
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.heads.far_field import Lines, Unlucky
 from keyhole.extract.heads.masks import (
@@ -282,7 +282,7 @@ class Columns:
         stream: torch.Generator,
         caution: float = 1.0,
     ) -> None:
-        reach = _REACH * _norm(lines.g) / _norm(rays.g).unsqueeze(1)
+        reach = _REACH * lengths(lines.g) / lengths(rays.g).unsqueeze(1)
         masks = mask_others(lines, rays.line, rays.sign, reach, stream, rays.other_values())
         self._behind = Behind(oracle, masks.D, rays.v0)
         self._rays = rays
@@ -293,11 +293,11 @@ class Columns:
         self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
         self._basis = torch.zeros_like(self._measured)
-        self._basis[:, 0] = rays.g / _norm(rays.g).unsqueeze(1)
+        self._basis[:, 0] = rays.g / lengths(rays.g).unsqueeze(1)
         signal = (self._rows.deltas[:, 0] * rays.v).sum(1).abs()
-        values = float(_norm(rays.V).max())
-        noise = _EPSILON * values * (_norm(masks.D).amax(1) + _norm(rays.x)) / signal
-        self._resolution = _NOISE * noise * _norm(rays.g)
+        values = float(lengths(rays.V).max())
+        noise = _EPSILON * values * (lengths(masks.D).amax(1) + lengths(rays.x)) / signal
+        self._resolution = _NOISE * noise * lengths(rays.g)
         self._growing = torch.ones(len(rays), dtype=torch.bool)
         self._stop = torch.full((len(rays),), d)  # columns measured on all rows
         self.rank = torch.full((len(rays),), d)
@@ -398,7 +398,7 @@ def asking_tokens(
 ) -> Tokens:
     """x_j as far from x_0 as every mask allows, each proven by the answer at δ = 0."""
     count, d = rays.g.shape
-    size = float(_norm(rays.x))
+    size = float(lengths(rays.x))
     B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
     B[0] = rays.x / size
     pulls = pull(lines, rays.line, rays.g, rays.V, stream)
@@ -410,10 +410,10 @@ def asking_tokens(
 
     origin = answers(rays.x.unsqueeze(0))
     shift = origin - v @ rays.x  # the same at every x while masks hold
-    values = float(_norm(rays.V).max())
-    noise = 2e-14 * values * (_norm(behind.D).amax(1) + size)
+    values = float(lengths(rays.V).max())
+    noise = 2e-14 * values * (lengths(behind.D).amax(1) + size)
     inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if many > 1 else 2e-14)  # of own values
-    noise = noise + inexact * values * _norm(pulls).amax(1)
+    noise = noise + inexact * values * lengths(pulls).amax(1)
     eta = torch.full((d,), step * size, dtype=torch.float64)
     eta[0] = size
     base = origin[:, :, 0].repeat(d, 1)
@@ -428,7 +428,3 @@ def asking_tokens(
             return Tokens(B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base)
         eta[pending] /= 2
     raise Unlucky(Status.MISMATCH, "no asking tokens near x_0 keep the masks")
-
-
-def _norm(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1)

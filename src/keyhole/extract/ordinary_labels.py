@@ -25,9 +25,8 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Extraction, Step
-from keyhole.extract.judge import Examination, settle
+from keyhole.extract.judge import Exam, settle
 from keyhole.extract.ordinary_questions import are_ordinary, usual_norm_of
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
@@ -72,10 +71,10 @@ class OrdinaryLabels:
         unknowns = dim * dim + dim
         return int(_OPENING * unknowns) + (self.rounds - 1) * int(_EACH * unknowns)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
-        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
         questions = self._draw(_TESTED, oracle.dim, 1.0, stream)
-        return LabelExam(questions, ask_scores(oracle, questions))
+        return LabelExam(((questions, ask_scores(oracle, questions)),))
 
     def _draw(self, count: int, dim: int, factor: float, stream: torch.Generator) -> Tensor:
         """Ordinary sequences (count, n, d), or as many as a few draws give."""
@@ -139,26 +138,17 @@ def _fitted(X: Tensor, y: Tensor, W: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class LabelExam:
+class LabelExam(Exam):
     """Fresh ordinary questions (m, n, d) and their labels: the share that a model gets wrong."""
 
-    questions: Tensor
-    labels: Tensor
-
-    @property
-    def domain(self) -> Domain:
-        return Domain.of([self.questions], [self.labels])
-
     def grade(self, model: Oracle) -> Check:
-        wrong = float(((model(self.questions) > 0) != (self.labels > 0)).double().mean())
-        return Check(wrong, wrong, len(self.labels))
+        ((questions, labels),) = self.papers
+        wrong = float(((model(questions) > 0) != (labels > 0)).double().mean())
+        return Check(wrong, wrong, len(labels))
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:  # noqa: ARG002
         clear = given.abs() > _DOUBT * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
-
-    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:  # noqa: ARG002
-        return False
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002
         right = round((1 - check.worst) * check.queries)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import within_reach
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.gauss_newton import Linear, Singles, Theta
-from keyhole.extract.judge import NEARLY, Exam, Examination, settle
+from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -89,9 +89,9 @@ class OrdinaryQuestions:
     def norm(self, dim: int) -> float:
         return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Fresh questions of the ordinary kind: others are not answered."""
-        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
         papers: list[tuple[Tensor, Tensor]] = []
         for length in (self.min_tokens, self.min_tokens + 1, self.min_tokens + 4):
             with suppress(Unsuccessful):  # few dimensions have no room for many tokens
@@ -101,7 +101,7 @@ class OrdinaryQuestions:
                     for _ in range(_PER_KIND)
                 ]
                 papers.append(within_reach(oracle, torch.stack(parts)))
-        return replace(Exam(tuple(papers)), excused=_COARSE if self.answer_error else NEARLY)
+        return Exam(tuple(papers), excused=_COARSE if self.answer_error else NEARLY)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim

@@ -32,10 +32,10 @@ from keyhole.core.files import read_tensors
 from keyhole.extract.bilinear import (
     BilinearForms,
     ProbeBasis,
-    batch_rows,
+    ask_scores,
+    lengths,
     random_orthogonal,
     read_values,
-    scalar,
 )
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import settle
@@ -101,7 +101,7 @@ class OrthogonalHeads:
         heads = [
             (nothing, basis @ v_h, basis)
             for basis, v_h in zip(bases, values, strict=True)
-            if _length(v_h) > _SILENT * _length(v)
+            if lengths(v_h) > _SILENT * lengths(v)
         ]
         known = len(v)
         yield Step(_heads([(W, v) for W, v, _ in heads]), known, floor)
@@ -158,7 +158,7 @@ class OrthogonalHeads:
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
         hessians = [forms.hessian(x, stream) for x in xs]
         blocks = finest_blocks(hessians, self.floor, stream)
-        return [block for block in blocks if _length(block.mT @ v) > self.resolution * _length(v)]
+        return [block for block in blocks if lengths(block.mT @ v) > self.resolution * lengths(v)]
 
 
 def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
@@ -211,7 +211,7 @@ class _Growth:
         # W_h x = 0 for x in the other subspaces, as far as they are known.
         self._X = _complement(others, len(v))
         self._resolution = resolution
-        self._unit = self.v / _length(self.v)
+        self._unit = self.v / lengths(self.v)
         self._along_v = self._measure(self._unit.unsqueeze(0))
         self.basis = self._unit.unsqueeze(0)  # orthonormal rows
         self._rows = self._along_v  # W_hᵀ of each
@@ -229,9 +229,9 @@ class _Growth:
         """Add directions that this head may have too: one query asks whether it has any."""
         mix = torch.randn(len(directions), generator=stream, dtype=torch.float64) @ directions
         x = torch.randn(len(self._X), generator=stream, dtype=torch.float64) @ self._X
-        mix, x = mix / _length(mix), x / _length(x)
+        mix, x = mix / lengths(mix), x / lengths(x)
         form = self._forms.pairs((mix + self._unit).unsqueeze(0), x.unsqueeze(0))[0]
-        if (form - self._along_v[0] @ x).abs() > self._resolution * _length(self._rows):
+        if (form - self._along_v[0] @ x).abs() > self._resolution * self._rows.norm():
             self._add(directions)
 
     def _add(self, directions: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class _Growth:
 def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
     """The direction of what the heads leave of v, as a row; none if they leave nothing."""
     rest = v - torch.stack([head.v for head in heads]).sum(0)
-    return (rest / _length(rest)).unsqueeze(0)[: int(_length(rest) > resolution * _length(v))]
+    return (rest / lengths(rest)).unsqueeze(0)[: int(lengths(rest) > resolution * lengths(v))]
 
 
 def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
@@ -277,10 +277,6 @@ def _complement(parts: list[Tensor], d: int) -> Tensor:
         return torch.eye(d, dtype=torch.float64)
     _, sizes, right = torch.linalg.svd(torch.cat(parts), full_matrices=True)
     return right[int((sizes > 0.5).sum()) :]
-
-
-def _length(vector: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vector)
 
 
 def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
@@ -384,8 +380,7 @@ class QuadraticForms:
         tokens = torch.empty(len(deltas), 2, len(x), dtype=torch.float64)
         tokens[:, 1] = short * x
         tokens[:, 0] = long * deltas + tokens[:, 1]
-        rows = batch_rows(2, len(x))
-        answers = torch.cat([scalar(ask(self.oracle, part)) for part in tokens.split(rows)])
+        answers = ask_scores(self.oracle, tokens)
         return (answers / long - short / long * (self.v @ x) - deltas @ self.v / 2) / square
 
     def _scale(self, Q: Tensor, x: Tensor) -> float | None:

@@ -29,7 +29,6 @@ width at all. Targets that give only the best k are asked for tokens that a bias
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -38,9 +37,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.extract.domain import Witness
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step
-from keyhole.extract.judge import JUDGE_STREAM, Method, attempt, verdict
+from keyhole.extract.judge import JUDGE_STREAM, Exam, settle
 from keyhole.extract.token_answers import (
     Answers,
     ChosenTokens,
@@ -48,9 +46,8 @@ from keyhole.extract.token_answers import (
     WholeVectors,
     is_normalised,
 )
-from keyhole.oracle.ledger import remembered
 from keyhole.oracle.planted import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
 
 _FIRST = 32  # rows before the first look
@@ -85,7 +82,13 @@ class OutputLayer:
 
     def __call__(self, oracle: Oracle | Callable[[Tensor], Tensor]) -> Extraction:
         asked = oracle if isinstance(oracle, Oracle) else Logits(oracle)
-        return settle(self, asked, self.length)
+        return settle(self, asked, examine=self._examine)
+
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        if not isinstance(step, LayerStep) or step.layer is None:
+            raise AssertionError  # `steps` yields nothing else
+        stream = torch.Generator().manual_seed(self.seed ^ JUDGE_STREAM)
+        return LayerExam.fresh(step, step.layer, Prompts(self.length, stream))
 
     def expected(self, dim: int) -> int | None:  # noqa: ARG002
         """Nobody knows the width before."""
@@ -175,10 +178,7 @@ class _Look:
             vocabulary=vocabulary, stated=stated,
         )  # fmt: skip
         floor = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
-        return LayerStep(
-            model, cliff.rank, floor, remark=str(layer), matrix=model, layer=layer,
-            answers=self.answers,
-        )  # fmt: skip
+        return LayerStep(model, cliff.rank, floor, layer=layer, matrix=model, answers=self.answers)
 
     def _model(self) -> OutputMatrix:
         """A basis of what the rows span: where they differ first, then what they share."""
@@ -344,68 +344,40 @@ _ROUNDED = 0.1  # of the answers' size, where all of it lies outside of a wrong 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStep(Step):
-    """A last layer, with what is known of it and where its answers come from."""
+    """A last layer, with where its answers come from."""
 
     matrix: OutputMatrix
-    layer: LastLayer
     answers: Answers
 
 
-def settle(method: Method, oracle: Oracle, length: int) -> Extraction:
-    """Run the attack and judge the matrix that it proposes by prompts of so many tokens."""
-    started = time.perf_counter()
-    counted, before = Counted(oracle), remembered(oracle)
-    steps, status, reason = attempt(method, Witness(counted))
-    queries, free = counted.queries, remembered(oracle) - before
-    seconds = time.perf_counter() - started
-    last = steps[-1][1] if steps else None
-    if not isinstance(last, LayerStep):
-        return Extraction(status, reason, repr(method), None, queries, seconds, remembered=free)
-    check: Check | None = None
-    if status is Status.UNVERIFIED:
-        prompts = Prompts(length, torch.Generator().manual_seed(method.seed ^ JUDGE_STREAM))
-        try:
-            outside, rows = _unexplained(last, prompts)
-        except BudgetExhausted:
-            reason = "the budget ended before the result could be checked"
-        except (OracleError, InputError) as error:
-            status, reason = Status.ORACLE_FAILED, str(error)
-        except Unsuccessful as end:
-            status, reason = end.status, end.reason
-        else:
-            wrong = outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
-            asked, paid = counted.queries - queries, remembered(oracle) - before - free
-            check = Check(float(wrong.max()), float(wrong.mean()), asked, paid)
-            status, reason = _verdict(check, outside, rows, last.layer.decimals, method.tolerance)
-    return Extraction(
-        status=status,
-        reason=f"{reason}; {last.layer}",
-        method=repr(method),
-        model=last.matrix,
-        queries=queries,
-        seconds=seconds,
-        check=check,
-        remembered=free,
-        floor=last.floor,
-        known=last.share if status is not Status.MISMATCH else 0.0,
-        layer=last.layer,
-    )
+@dataclass(frozen=True, kw_only=True)
+class LayerExam(Exam):
+    """Fresh answers of the layer, the only paper, and what of them the proposed matrix leaves."""
 
+    outside: Tensor
+    layer: LastLayer
 
-def _unexplained(step: LayerStep, prompts: Prompts) -> tuple[Tensor, Tensor]:
-    """What no state explains of fresh answers, and those answers."""
-    rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
-    if step.layer.log_probabilities:
-        rows = rows - rows.mean(1, keepdim=True)
-    return step.matrix.outside(rows), rows
+    @classmethod
+    def fresh(cls, step: LayerStep, layer: LastLayer, prompts: Prompts) -> LayerExam:
+        rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
+        rows = taken_off(rows, layer.log_probabilities)
+        return cls(((rows, rows),), outside=step.matrix.outside(rows), layer=layer)
 
+    @property
+    def domain(self) -> None:
+        return None
 
-def _verdict(
-    check: Check, outside: Tensor, rows: Tensor, decimals: int | None, accepted: float
-) -> tuple[Status, str]:
-    status, reason = verdict(check, accepted)
-    if status is Status.MISMATCH and decimals is not None:
-        share = float(torch.linalg.vector_norm(outside) / torch.linalg.vector_norm(rows))
-        if share <= _ROUNDED:
-            return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
-    return status, reason
+    def grade(self, model: Oracle) -> Check:
+        del model  # the matrix of the step, by which `outside` was found
+        ((rows, _),) = self.papers
+        wrong = self.outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
+        return self.check([wrong.flatten()])
+
+    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+        status, reason = super().verdict(check, step, accepted)
+        if status is Status.MISMATCH and self.layer.decimals is not None:
+            ((rows, _),) = self.papers
+            share = float(torch.linalg.vector_norm(self.outside) / torch.linalg.vector_norm(rows))
+            if share <= _ROUNDED:
+                return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
+        return status, reason

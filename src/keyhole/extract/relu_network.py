@@ -37,11 +37,11 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import batch_rows, random_orthogonal, scalar
+from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.judge import Exam, settle
 from keyhole.oracle.planted import ReluFfn
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _MOST = 1024  # neurons, where the caller names no width
 _STEP = 1 / 16  # of the distance to the nearest kink: leaves the piece one time in twenty
@@ -79,7 +79,10 @@ class ReluNetwork:
             raise InputError(f"expected a resolution between 0 and 1, got {self.resolution}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=_one_token)
+        return settle(self, oracle, examine=self._examine)
+
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        return Exam.draw(oracle, self.seed, _LENGTHS)
 
     def expected(self, dim: int) -> int | None:
         """About; the search on the circle depends on where the kinks lie."""
@@ -145,10 +148,6 @@ class ReluNetwork:
         return pieces
 
 
-def _one_token(oracle: Oracle, seed: int, step: Step) -> Exam:  # noqa: ARG001
-    return Exam.draw(oracle, seed, _LENGTHS)
-
-
 def _partial(target: _Target, known: int, floor: int | None) -> Step:
     return Step(target.network(orient=False)[0], known=known, floor=floor)
 
@@ -186,15 +185,12 @@ class _Target:
     def remainder(self, x: Tensor) -> Tensor:
         """What the answers at (…, d) leave. If the budget ends, the exception holds a part."""
         points = x.reshape(-1, x.shape[-1])
-        answers: list[Tensor] = []
         try:
-            for part in points.split(batch_rows(1, points.shape[1])):
-                answers.append(scalar(ask(self.oracle, part.unsqueeze(1))))
+            answers = ask_scores(self.oracle, points.unsqueeze(1))
         except BudgetExhausted as end:
-            answers += [] if end.answers is None else [end.answers]
-            done = torch.cat(answers) if answers else torch.empty(0, dtype=torch.float64)
+            done = points[:0, 0] if end.answers is None else end.answers
             raise BudgetExhausted(end.budget, self._even(points[: len(done)], done)) from end
-        return self._even(points, torch.cat(answers)).reshape(x.shape[:-1])
+        return self._even(points, answers).reshape(x.shape[:-1])
 
     def _even(self, points: Tensor, answers: Tensor) -> Tensor:
         return answers / self.unit - points @ self.linear - self.folds(points)
@@ -206,8 +202,7 @@ class _Target:
         return max(self.resolution * max(1.0, largest), slack)
 
     def agrees(self, stream: torch.Generator) -> bool:
-        x = torch.randn(_CHECKS, len(self.linear), generator=stream, dtype=torch.float64)
-        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        x = random_units(_CHECKS, len(self.linear), stream)
         return float(self.remainder(x).abs().max()) <= _AGREES * self.resolution
 
 

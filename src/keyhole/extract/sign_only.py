@@ -54,7 +54,7 @@ from keyhole.extract.halfspace import (
     samples_for_length,
     signs,
 )
-from keyhole.extract.judge import Examination, SignExam, labels_again, settle
+from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -93,8 +93,8 @@ class SignOnly:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:
-        return SignExam.draw(oracle, seed, step, self.tolerance)
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:
+        return SignExam.near(oracle, self.seed, step, self.tolerance)
 
     def expected(self, dim: int) -> int:
         bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1

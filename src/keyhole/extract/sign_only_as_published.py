@@ -45,7 +45,7 @@ from keyhole.extract.halfspace import (
     signs,
 )
 from keyhole.extract.intervals import Interval
-from keyhole.extract.judge import Examination, SignExam, labels_again, settle
+from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -118,8 +118,8 @@ class SignOnlyAsPublished:
             )
         return settle(self, oracle, examine=self._examine, accepted=_EXACT)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:
-        return SignExam.draw(oracle, seed, step, self.tolerance)
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:
+        return SignExam.near(oracle, self.seed, step, self.tolerance)
 
     def plan(self, dim: int) -> Plan:
         return Plan.of(self.accuracy, self.bound, self.margin, dim, self.chance)

@@ -255,8 +255,8 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
         )
     rms, relative = distance(model, W, centred=layer.log_probabilities)
     layer = replace(layer, rms=rms, relative=relative, tied=tied)
-    opening = result.reason.split("; ")[0]
-    return replace(result, layer=layer, reason=f"{opening}; {layer}")
+    reason = result.reason.replace(str(result.layer), str(layer))
+    return replace(result, layer=layer, reason=reason)
 
 
 def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:

@@ -39,13 +39,13 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.extract import gauss_newton
-from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_orthogonal, scalar
+from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.gauss_newton import Pairs, Singles
 from keyhole.extract.intervals import Forms, Interval, weights_named
-from keyhole.extract.judge import AmplifiedExam, Examination, asked_again, settle
+from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
 from keyhole.oracle.planted import Head
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which nothing is missing
 _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
@@ -82,8 +82,10 @@ class Tolerant:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine, accepted=_EXACT)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
-        return AmplifiedExam.draw(oracle, seed, self.tolerance, self.reach(), self.max_norm)
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        return AmplifiedExam.amplified(
+            oracle, self.seed, self.tolerance, self.reach(), self.max_norm
+        )
 
     def expected(self, dim: int) -> int:
         return self.repeats * (dim * dim + 2 * dim)
@@ -231,9 +233,7 @@ class _State:
     def _ask_alone(self, oracle: Oracle, tokens: Tensor, reach: float) -> Interval:
         """`vᵀx` for unit tokens, each sent as a sequence of its own."""
         scaled = reach * tokens
-        rows = batch_rows(1, tokens.shape[1])
-        parts = scaled.unsqueeze(1).split(rows)
-        answers = torch.cat([scalar(ask(oracle, part)) for part in parts])
+        answers = ask_scores(oracle, scaled.unsqueeze(1))
         self._answers.append(Singles(scaled, answers))
         rounding = (2 * len(tokens) + 8) * self._method.precision * answers.abs().max()
         error = (self._method.tolerance + rounding) / reach

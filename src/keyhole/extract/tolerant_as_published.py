@@ -42,7 +42,7 @@ from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
 from keyhole.extract.extraction import Extraction, Statement, Step
 from keyhole.extract.gauss_newton import Pairs, Singles
 from keyhole.extract.intervals import Interval
-from keyhole.extract.judge import AmplifiedExam, Examination, asked_again, settle
+from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
@@ -92,8 +92,8 @@ class TolerantAsPublished:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine, accepted=_EXACT)
 
-    def _examine(self, oracle: Oracle, seed: int, step: Step) -> Examination:  # noqa: ARG002
-        return AmplifiedExam.draw(oracle, seed, self.tolerance, reach=1.0, max_norm=None)
+    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+        return AmplifiedExam.amplified(oracle, self.seed, self.tolerance, reach=1.0, max_norm=None)
 
     def expected(self, dim: int) -> int:
         return dim * dim + dim

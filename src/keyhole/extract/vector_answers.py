@@ -31,7 +31,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ProbeBasis, batch_rows
+from keyhole.extract.bilinear import ProbeBasis, batch_rows, random_units
 from keyhole.oracle.protocol import Oracle, ask
 
 _REACH = 2.0**45  # R: its square is far beyond rounding
@@ -198,17 +198,12 @@ def separate_values(
 
     So many pairs of x and −x are asked at a time; the nearer two heads, the more it takes.
     """
-    key = _unit(1, panel.dim, stream)[0]
+    key = random_units(1, panel.dim, stream)[0]
     # Where every token answers, queries beside each other cost nothing.
     pairs = 256 if panel.every_token else pairs
     xs, gates = _at_one_key(panel, key @ total, key, stream, pairs)
     V = _solve_cells(_Cells(panel, total, ProbeBasis.draw(key, stream), gates), xs)
     return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.still else V
-
-
-def _unit(count: int, d: int, stream: torch.Generator) -> Tensor:
-    raw = torch.randn(count, d, generator=stream, dtype=torch.float64)
-    return raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
 
 
 def _far_field(panel: Panel, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +221,7 @@ def _at_one_key(
     crossing = torch.empty_like(D)
     heads, signs = 0, xs
     for _ in range(_ROUNDS):
-        more = _unit(pairs, panel.dim, stream)
+        more = random_units(pairs, panel.dim, stream)
         apart, together = _pairs(panel, whole, key, more)
         xs = torch.cat([xs, more])
         D, crossing = torch.cat([D, apart]), torch.cat([crossing, together])

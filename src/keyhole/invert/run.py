@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors
+from keyhole.core.journal import Journal
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
 from keyhole.invert.derivatives.bounds import Bounds, bounds
@@ -22,7 +23,7 @@ from keyhole.invert.registry import METHODS, STACK_METHODS
 from keyhole.invert.solvers.solver import Solve
 from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
 from keyhole.invert.structure.layers_file import load_layers
-from keyhole.invert.structure.searches import opened, what_determines
+from keyhole.invert.structure.searches import Searches, what_determines
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
 
@@ -113,11 +114,11 @@ def run_layers(
             method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
             seed=seed, device=None if device == "cpu" else device,
         )  # fmt: skip
-    with opened(journal, what_determines(asked, repr(method)), force=force) as searches:
+    with Journal(journal, what_determines(asked, repr(method)), force=force) as finished:
         progress = track("invert layers")
-        if len(searches):
-            resuming(len(searches))
-        return method(asked, progress=progress, memory=searches)
+        if len(finished):
+            resuming(len(finished))
+        return method(asked, progress=progress, memory=Searches(finished))
 
 
 def measure_bounds(

@@ -17,11 +17,12 @@ import hashlib
 import importlib
 import json
 import re
+import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from keyhole.core.errors import InputError, MissingExtra
 from keyhole.core.files import exists, expect_file, is_folder, trouble
 from keyhole.core.machine import expect_device, expect_room
 
+T = TypeVar("T")
 _FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
@@ -60,6 +62,31 @@ def transformers() -> Any:
         raise MissingExtra(
             "expected transformers to be installed, got none: pip install 'keyhole[models]'"
         ) from error
+
+
+_alone = threading.RLock()  # a cluster's worker may have several threads, but memory for one model
+_kept: list[tuple[Any, Any, ExitStack]] = []  # one or none
+
+
+@contextmanager
+def kept_open(key: object, make: Callable[[ExitStack], T]) -> Generator[T]:
+    """What `make` opens, kept for the next call with an equal key: workers open a model once.
+
+    The one cache of the process. It holds one thing; that is closed before another takes memory.
+    """
+    with _alone:
+        if not _kept or _kept[0][0] != key:
+            close_kept()
+            with ExitStack() as resources:
+                _kept.append((key, make(resources), resources.pop_all()))
+        yield _kept[0][1]
+
+
+def close_kept() -> None:
+    """Nothing is kept open any more."""
+    with _alone:
+        while _kept:
+            _kept.pop()[2].close()
 
 
 def names_model(name: str) -> bool:

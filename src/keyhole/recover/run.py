@@ -113,7 +113,7 @@ def recovering_files(
         fresh: list[int] = []
         for number, key in enumerate(digests):
             if key in journal:
-                recovery = TextRecovery.from_dict(journal.records[key])
+                recovery = journal.recall(key, TextRecovery.from_dict)
                 yield LeakRead(number, names[number], key, recovery, before=True)
             else:
                 fresh.append(number)
@@ -220,7 +220,7 @@ def capturing(
     if forms:
         run["forms"] = list(forms)
     unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
-    with Journal(unfinished, run, replace=force) as journal:
+    with Journal(unfinished, run, force=force) as journal:
         for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
             if path.name in journal and path.exists():
                 yield path, load_leak(path)
@@ -231,7 +231,7 @@ def capturing(
             journal.add({path.name: {}})
             yield path, leak
     if unfinished is not None:
-        unfinished.unlink()
+        unfinished.unlink(missing_ok=True)
 
 
 def files_of(out: Path, count: int) -> list[Path]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores, random_orthogonal
+from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.oracle.protocol import Oracle
 
 FAR = 1e10  # of the radius where gates saturate: transitions stay narrower than `_WIDTH`
@@ -77,8 +77,7 @@ def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
 
     `φ(tu)/t` goes from ½vᵀu to its limit; the slowest gate of a ray has |z| about 14 there.
     """
-    u = torch.randn(2, len(probe.x), generator=stream, dtype=torch.float64)
-    u = u / torch.linalg.vector_norm(u, dim=1, keepdim=True)
+    u = random_units(2, len(probe.x), stream)
     t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
     each = t.repeat_interleave(2)
     psi = probe(u.repeat(len(t), 1), each).view(-1, 2)
@@ -267,8 +266,7 @@ def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
 
 def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
     """Hyperplanes as a third token shows them, which parts heads that cancel in length two."""
-    away = torch.randn(len(probe.x), generator=stream, dtype=torch.float64)
-    away = away / torch.linalg.vector_norm(away)
+    (away,) = random_units(1, len(probe.x), stream)
     radius = saturation_radius(Probe(probe.oracle, probe.x, probe.v, away), stream)
     if radius is None:
         return Lines.none(len(probe.x))

@@ -29,7 +29,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.extract.bilinear import batch_rows, scalar
+from keyhole.extract.bilinear import batch_rows, lengths, scalar
 from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -104,7 +104,7 @@ class Behind:
 
 def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
     """(D, −D), which take every head with W x ≠ 0 while |g_kᵀδ| ≤ reach_k."""
-    norm = _norm(lines.g)
+    norm = lengths(lines.g)
     mu = float((_SPARE * (MARGIN + reach) / (norm * lines.slow)).max())
     unit = lines.g / norm.unsqueeze(1)
     w = _spread(unit.unsqueeze(0), stream)[0]
@@ -124,7 +124,7 @@ def mask_others(
 
     `values` (R, n, d) are those of the other heads of each ray.
     """
-    norm = _norm(lines.g)
+    norm = lengths(lines.g)
     mu = (_SPARE * (MARGIN + reach) / (norm * lines.slow)).amax(1)
     shared = torch.bincount(line, minlength=len(norm))[line] > 1
     heavy = torch.where(shared, 2.0, 1.0).double()
@@ -134,7 +134,7 @@ def mask_others(
         basis = torch.linalg.qr(values.mT).Q
         inside = G - (G @ basis) @ basis.mT
         best = _offsets(inside, norm, line, sign, mu, heavy, stream)
-        kept = (_norm(inside) / norm).amin(1) > 0.1
+        kept = (lengths(inside) / norm).amin(1) > 0.1
         best = Masks(best.D, torch.where(kept, best.margin, 0.0))
         if bool((best.margin >= 0.7 / math.sqrt(len(norm))).all()):
             return best  # about what independent lines allow
@@ -163,7 +163,7 @@ def _offsets(
     others = _others(line, count)
     unit = G / norm.unsqueeze(1)
     rest = unit[others].view(rays, count - 1, d)
-    along = own / _norm(own).clamp(min=1e-300).unsqueeze(1)
+    along = own / lengths(own).clamp(min=1e-300).unsqueeze(1)
     w = _spread(rest - (rest @ along.unsqueeze(2)) * along.unsqueeze(1), stream, along)
     b = _lift(G, own, line) * norm[line].unsqueeze(1)
     tau = torch.zeros_like(mu)
@@ -173,7 +173,7 @@ def _offsets(
         tau = (mu.unsqueeze(1) * (1 + heavy.unsqueeze(1) * lean) / margin).amax(1)
     back, side = (sign * mu).unsqueeze(1) * b, tau.unsqueeze(1) * w
     D = torch.stack([side - back, -side - heavy.unsqueeze(1) * back], 1)
-    return Masks(D, mu / _norm(D).amax(1))
+    return Masks(D, mu / lengths(D).amax(1))
 
 
 def _lift(G: Tensor, own: Tensor, line: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def _lift(G: Tensor, own: Tensor, line: Tensor) -> Tensor:
     inverse, _ = torch.linalg.inv_ex(G @ G.mT)
     dual = (inverse[torch.arange(len(line)), line].unsqueeze(1) @ G).squeeze(1)
     exact = ((dual * own).sum(1) - 1).abs() < 1e-6
-    good = (_norm(dual) < 3 * _norm(plain)) & exact
+    good = (lengths(dual) < 3 * lengths(plain)) & exact
     return torch.where(good.unsqueeze(1), dual, plain)
 
 
@@ -198,7 +198,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
     if k == 0:
         w = torch.randn(rays, d, generator=stream, dtype=torch.float64)
         w = w if avoid is None else w - (w * avoid).sum(1, keepdim=True) * avoid
-        return w / _norm(w).unsqueeze(1)
+        return w / lengths(w).unsqueeze(1)
     poor = torch.ones(rays, dtype=torch.bool)
     w = torch.zeros(rays, d, dtype=torch.float64)
     if k < d:
@@ -212,7 +212,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
         poor = ~(sound & (least < 4 * k))
     if bool(poor.any()):
         w[poor] = _ascend(P[poor], stream)
-    return w / _norm(w).unsqueeze(1)
+    return w / lengths(w).unsqueeze(1)
 
 
 def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
@@ -220,7 +220,7 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     rays, k, _ = P.shape
     signs = torch.randn(_STARTS, k, generator=stream, dtype=torch.float64)
     starts = torch.cat([signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1)
-    w = starts / _norm(starts).clamp(min=1e-300).unsqueeze(2)
+    w = starts / lengths(starts).clamp(min=1e-300).unsqueeze(2)
     top = (w @ P.mT).abs().amin(2).topk(_KEPT, dim=1).indices
     w = w.gather(1, top.unsqueeze(2).expand(-1, -1, w.shape[2]))
     best, reached = w[:, 0].clone(), torch.zeros(rays, dtype=torch.float64)
@@ -233,7 +233,7 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
         reached = torch.maximum(reached, margin)
         soft = torch.softmax(-4 * size / (0.05 + size.amin(2, keepdim=True)), 2)
         w = w + 0.3 * 0.95**turn * (soft * shadow.sign()) @ P
-        w = w / _norm(w).unsqueeze(2)
+        w = w / lengths(w).unsqueeze(2)
     return best
 
 
@@ -260,7 +260,7 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
         weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
         return weights.unsqueeze(1) @ inside
     others = _others(line, len(lines.g))
-    unit = (lines.g / _norm(lines.g).unsqueeze(1)).expand(rays, -1, -1)
+    unit = (lines.g / lengths(lines.g).unsqueeze(1)).expand(rays, -1, -1)
     rest = unit[others].view(rays, len(lines.g) - 1, d)
     w = _spread(rest - (rest @ own) @ own.mT, stream)
     pulls = (w @ lines.g.mT).abs().masked_fill(~others, torch.inf).amin(1, keepdim=True)
@@ -271,10 +271,6 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
 def _others(line: Tensor, count: int) -> Tensor:
     """For each ray all lines but its own: a mask (R, L)."""
     return torch.ones(len(line), count, dtype=torch.bool).scatter(1, line.unsqueeze(1), False)
-
-
-def _norm(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1)
 
 
 # The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y / vᵀδ)`.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import lengths, random_orthogonal
 from keyhole.extract.heads.far_field import Lines, Probe, Unlucky, find_hidden_lines, find_lines
 from keyhole.extract.heads.masks import Behind, Rays, Rows, mask_all, mask_others, read_logits
 from keyhole.oracle.protocol import Oracle
@@ -35,7 +35,7 @@ _EXACT = 1e-9  # a gate is one logistic if it predicts other answers to this
 def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines, Rays]:
     """Every head at a random token x_0, and the lines sharpened by what was measured."""
     x = torch.randn(len(v), generator=stream, dtype=torch.float64)
-    x = x / _norm(x)
+    x = x / lengths(x)
     frame = random_orthogonal(len(v), stream)
     lines = find_lines(Probe(oracle, x, v), stream)
     x, lines = _balanced(x, lines)
@@ -53,7 +53,7 @@ def _balanced(x: Tensor, lines: Lines) -> tuple[Tensor, Lines]:
     """x scaled so that |W||x|² is about 1: probes are then about as long as x."""
     if not len(lines.g):
         return x, lines
-    factor = float((_norm(lines.g).median() / _norm(x)) ** -0.5 / _norm(x))
+    factor = float((lengths(lines.g).median() / lengths(x)) ** -0.5 / lengths(x))
     return factor * x, lines.scaled(factor)
 
 
@@ -66,7 +66,7 @@ def _values(
     stream: torch.Generator,
 ) -> tuple[Rays | None, float]:
     """All rays with their values, and what is missing to v (relative); None: a gate stays open."""
-    scale = max(lines.scale, float(_norm(v)))
+    scale = max(lines.scale, float(lengths(v)))
     v0 = _zero_value(oracle, x, lines, scale, frame, stream)
     line = torch.arange(len(lines.g)).repeat_interleave(2)
     sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(lines.g))
@@ -82,7 +82,7 @@ def _values(
     ones = torch.ones(len(line), 1, dtype=torch.float64)
     g = sign.unsqueeze(1) * lines.g[line]
     rays = Rays(x, line, sign, g, values, v0, ones, values.unsqueeze(1), frame)
-    rest = float(_norm(v - v0 - values.sum(0)))
+    rest = float(lengths(v - v0 - values.sum(0)))
     return rays, rest / scale if scale else rest
 
 
@@ -90,12 +90,12 @@ def _zero_value(
     oracle: Oracle, x: Tensor, lines: Lines, scale: float, frame: Tensor, stream: torch.Generator
 ) -> Tensor:
     """v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked: 2 answers if none."""
-    size = 1 / float(_norm(lines.g).max()) if len(lines.g) else float(_norm(x))
+    size = 1 / float(lengths(lines.g).max()) if len(lines.g) else float(lengths(x))
     Q = size * frame
     D = mask_all(lines, (lines.g @ Q.mT).abs().amax(1) + 5, stream) if len(lines.g) else Q[:2]
     behind = Behind(oracle, D.unsqueeze(0), torch.zeros_like(x))
     seen = float(behind.at_once(x, Q[:2].sum(0)[None, None]).abs())
-    noise = 1e-12 * scale * float(_norm(D).max())
+    noise = 1e-12 * scale * float(lengths(D).max())
     if seen <= NOTHING * scale * size + noise:
         return torch.zeros_like(x)
     return 4 * behind.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
@@ -118,7 +118,7 @@ def _open_values(
     d = len(x)
     g = sign.unsqueeze(1) * lines.g[line]
     Q = equalised(g, frame)
-    length = _OPEN * math.sqrt(d) / (_norm(g) * lines.slow[line])
+    length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
     y = torch.zeros(len(line), 3, dtype=torch.float64)
     D = torch.zeros(len(line), 2, d, dtype=torch.float64)
     mix = (1 + 0.3 * torch.randn(d, generator=stream, dtype=torch.float64)) / d
@@ -146,7 +146,7 @@ def _open_values(
 def equalised(g: Tensor, Q: Tensor) -> Tensor:
     """The orthogonal rows Q turned so that all have the same positive product with g (R, d)."""
     target = Q.sum(0) / math.sqrt(len(Q))
-    mirror = g / _norm(g).unsqueeze(1) - target
+    mirror = g / lengths(g).unsqueeze(1) - target
     square = (mirror * mirror).sum(1).clamp(min=1e-28)[:, None, None]
     return Q - (mirror @ Q.mT).unsqueeze(2) * (2 / square * mirror.unsqueeze(1))
 
@@ -181,7 +181,7 @@ def _near_field(
     rows = Rows.design(rays.frame.unsqueeze(0), rays)
     count, k, d = rows.deltas.shape
     tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
-    tests = tests + (rays.g / _norm(rays.g).unsqueeze(1)).unsqueeze(1)
+    tests = tests + (rays.g / lengths(rays.g).unsqueeze(1)).unsqueeze(1)
     tests = tests * (_TESTS / (tests @ rays.g.unsqueeze(2)).squeeze(2)).unsqueeze(2)
     zero = torch.zeros(count, 1, d, dtype=torch.float64)
     both = torch.cat([rows.deltas, tests], 1)
@@ -196,8 +196,10 @@ def _near_field(
     g = rows.solve(z.view(1, count, k)).squeeze(1)
     signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
     expected = torch.sigmoid((tests @ g.unsqueeze(2)).squeeze(2)) * signal
-    noise = 1e-14 * float(_norm(rays.V).max()) * (_norm(masks.D).amax(1) + _norm(both).amax(1))
-    allowed = _EXACT * _norm(tests) * _norm(rays.v).unsqueeze(1) + noise.unsqueeze(1)
+    noise = (
+        1e-14 * float(lengths(rays.V).max()) * (lengths(masks.D).amax(1) + lengths(both).amax(1))
+    )
+    allowed = _EXACT * lengths(tests) * lengths(rays.v).unsqueeze(1) + noise.unsqueeze(1)
     return g, ((y[:, 1:] - y[:, :1] - expected).abs() < allowed).all(1)
 
 
@@ -208,7 +210,7 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     """
     settled = torch.bincount(rays.line, minlength=len(lines.g)) > 0
     settled[rays.line[unknown]] = False
-    size = _norm(rays.g)
+    size = lengths(rays.g)
     slope = size * torch.where((rays.V != 0).any(2), rays.c, torch.inf).amin(1)
     fastest = torch.zeros_like(lines.slow).scatter_reduce(0, rays.line, size, "amax")
     slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(0, rays.line, slope, "amin")
@@ -216,10 +218,6 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     rows = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
     g[rays.line[rows]] = rays.sign[rows].unsqueeze(1) * rays.g[rows]
     return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
-
-
-def _norm(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1)
 
 
 # Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot part them, their gate can:

@@ -8,20 +8,17 @@ back from JSON bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keyhole.core import environment
-from keyhole.core.errors import InputError
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.result import typed
 from keyhole.invert.structure.layers import Found, Layers
-
-_FIX = "give --force to begin anew, or remove this file"
 
 
 class Searches:
@@ -46,26 +43,14 @@ class Searches:
                 "seconds": time.perf_counter() - began,
             }
             self._journal.add({name: record})
-        record = self._journal.records[name]
-        try:
-            inputs = typed(list[list[list[float]]], record["inputs"], "inputs")
-            self.seconds += typed(float, record["seconds"], "seconds")
-            return Found([like.new_tensor(X) for X in inputs], typed(str, record["end"], "end"))
-        except (KeyError, ValueError) as error:
-            raise InputError(
-                f"expected a finished search in {self._journal.path}, got {error}: {_FIX}"
-            ) from error
+        found = self._journal.recall(name, partial(_found, like))
+        self.seconds += self._journal.recall(name, lambda r: typed(float, r["seconds"], "seconds"))
+        return found
 
 
-@contextmanager
-def opened(path: str | Path | None, run: Run, *, force: bool) -> Generator[Searches]:
-    """The searches of a run; a file that remembers none in the end is not left behind."""
-    with Journal(path, run, replace=force, fix=_FIX) as journal:
-        try:
-            yield Searches(journal)
-        finally:
-            if journal.path is not None and not journal.records:
-                journal.path.unlink(missing_ok=True)
+def _found(like: Tensor, record: dict[str, Any]) -> Found:
+    inputs = typed(list[list[list[float]]], record["inputs"], "inputs")
+    return Found([like.new_tensor(X) for X in inputs], typed(str, record["end"], "end"))
 
 
 def what_determines(stack: Layers, method: str) -> Run:
