@@ -10,9 +10,10 @@ from contextlib import redirect_stdout, suppress
 from typing import Any
 from unittest.mock import patch
 
-from keyhole.cli import app
-from keyhole.cli.app import COMMANDS, command
 from keyhole.cli.described import entry_of
+
+from keyhole.cli import COMMANDS, app
+from keyhole.cli.app import command
 
 ORDER = (
     "audit", "extract", "invert", "invert problem", "invert text", "invert layers",

@@ -10,8 +10,7 @@ import pytest
 
 import warm_process
 from command_line import parts
-from keyhole.cli import completion
-from keyhole.cli.app import COMMANDS
+from keyhole.cli import COMMANDS, completion
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

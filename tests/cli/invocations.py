@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 import bad_files
 import tampered
 from command_line import parts
-from keyhole.cli.app import COMMANDS
+from keyhole.cli import COMMANDS
 
 WORLD = "../world"  # where bad_files are, seen from the folder that a case runs in
 WRONG, WORLDS_FAULT = frozenset({2}), frozenset({3})

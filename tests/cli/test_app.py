@@ -10,7 +10,8 @@ import pytest
 
 import keyhole
 from command_line import PYTHON, finished, parts
-from keyhole.cli.app import COMMANDS, command
+from keyhole.cli import COMMANDS
+from keyhole.cli.app import command
 from keyhole.core.errors import InputError
 from sample_audits import whole
 

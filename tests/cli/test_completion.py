@@ -8,10 +8,10 @@ import runpy
 import shutil
 
 import pytest
+from keyhole.cli.completion import proposals, table
 
 from command_line import KEYHOLE, PYTHON, finished
-from keyhole.cli.app import COMMANDS
-from keyhole.cli.completion import proposals, table
+from keyhole.cli import COMMANDS
 from keyhole.extract.registry import METHODS
 
 BASH = shutil.which("bash")

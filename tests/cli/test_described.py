@@ -8,11 +8,11 @@ import sys
 from functools import cache
 
 import pytest
+from keyhole.cli.described import Described, DescribedGroup, described, table
 
 from command_line import PYTHON, finished, inside
-from keyhole.cli import app
-from keyhole.cli.app import COMMANDS, command
-from keyhole.cli.described import Described, DescribedGroup, described, table
+from keyhole.cli import COMMANDS, app
+from keyhole.cli.app import command
 
 HEAVY = ("torch", "transformers", "numpy", "plotly", "jinja2")
 SAID = """

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_models as tiny
 from command_line import inside, parts
-from keyhole.cli.app import COMMANDS
+from keyhole.cli import COMMANDS
 from tiny_classifiers import classifier
 
 # What these attack gives something away.

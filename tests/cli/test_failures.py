@@ -10,8 +10,8 @@ import pytest
 
 import tampered
 from command_line import KEYHOLE, finished, inside, interrupted, started
-from keyhole.cli.failures import said
 from keyhole.core.errors import InputError, KeyholeError
+from keyhole.report.sarif_log import said
 
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),

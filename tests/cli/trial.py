@@ -65,7 +65,8 @@ def trials() -> Iterator[Trials]:
 
 
 def _serve() -> None:
-    from keyhole.cli.app import COMMANDS, command
+    from keyhole.cli import COMMANDS
+    from keyhole.cli.app import command
 
     for name in COMMANDS:
         command(name)

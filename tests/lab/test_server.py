@@ -14,9 +14,10 @@ pytest.importorskip("mlserver", reason="MLServer is not installed: pip install k
 
 @pytest.mark.parametrize("in_file", [None, oracle.Degradation(max_norm=1.0)])
 def test_a_served_target_degrades_its_answers(in_file, tmp_path):
-    from keyhole.oracle.server import TargetRuntime
     from mlserver import ModelSettings
     from mlserver.settings import ModelParameters
+
+    from keyhole.lab.server import TargetRuntime
 
     target = oracle.plant(dim=4, seed=1)
     path = tmp_path / "t.safetensors"

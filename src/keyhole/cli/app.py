@@ -109,10 +109,10 @@ def report_failure(error: BaseException, debug: bool = False) -> int:
     """What went wrong, in one line; the exit code."""
     if debug:
         traceback.print_exception(error)
-    if _interrupted(error):
+    if _caused_by(error, KeyboardInterrupt):
         say("keyhole: stopped", style="yellow")
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if _caused_by(error, BrokenPipeError):
         forget_output()
         return CLOSED
     say(f"keyhole: {_in_one_line(_message(error))}", style="bold red")
@@ -142,10 +142,10 @@ def _in_one_line(text: str) -> str:
     return safe if len(safe) <= _MAX_LETTERS else f"{safe[:half]} … {safe[-half:]}"
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Is it Ctrl-C? Libraries that are stopped while they load may call it something else."""
+def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Is it this at bottom? Libraries that are stopped, by Ctrl-C say, may call it another name."""
     while error is not None:
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, kind):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -26,11 +26,12 @@ from keyhole.cli.options import (
     Seed,
     TextColumns,
     about,
+    option_types,
 )
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core import dump
 from keyhole.core.errors import InputError
-from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
+from keyhole.core.options import CHECKS, DATA, OUTPUT, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,7 @@ def harden(
     from keyhole.harden.run import run
 
     name = method or "strongest"
-    options = settings(option or (), {**types_of(DEFENCES[name].make), **TRAINING}, name)
+    options = settings(option or (), {**option_types(DEFENCES[name]), **TRAINING}, name)
     pages = Outputs.of(outputs, {"html": _page(out)}, force=force, as_json=as_json)
     if pages.asked - {""} and dev is None:
         raise InputError("the page shows what was measured: give --dev")

@@ -13,7 +13,6 @@ from keyhole.cli.bars import bars
 from keyhole.cli.console import answer, say, show
 from keyhole.cli.invert import ProblemFile
 from keyhole.cli.options import (
-    SET_ELSEWHERE,
     AllowPickle,
     Classes,
     Data,
@@ -32,6 +31,7 @@ from keyhole.cli.options import (
     about,
     declared,
     method_options,
+    option_types,
 )
 from keyhole.cli.outputs import and_tensors, expect_new
 from keyhole.core import exit_code
@@ -117,7 +117,7 @@ def _fields(entry: Any) -> list[dict[str, Any]]:
             "default": "…" if (default := parameters[name].default) is inspect.Parameter.empty
             else "" if default is None else str(default),
         }
-        for name in types_of(entry.make, hidden=SET_ELSEWHERE)
+        for name in option_types(entry)
     ]  # fmt: skip
 
 
@@ -160,8 +160,8 @@ def capture(
     precision: Annotated[
         str,
         about(
-            "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one scale "
-            "for each row); a pooled embedding also to binary, its signs.",
+            "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
+            "scale for each row); a pooled embedding also to binary, its signs.",
             CHECKS,
         ),
     ] = "float32",

@@ -69,7 +69,7 @@ def plant(
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
-    Every kind takes dim (64, of an inversion 64) and scale (1 gives a W of norm about 2). head,
+    Every kind takes dim (64) and scale (1 gives a W of norm about 2). head,
     multi-head, one-layer and attention take rank; all but head and relu heads; one-layer and relu
     width (32); attention every_token and causal; orthogonal-heads bases, the file to write their
     bases to. inversion takes tokens (8), residual, causal, maps (they leak too) and layers (a

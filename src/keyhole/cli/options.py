@@ -33,7 +33,7 @@ from keyhole.core.options import (
 )
 
 if TYPE_CHECKING:
-    from keyhole.core.registry import Registry
+    from keyhole.core.registry import Entry, Registry
 
 _HEADER_HELP = (
     "Send the header NAME with what the environment variable VARIABLE holds, such as "
@@ -231,4 +231,10 @@ def method_options(
     registry: Registry[Any, Any], name: str, words: Sequence[str] | None
 ) -> dict[str, Any]:
     """The hyperparameters of a method that were given as -o name=value."""
-    return settings(words or (), types_of(registry[name].make, hidden=SET_ELSEWHERE), name)
+    return settings(words or (), option_types(registry[name]), registry[name].name)
+
+
+def option_types(entry: Entry[Any, Any]) -> dict[str, Any]:
+    """What -o sets of a method; tensors are given as a file that holds them."""
+    types = types_of(entry.make, hidden=SET_ELSEWHERE)
+    return types | ({"bases": Path} if "bases" in entry.options else {})

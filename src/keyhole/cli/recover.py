@@ -50,8 +50,8 @@ def recover(
         list[Path],
         typer.Argument(
             metavar="LEAK",
-            help="Files (or folders of files) of one kind: leaks of keyhole lab capture, or what other "
-            "programs saved as .npy, .npz, .safetensors or .pt.",
+            help="Files (or folders of files) of one kind: leaks of keyhole lab capture, or what "
+            "other programs saved as .npy, .npz, .safetensors or .pt.",
         ),
     ],
     expose: Annotated[

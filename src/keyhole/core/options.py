@@ -77,7 +77,7 @@ def options_of(options: type[Any]) -> dict[str, Declared]:
 
 
 def settings(words: Sequence[str], types_: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """`name=value`, one or more, each by the type of its name; `owner` is what has these options."""
+    """`name=value`, one or more, each by the type of its name; `owner` has these options."""
     values: dict[str, Any] = {}
     for word in words:
         name, mark, value = word.partition("=")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +33,18 @@ def run(
     problem: str | Path | Problem,
     method: str | Solve = "auto",
     *,
-    starts: int | None = None,
-    solutions: int | None = None,
-    seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
-    gamma: float | str | None = None,
-    slack: float | None = None,
-    delta: float | None = None,
-    rate: float | None = None,
     start: str | Path | Tensor | None = None,
     certify: bool = False,
     track: Track = untracked,
+    **options: Any,
 ) -> Inversion:
     """Read the input of an attention layer back from its weights and output.
 
     `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
-    or a method with hyperparameters of your own. `starts`, `solutions` (different exact inputs that
-    end the search), `seconds`, `device`, `seed`, `gamma`, `slack`, `delta` and `rate` are for the
-    named methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the
+    or a method with hyperparameters of your own; `options` are the hyperparameters of a named
+    method, such as starts=32. `start` (n×d or k×n×d, or a file that holds it as X) takes the
     place of the starts of a method that has any. `certify` adds a proof of how close an exact input
     is to the one found.
     """
@@ -59,15 +53,14 @@ def run(
         raise InputError(asked.fault)
     if isinstance(method, str):
         name = method
-        _check(starts, solutions, seconds, device)
-        expect_number("rate", rate, above=0)
-        if starts is not None and start is not None:
-            raise InputError("expected --starts or --start, got both")
+        _check(options, device)
+        expect_number("rate", options.get("rate"), above=0)
+        if options.get("starts") is not None and start is not None:
+            raise InputError("starts and --start exclude each other: give one of them")
+        # The CPU is where all methods compute; some take another device.
         method = METHODS.make(
-            name, starts=starts, solutions=solutions, seconds=seconds, seed=seed,
-            gamma=gamma, slack=slack, delta=delta, rate=rate,
-            device=None if device == "cpu" else device,  # where all methods compute
-        )  # fmt: skip
+            name, **options, seed=seed, device=None if device == "cpu" else device
+        )
     else:
         name = type(method).__name__
     given: dict[str, Tensor] = {}
@@ -86,21 +79,18 @@ def run_layers(
     stack: str | Path | Layers,
     method: str | SolveLayers = "peel",
     *,
-    starts: int | None = None,
-    solutions: int | None = None,
-    branches: int | None = None,
-    seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
     journal: str | Path | None = None,
     force: bool = False,
     track: Track = untracked,
     resuming: Callable[[int], None] = lambda done: None,  # noqa: ARG005
+    **options: Any,
 ) -> LayersInversion:
     """Read the input of a stack of layers back from all weights and the last output.
 
-    `stack` is a .safetensors file (structure/layers_file.py) or a stack; the options are for the
-    named methods that have them, `seconds` for each search of one layer. `journal` is the file that
+    `stack` is a .safetensors file (structure/layers_file.py) or a stack; `options` are the
+    hyperparameters of a named method. `journal` is the file that
     remembers finished searches, from which a run that was stopped goes on (`resuming` is told how
     many there are); another run's is refused, or replaced with `force`.
     """
@@ -108,12 +98,11 @@ def run_layers(
     if asked.fault:
         raise InputError(asked.fault)
     if isinstance(method, str):
-        _check(starts, solutions, seconds, device)
-        expect_count("branches", branches)
+        _check(options, device)
+        expect_count("branches", options.get("branches"))
         method = STACK_METHODS.make(
-            method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
-            seed=seed, device=None if device == "cpu" else device,
-        )  # fmt: skip
+            method, **options, seed=seed, device=None if device == "cpu" else device
+        )
     with Journal(journal, what_determines(asked, repr(method)), force=force) as finished:
         progress = track("invert layers")
         if len(finished):
@@ -167,12 +156,8 @@ def _takes_starts(method: type) -> bool:
     return "start" in inspect.signature(method.__call__).parameters
 
 
-def _check(starts: int | None, solutions: int | None, seconds: float | None, device: str) -> None:
-    if starts is not None and starts < 1:
-        raise InputError(f"expected at least one start, got {starts}")
-    expect_count("starts", starts, most=MOST_STARTS)
-    if solutions is not None and solutions < 1:
-        raise InputError(f"expected at least one solution, got {solutions}")
-    expect_count("solutions", solutions)
-    expect_number("seconds", seconds, above=0)
+def _check(options: Mapping[str, Any], device: str) -> None:
+    expect_count("starts", options.get("starts"), most=MOST_STARTS)
+    expect_count("solutions", options.get("solutions"))
+    expect_number("seconds", options.get("seconds"), above=0)
     expect_device(device)

@@ -1,13 +1,13 @@
 """What an attack costs before it is run: queries, tokens, bytes, hours and money.
 
-    cost.head(64, rank=8, exposure="scores")        -> Estimate: .queries .lower_bound .tokens .bytes
+    cost.head(64, rank=8, exposure="scores")   -> Estimate: .queries .lower_bound .tokens .bytes
     cost.layer(576, exposure="log-probabilities", vocabulary=49_152)
     cost.text(12, exposure="embedding", processor="gpu")   -> TextEstimate: .passes .seconds .exact
     cost.Cost(estimate, cost.Prices(rate=50, price=0.01))  -> .hours .money .days
 
-Counts are the methods' own (`expected`), compared with runs on planted targets by tests. What only a
-run can tell is in measured.json, each figure with its command, commit and machine. How long a
-search for a text takes follows from no formula: lengths that no row covers are refused.
+Counts are the methods' own (`expected`), which tests compare with runs on planted targets. What
+only a run can tell is in measured.json, each figure with its command, commit and machine. How long
+a search for a text takes follows from no formula: lengths that no row covers are refused.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def figures(name: str) -> tuple[Figure, ...]:
 class Estimate:
     """What is asked for one secret; `low` and `high` bound the queries where a run decides them.
 
-    `lower_bound` is the number of unknowns over the numbers in an answer: no attack can do with fewer.
-    `tokens` are those that are sent, `bytes` what goes both ways, as binary numbers of 64 bits
-    where questions are vectors.
+    `lower_bound` is the number of unknowns over the numbers in an answer: no attack can do with
+    fewer. `tokens` are those that are sent, `bytes` what goes both ways, as binary numbers of 64
+    bits where questions are vectors.
     """
 
     what: str
@@ -96,8 +96,8 @@ class Estimate:
             "what": self.what, "method": self.method, "queries": self.queries,
             "queries_low": self.queries if self.low is None else self.low,
             "queries_high": self.queries if self.high is None else self.high,
-            "exact": self.exact, "lower_bound": self.lower_bound, "tokens": self.tokens, "bytes": self.bytes,
-            "source": self.source,
+            "exact": self.exact, "lower_bound": self.lower_bound, "tokens": self.tokens,
+            "bytes": self.bytes, "source": self.source,
         }  # fmt: skip
 
 
@@ -216,8 +216,8 @@ def _signs(what: str, d: int, method: SignOnly) -> Estimate:
     lower_bound = math.ceil((d_and_d_squared(d) - 1) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(
-        f"{what}, from signs, to {accuracy:g}", "sign-only", queries, lower_bound, *_sent(d, 0, queries),
-        low=lower_bound, high=math.ceil(figure["most"] * queries),
+        f"{what}, from signs, to {accuracy:g}", "sign-only", queries, lower_bound,
+        *_sent(d, 0, queries), low=lower_bound, high=math.ceil(figure["most"] * queries),
         source=figure.source,
     )  # fmt: skip
 
@@ -270,7 +270,8 @@ def _checkpoint(d: int, heads: int) -> Estimate:
     low, high = (math.ceil(figure[name] * d) for name in ("least", "most"))
     return Estimate(
         f"an attention layer of width {d} and {heads} heads, from the last token's vector",
-        "attention-sub-layer", (low + high) // 2, lower_bound, low=low, high=high, source=figure.source,
+        "attention-sub-layer", (low + high) // 2, lower_bound, low=low, high=high,
+        source=figure.source,
     )  # fmt: skip
 
 
@@ -413,7 +414,7 @@ def text(tokens: int, *, exposure: str = "embedding", processor: str = "gpu") ->
 
 
 def bill(what: str, words: Sequence[str]) -> Cost | TextCost:
-    """What `keyhole lab cost` answers: `words` are parameters of head, layer or text, and prices."""
+    """What `keyhole lab cost` answers: `words` set parameters and prices."""
     _expect(what, ("head", "layer", "text"))
     estimated = {"head": head, "layer": layer, "text": text}[what]
     priced = TextCost if what == "text" else Prices
