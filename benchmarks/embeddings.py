@@ -6,7 +6,7 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
 alone, which then also give the first guess), and none; the same domain without the first guess, the
 bag of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
-`keyhole corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
+`keyhole lab corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
 tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
 all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
 model.

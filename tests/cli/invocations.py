@@ -87,8 +87,8 @@ _PLACES = ("missing", *bad_files.ANY, "empty/inside", _LONG, "a\0b", "\udcff\udc
 
 # Where something of `_ODD_WORDS` is as good as any other word.
 _ANY_WORD = {
-    ("capture", "text"), ("disrupt", "text"), ("harden", "text"), ("audit", "column"),
-    ("capture", "column"), ("serve", "name"), ("extract", "target"),
+    ("lab", "capture", "text"), ("disrupt", "text"), ("harden", "text"), ("audit", "column"),
+    ("lab", "capture", "column"), ("lab", "serve", "name"), ("extract", "target"),
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def _wrong_values(title: str, parameter: Any) -> Iterator[tuple[str, frozenset[i
         yield from ((value, WRONG) for value in _FLOATS)
     else:
         for value in _ODD_WORDS:
-            if (title, name, value) == ("serve", "name", "no-such-thing"):
+            if (title, name, value) == ("lab", "serve", "name", "no-such-thing"):
                 continue  # a good name: the server would run for ever
             codes = WRONG | DONE if (title, name) in _ANY_WORD or value == "" else WRONG
             yield value, codes
@@ -236,7 +236,7 @@ def from_files() -> Iterator[Case]:
             ("label", "twice.csv", "choices", "endings", "dream", "surrogate")
         )
         either = WRONG | DONE
-        yield _with("capture", either if unlabelled or name == "open-quote.csv" else WRONG,
+        yield _with("lab", "capture", either if unlabelled or name == "open-quote.csv" else WRONG,
                     data=f"{WORLD}/{name}")  # fmt: skip
         good = either if name in ("huge-field.csv", "latin") else WRONG
         for title in ("disrupt", "harden"):
@@ -247,7 +247,7 @@ def from_files() -> Iterator[Case]:
     for name in bad_files.MODELS:
         about_heads = name in ("odd-architectures", "odd-classes")  # a capture needs none
         codes = WRONG | DONE if about_heads else WRONG
-        yield _with("capture", codes, model=f"{WORLD}/{name}")
+        yield _with("lab", "capture", codes, model=f"{WORLD}/{name}")
         yield _with("disrupt", model=f"{WORLD}/{name}")
         yield Case(f"audit {name}", _words("audit", {**_MODEL, "target": f"{WORLD}/{name}"}))
 
@@ -282,11 +282,11 @@ def from_sizes() -> Iterator[Case]:
     for name in ("dim", "width", "heads"):
         for kind in ("head", "multi-head", "one-layer", "relu", "attention"):
             if kind in _USED[name]:
-                yield _with("plant", kind=kind, **{name: huge})
+                yield _with("lab", "plant", kind=kind, **{name: huge})
     for name in ("dim", "heads", "tokens"):
-        yield _with("plant", kind="inversion", **{name: huge})
-    yield _with("plant", kind="inversion", tokens="300000", maps="")
-    yield _with("plant", dim="1000000", rank="1")
+        yield _with("lab", "plant", kind="inversion", **{name: huge})
+    yield _with("lab", "plant", kind="inversion", tokens="300000", maps="")
+    yield _with("lab", "plant", dim="1000000", rank="1")
     yield _with("invert problem", starts=huge)
     for method in ("adam", "lbfgs", "levenberg-marquardt", "newton-cg"):
         yield _with("invert problem", starts=huge, method=method)
@@ -303,7 +303,7 @@ def from_sizes() -> Iterator[Case]:
         yield Case(f"audit {name} {huge}", _words("audit", {**_MODEL, name: huge}), DONE)
         yield Case(f"audit {name} 0", _words("audit", {**_MODEL, name: "0"}))
     for name in ("nul.txt", "huge-line.txt"):
-        yield _with("capture", DONE, data=f"{WORLD}/{name}", out="leaks")
+        yield _with("lab", "capture", DONE, data=f"{WORLD}/{name}", out="leaks")
         yield Case(f"audit {name}", _words("audit", {**_MODEL, "data": f"{WORLD}/{name}"}), DONE)
 
 
@@ -314,12 +314,12 @@ def from_meanings() -> Iterator[Case]:
         "hidden:1.0", ":1", "pooled:1", "kv:99", "maps:0", "HIDDEN:1",
     )  # fmt: skip
     for expose in exposures:
-        yield _with("capture", expose=expose)
+        yield _with("lab", "capture", expose=expose)
     for layers in ("", "-1", "99", "1,,2", "1;2", str(10**30), "nan", "1.0", "1,99"):
         yield Case(f"audit layers {layers}", _words("audit", {**_MODEL, "layers": layers}))
     for device in ("", "gpu", "cuda:99", "cuda:-1", "meta", "cpu:99", "CPU!", "tpu"):
         yield Case(f"audit device {device}", _words("audit", {**_MODEL, "device": device}))
-        for title in ("invert problem", "invert text", "capture", "disrupt", "harden"):
+        for title in ("invert problem", "invert text", "lab", "capture", "disrupt", "harden"):
             yield _with(title, device=device)
     for address in ("http://", "http://x", "http:///v2/models/m", "http://a b/v2/models/m",
                     "http://127.0.0.1:99999/v2/models/m", "http://127.0.0.1:x/v2/models/m",
@@ -382,14 +382,14 @@ def from_meanings() -> Iterator[Case]:
         yield _with(title, method="tolerant", answer_error="0.1", max_norm="nan")
         yield _with(title, method="tolerant", answer_error="inf")
     for scale in ("nan", "inf", "1e308"):
-        yield _with("plant", WRONG | DONE if scale == "1e308" else WRONG, scale=scale)
-        yield _with("plant", WRONG, scale=scale, kind="inversion")
+        yield _with("lab", "plant", WRONG | DONE if scale == "1e308" else WRONG, scale=scale)
+        yield _with("lab", "plant", WRONG, scale=scale, kind="inversion")
     for port in ("0", "-1", "65536", "99999999"):
-        yield _with("serve", port=port)
+        yield _with("lab", "serve", port=port)
     for host in ("256.256.256.256", "no such host", "", "http://x", "a\0b", "x" * 500):
-        yield _with("serve", WRONG, host=host)
+        yield _with("lab", "serve", WRONG, host=host)
     for name in ("", "a/b", "a b", "..", "x" * 5000, "\udcff"):
-        yield _with("serve", WRONG, name=name)
+        yield _with("lab", "serve", WRONG, name=name)
     yield Case("nothing", (), frozenset({0, 2}))
     yield Case("no command", ("frobnicate",))
     yield Case("option alone", ("--no-such-option",))

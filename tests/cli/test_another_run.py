@@ -56,7 +56,7 @@ DISRUPT = {
 }  # fmt: skip
 HARDEN = {
     "model": "my-classifier", "--data": "train.tsv", "--method": "plain", "--epochs": 1,
-    "--out": "", "--checkpoint": "",
+    "--out": "", "--resume": "",
 }  # fmt: skip
 TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
 EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
@@ -72,7 +72,7 @@ TABLE = [
     ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, got one with data "),
     ("disrupt", DISRUPT, {"--share": 0.3}, "method share 0.3, got one with method share 0.2"),
     ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, got one with method seed 0"),
-    ("disrupt", DISRUPT, {"--longest": 6}, "longest 6, got one with longest 128"),
+    ("disrupt", DISRUPT, {"--max-length": 6}, "longest 6, got one with longest 128"),
     ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, got one with method "),
     ("harden", HARDEN, {"model": "other-classifier"}, "model .*, got one with model "),
     ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, got one with data "),
@@ -98,10 +98,10 @@ TABLE = [
 
 def memory(folder, command, options):
     """The options with files of this test's own, and the file that remembers the run."""
-    names = {"--resume": "run.jsonl", "--checkpoint": "kept", "--out": "out", "--ledger": "run.db"}
+    names = {"--resume": "run.jsonl", "--resume": "kept", "--out": "out", "--ledger": "run.db"}
     names |= {"--json-file": "a.json", "--page": "a.html"}
     given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
-    for key in ("--resume", "--checkpoint", "--ledger", "--json-file", "--out"):
+    for key in ("--resume", "--resume", "--ledger", "--output", "json=--out"):
         if key in given:
             more = ".journal" if key == "--json-file" else ""
             return given, given[key].with_name(given[key].name + more)

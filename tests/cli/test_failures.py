@@ -100,6 +100,6 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     def loading(process) -> bool:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
-    done = interrupted("plant", "x.safetensors", cwd=tmp_path, ready=loading)
+    done = interrupted("lab", "plant", "x.safetensors", cwd=tmp_path, ready=loading)
     assert (done.returncode, done.stderr) == (130, "keyhole: stopped\n")
     assert list(tmp_path.iterdir()) == []

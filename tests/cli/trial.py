@@ -89,7 +89,7 @@ def _warm_up() -> None:
     open_model("demo", "classification")
     nowhere = contextlib.redirect_stderr(io.StringIO())
     with nowhere, contextlib.suppress(SystemExit):
-        app(["plant", "--dim=x"])
+        app(["lab", "plant", "--dim=x"])
 
 
 def _tried(words: list[str], cwd: str) -> Trial:

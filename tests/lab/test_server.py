@@ -1,4 +1,4 @@
-"""What `keyhole serve` makes of a target, without the network in between."""
+"""What `keyhole lab serve` makes of a target, without the network in between."""
 
 from __future__ import annotations
 

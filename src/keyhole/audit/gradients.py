@@ -51,7 +51,7 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     elif parts.layers < 2:
         reason = "texts are put together by the second block, and the model has one"
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
-        reason = "takes longer than an audit: keyhole capture --expose gradient, invert text"
+        reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
         return [nothing_to_try(EXPOSURE, Skip(EXPOSURE, "none", reason))]
     return [Check(f"text from the {EXPOSURE}", partial(_check, surface, target), weight=_WEIGHT)]

@@ -47,7 +47,7 @@ def audit(
         Path | None,
         about(
             "Audit every target of a TOML file instead, with these options by their names; what "
-            "the file does not say is as given here (docs/fleets.md).",
+            "the file does not say is as given here.",
             TARGET,
             metavar="FILE",
         ),

@@ -32,13 +32,13 @@ HIDDEN_STATES = Rule(
     "KH-CONFIG-VLLM-HIDDEN-STATES", "Hidden states are written to files", Level.HIGH,
     "a file for each prompt holds its token ids in the clear, and its hidden states",
     "leave the connector for hidden states out, or keep its path as secret as prompts",
-    "keyhole invert text MODEL FILE.safetensors",
+    "keyhole recover MODEL FILE.safetensors",
 )  # fmt: skip
 KV_FILES = Rule(
     "KH-CONFIG-VLLM-KV-CACHE", "Keys and values leave the server", Level.MEDIUM,
     "keys and values of prompts go to a shared place, and prompts are read back from them",
     "keep that place, and the way there, as secret as prompts: encrypted, and for one tenant",
-    "keyhole invert text MODEL FILE",
+    "keyhole recover MODEL FILE",
 )  # fmt: skip
 OPEN = Rule(
     "KH-CONFIG-VLLM-OPEN", "A server without a key listens beyond this machine", Level.HIGH,

@@ -1,4 +1,4 @@
-"""`keyhole capture` and `keyhole invert text` as functions: leaks made, and leaks read.
+"""`keyhole lab capture` and `keyhole recover` as functions: leaks made, and leaks read.
 
 Each comes as a list, when all is done, and as an iterator, which gives results as they come.
 """

@@ -137,10 +137,10 @@ def test_the_command(here, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["head.safetensors", "--rank", "2"], "expected no --rank with --against-defences"),
+        (["head.safetensors", "-o", "rank=2"], "expected no --rank with --against-defences"),
         (["head.safetensors", "--method", "tolerant"], "expected no --method"),
         (["heads.safetensors"], "expected one head's scores"),
-        (["head.safetensors", "--usual-norm", "0"], "expected a usual norm"),
+        (["head.safetensors", "-o", "usual_norm=0"], "expected a usual norm"),
     ],
 )
 def test_what_does_not_go_together(options, reason, here):

@@ -346,7 +346,7 @@ class BatchRecovery(Result):
         return restored(cls, data, more=True)
 
 
-# `keyhole capture --expose gradient` and `keyhole invert text` on such files, as functions.
+# `keyhole lab capture --expose gradient` and `keyhole recover` on such files, as functions.
 
 LONGEST = 512  # tokens of a text that a gradient is made of
 
