@@ -10,7 +10,7 @@ import typer
 
 from keyhole.audit.options import AuditOptions
 from keyhole.cli.app import app, example, interruptible
-from keyhole.cli.bars import bars
+from keyhole.cli.bars import bars, report_resuming
 from keyhole.cli.console import answer, say
 from keyhole.cli.options import Dask, Force, Json, Processes, about, with_options
 from keyhole.cli.outputs import OutputFiles, Outputs
@@ -142,10 +142,6 @@ def _audit_one(
     if again:
         say(again)
     raise typer.Exit(assessment.exit_code)
-
-
-def report_resuming(done: int, total: int) -> None:
-    say(f"resuming: {done} of {total} checks are done")
 
 
 def _kept(journal: Path, ledger: str | None) -> str:

@@ -12,8 +12,7 @@ from keyhole.audit.check import Checked
 from keyhole.audit.fleet_file import members_of
 from keyhole.audit.options import AuditOptions
 from keyhole.cli.app import interruptible
-from keyhole.cli.audit import report_resuming
-from keyhole.cli.bars import bars
+from keyhole.cli.bars import bars, report_resuming
 from keyhole.cli.console import answer, say
 from keyhole.cli.outputs import Outputs, expect_new
 from keyhole.cli.policy import Judge
