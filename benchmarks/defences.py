@@ -3,8 +3,8 @@
 Weights of one head behind a server's defences, for d = 16 and 64 and three seeds: errors are on an
 honest client's questions, relative, of the thief's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
-all-MiniLM-L6-v2 and SmolLM2-135M (texts.py: `--encoder`, `--model`, `--data`): `--texts` of SST-2
-on the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+all-MiniLM-L6-v2 and SmolLM2-135M (`--encoder`, `--model`, `--data`): `--texts` of SST-2 on
+ the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
 `--quick`: small heads, models of random weights.
 
 The picture is docs/defences.png.
@@ -19,19 +19,19 @@ from statistics import median
 import plotly.graph_objects as go
 
 import show
-import texts
+import subjects
 from keyhole import oracle
 from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
 from keyhole.models import Loaded
-from keyhole.recover.against_defences import DEFENCES, read_behind
-from keyhole.recover.scrambled import FORMS
+from keyhole.recover.defences import DEFENCES, read_behind
+from keyhole.recover.secrets import FORMS
 from show import Row
 
-OPTIONS = texts.options(texts=5)
+OPTIONS = subjects.options(texts=5)
 OPTIONS.add_argument("--few", type=int, default=2)
-OPTIONS.add_argument("--dims", type=texts.listed, default=[16, 64])
+OPTIONS.add_argument("--dims", type=subjects.listed, default=[16, 64])
 OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 SEEDS = 3
 EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
@@ -52,30 +52,30 @@ class Point:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     parts = CHOSEN.parts.split(",")
     if "weights" in parts:
         for d in CHOSEN.dims:
             yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
     if "minilm" in parts:
-        loaded = texts.minilm(CHOSEN)
-        some = texts.sst2(CHOSEN.data, CHOSEN.texts)
+        loaded = subjects.minilm(CHOSEN)
+        some = subjects.sst2(CHOSEN.data, CHOSEN.texts)
         for exposure in ("hidden:3", "kv:1"):
             yield f"MiniLM, {exposure}", lambda e=exposure: leaks(loaded, "MiniLM", some, e)
     if "smollm2" in parts:
-        loaded = texts.smollm2(CHOSEN)
-        some = texts.sst2(CHOSEN.data, CHOSEN.few)
+        loaded = subjects.smollm2(CHOSEN)
+        some = subjects.sst2(CHOSEN.data, CHOSEN.few)
         yield "SmolLM2, kv:0", lambda: leaks(loaded, "SmolLM2", some, "kv:0")
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[subjects.Part]:
     yield "weights", lambda: weights(5, 1)
     words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
-    yield "bert", lambda: leaks(texts.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
-    yield "llama", lambda: leaks(texts.tiny("llama"), "tiny Llama", words, "kv:0")
+    yield "bert", lambda: leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
+    yield "llama", lambda: leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
 
 
 def weights(d: int, seeds: int) -> Iterator[Row]:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 import show
 from keyhole.data import Batch, Example, encode, read_examples
-from keyhole.disrupt import Certificate, HackAttend, Rerank
-from keyhole.disrupt.certificate import certify_each
-from keyhole.disrupt.certificate.classifier import Classifier, embedded, written_out
+from keyhole.disrupt import HackAttend, Rerank
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
+from keyhole.lab.certificates import Certificate, certify_each
+from keyhole.lab.written_out import Classifier, embedded, written_out
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER, HARDENED
 from show import Row

@@ -15,9 +15,8 @@ from torch import Tensor
 
 import show
 from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.krawczyk import Certificate, certify, unknown
 from keyhole.invert.problem import Problem
-from keyhole.invert.proofs.balls import unknown
-from keyhole.invert.proofs.certify import Certificate, certify
 from show import Row
 
 VARIANTS: dict[str, dict[str, Any]] = {

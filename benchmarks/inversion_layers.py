@@ -15,6 +15,7 @@ from torch import Tensor
 
 import show
 from keyhole import invert
+from keyhole.lab import stacks
 from show import Row, relative
 
 SAME = 1e-2  # an input this close (relative) is the planted one, others are 0.1 away and more
@@ -31,7 +32,7 @@ def run(quick: bool) -> list[Row]:
     for residual in (True, False):
         for n, d in [(3, 3)] if quick else [(8, 8), (16, 8)]:
             for depth in (1, 2) if quick else range(1, 7):
-                rows += stacks(n, d, depth, residual, seeds, 0.1 if quick else 5.0)
+                rows += stack_rows(n, d, depth, residual, seeds, 0.1 if quick else 5.0)
     return rows
 
 
@@ -55,9 +56,9 @@ def planted_stack(n: int, d: int, depth: int, residual: bool, seed: int):
     layers = []
     for _ in range(depth):
         W = SPREAD * draw(d, d) / d**0.5
-        layers.append(invert.Layer(W, draw(d, d) / (d * depth) ** 0.5, residual=residual))
-    B = invert.Layers(tuple(layers), torch.zeros(n, d)).output(X)
-    return invert.Layers(tuple(layers), B), X
+        layers.append(stacks.Layer(W, draw(d, d) / (d * depth) ** 0.5, residual=residual))
+    B = stacks.Stack(tuple(layers), torch.zeros(n, d)).output(X)
+    return stacks.Stack(tuple(layers), B), X
 
 
 def closed_form(seeds: range, d: int) -> list[Row]:
@@ -111,14 +112,16 @@ def causal(n: int, d: int, seeds: range) -> list[Row]:
     return [Row(f"causal {n}x{d}, {name}", str(tally)) for name, tally in tallies.items()]
 
 
-def stacks(n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float) -> list[Row]:
+def stack_rows(
+    n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float
+) -> list[Row]:
     # Failures dominate: without a residual connection they are ended by the clock.
     limit = None if residual else seconds
     starts = 16 if residual else 128
     layer = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
     methods = {
-        "peel": invert.Peel(layer, branches=4),
-        "end to end": invert.EndToEnd(replace(layer, seconds=limit and depth * limit)),
+        "peel": stacks.Peel(layer, branches=4),
+        "end to end": stacks.EndToEnd(replace(layer, seconds=limit and depth * limit)),
     }
     kind = "residual" if residual else "bare"
     rows = []
@@ -136,11 +139,11 @@ class Tally:
     """How often something was found, and how often that was what had been planted."""
 
     def __init__(self) -> None:
-        self.results: list[invert.Inversion | invert.LayersInversion] = []
+        self.results: list[invert.Inversion | stacks.StackInversion] = []
         self.errors: list[float] = []  # of the nearest solution
         self.first = 0
 
-    def add(self, result: invert.Inversion | invert.LayersInversion, X: Tensor) -> None:
+    def add(self, result: invert.Inversion | stacks.StackInversion, X: Tensor) -> None:
         self.results.append(result)
         errors = [relative(solution, X) for solution in result.solutions]
         self.errors.append(min(errors, default=torch.inf))
@@ -157,16 +160,16 @@ class Tally:
 
     def growth(self) -> str:
         """Medians over what was found: condition and measured growth a layer, and through all."""
-        stacks = [r for r in self.results if isinstance(r, invert.LayersInversion) and r.layers]
-        if not stacks:
+        solved = [r for r in self.results if isinstance(r, stacks.StackInversion) and r.layers]
+        if not solved:
             return ""
-        conditions = [a.condition for r in stacks for a in r.layers if a.condition]
-        grown = [a.measured for r in stacks for a in r.layers if a.measured]
-        through = [r.amplification for r in stacks if r.amplification]
+        conditions = [a.condition for r in solved for a in r.layers if a.condition]
+        grown = [a.measured for r in solved for a in r.layers if a.measured]
+        through = [r.amplification for r in solved if r.amplification]
         parts = [f"a layer: condition {statistics.median(conditions):.0e}"] if conditions else []
         parts += [f"measured {statistics.median(grown):.1f}"] if grown else []
         parts += [f"all: measured {statistics.median(through):.0f}"] if through else []
-        bounds = [r.bound for r in stacks if r.bound]
+        bounds = [r.bound for r in solved if r.bound]
         parts += [f"bound {statistics.median(bounds):.0e}"] if bounds else []
         return ", ".join(parts)
 

@@ -52,7 +52,7 @@ def repeated(found: Audit) -> Audit:
     """The same findings on many parts, as a target with many endpoints has them."""
     copies = -(-FINDINGS // len(found.findings))
     many = [
-        replace(finding, surface=f"{finding.surface} {copy}")
+        replace(finding, exposure=replace(finding.exposure, part=f"{finding.part} {copy}"))
         for copy in range(copies)
         for finding in found.findings
     ]

@@ -19,7 +19,7 @@ import quoted
 from keyhole.assess import Item, assess
 from keyhole.assess.severity import cost
 from keyhole.core import Audit
-from keyhole.report import wording
+from keyhole.report import words
 
 DOCS = Path(__file__).parent
 SHOWN = (  # the rows that the start page shows
@@ -44,7 +44,7 @@ def record() -> str:
     rows = [row(item) for item in assessment.items]
     cards = [
         {"family": card.family, "given away": card.level, "exposed": card.exposed,
-         "checked": card.checked, "fix": wording.brief(card.fix)}
+         "checked": card.checked, "fix": words.brief(card.fix)}
         for card in assessment.families
     ]  # fmt: skip
     data = {
@@ -67,8 +67,8 @@ def row(item: Item) -> dict[str, str]:
     finding = item.finding
     return {
         "surface": f"{item.family} of {finding.surface}", "severity": item.severity.value,
-        "exposure": finding.exposure, "outcome": wording.outcome(finding),
-        "error": wording.error(finding), "cost": cost(finding),
+        "exposure": words.exposure(finding.exposure), "outcome": words.outcome(finding),
+        "error": words.error(finding), "cost": cost(finding),
         "floor": "–" if finding.floor is None else f"{finding.floor:,}",
         "seconds": f"{finding.seconds:.2f}",
     }  # fmt: skip

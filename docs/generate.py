@@ -20,6 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from keyhole.core import Finding
+from keyhole.core.exposure import Exposure
 from keyhole.report import figure
 
 DOCS = Path(__file__).parent
@@ -123,8 +124,9 @@ def error_plot() -> str:
 
     findings = tuple(
         Finding(
-            exposure=name, attack="", status=result.status, reason="", remedy="", error=None,
-            queries=result.queries, seconds=0.0, floor=result.floor, trace=result.trace,
+            exposure=Exposure("KH-WEIGHTS-SCORES", name), attack="", status=result.status,
+            reason="", remedy="", error=None, queries=result.queries, seconds=0.0,
+            lower_bound=result.floor, trace=result.trace,
         )
         for name, result in extractions(quick=False).items()
     )  # fmt: skip

@@ -26,7 +26,8 @@ LAYERS = (  # from the bottom up
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden"},  # training against them
     {"assess"},  # what an audit means: severities, policies, baselines
-    {"audit", "report"},  # all attacks on one target; what came out, for people
+    {"report"},  # what came out, for people: pages, tables, files
+    {"audit"},  # all attacks on one target
     {"lab"},  # reproductions, planted targets, experiments
     {"cli", "testing", "callback"},  # what people call
     {"__main__", "__init__"},

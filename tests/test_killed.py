@@ -18,6 +18,7 @@ import pytest
 
 import tiny_models
 from keyhole import audit, invert, oracle, recover
+from keyhole.lab import stacks
 from keyhole.models import load_model
 from kill_points import (
     CTRL_C,
@@ -64,8 +65,8 @@ def place(tmp_path_factory):
     oracle.save(oracle.plant("attention", dim=4, every_token=True), folder / "layer.safetensors")
     oracle.save(oracle.plant(dim=128, seed=1), folder / "head.safetensors")
     invert.plant(5, 5, scale=1.5, seed=1)[0].save(folder / "problem.safetensors")
-    stack, _ = invert.plant_layers(4, 4, 3, residual=True, seed=3)
-    invert.save_layers(stack, folder / "stack.safetensors")
+    stack, _ = stacks.plant(4, 4, 3, residual=True, seed=3)
+    stack.save(folder / "stack.safetensors")
     classifier(folder, 32)
     tiny_models.save("bert", folder / "model")
     words = [" ".join(f"w{(7 * i + 3 * j) % 190}" for j in range(24)) for i in range(24)]

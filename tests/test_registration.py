@@ -19,6 +19,7 @@ import torch
 
 import keyhole
 from command_line import inside
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 
 sys.path.insert(0, str(Path(__file__).parent / "dummies"))
@@ -97,24 +98,28 @@ class Dummy:
 DUMMIES = {
     "extract": Dummy(
         extracting.METHODS,
-        Entry("dummy", CoinToss, (extracting.Line("a dummy", extracting.Kind.HEAD, "-"),)),
+        Entry("dummy", CoinToss, (
+            extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),
+        )),
         ("extract",), extract, endpoint,
     ),
     "invert": Dummy(
         inverting.METHODS,
-        Entry("dummy", StandingStill, (inverting.Line("a dummy", "-"),)),
-        ("invert"), invert, endpoint,
+        Entry("dummy", StandingStill, (inverting.Row(Exposure("KH-INPUTS-OTHER"), "-"),)),
+        ("invert",), invert, endpoint,
     ),
     "recover": Dummy(
         recovering.ATTACKS,
         Entry("dummy", FirstWords, (
-            recovering.Line("hidden", False, "a dummy", "-", lambda _: [1], ("float32",)),
+            recovering.Row(
+                "hidden", False, Exposure("KH-TEXT-OTHER"), "-", lambda _: [1], ("float32",)
+            ),
         )),
-        ("recover"), recover, model,
+        ("recover",), recover, model,
     ),
     "disrupt": Dummy(
         disrupting.ATTACKERS,
-        Entry("dummy", LastWord, (disrupting.Line("a dummy"),)),
+        Entry("dummy", LastWord, (disrupting.Row(Exposure("KH-PREDICTIONS-OTHER")),)),
         ("disrupt",), disrupt, model,
     ),
     "harden": Dummy(hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None),

@@ -75,15 +75,15 @@ def test_an_option_that_a_method_needs_is_asked_for(methods):
         methods.make("careful")
 
 
-def test_lines_come_with_their_methods(methods):
-    lines = [(entry.name, line) for entry, line in methods.lines()]
-    assert lines == [("fast", "scores"), ("fast", "labels"), ("bounded", "vectors")]
+def test_rows_come_with_their_methods(methods):
+    rows = [(entry.name, row) for entry, row in methods.rows()]
+    assert rows == [("fast", "scores"), ("fast", "labels"), ("bounded", "vectors")]
 
 
 def test_one_more_method_and_one_less(methods):
     methods.add(Entry("new", Fast, ("sounds",)))
     assert list(methods)[-1] == "new"
-    assert ("new", "sounds") in [(entry.name, line) for entry, line in methods.lines()]
+    assert ("new", "sounds") in [(entry.name, row) for entry, row in methods.rows()]
     with pytest.raises(InputError, match=r"^expected a new name for a method, got new$"):
         methods.add(Entry("new", Careful))
     methods.remove("new")

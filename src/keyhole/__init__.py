@@ -76,7 +76,7 @@ def __dir__() -> list[str]:
 
 
 def _html(result: Any) -> str:
-    return importlib.import_module("keyhole.report.notebook").html(result)
+    return importlib.import_module("keyhole.report.page").html(result)
 
 
 show_with(_html)  # results in a notebook; the report loads when the first one is shown

@@ -26,11 +26,13 @@ from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
 from keyhole.core import Audit, Skip
 from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import write_text
 from keyhole.data import NO_LABEL, Example
 from keyhole.models import demo
 from keyhole.models.loading import lent, transformers
 from keyhole.recover.pieces import decoded
+from keyhole.report import words
 
 _log = logging.getLogger("keyhole")
 _TEXTS = 3  # of a dataset, where none are given
@@ -113,7 +115,7 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
                 raise
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             _log.warning("keyhole could not check the model: %s", first)
-            skip = Skip("the whole model", "–", first, unchecked=True)
+            skip = Skip(Exposure(NOT_CHECKED, "model"), "–", first, unchecked=True)
             self.audit = Audit(type(model).__name__, "", (), (skip,), self.seed)
         self._write(folder)
         self._say(state)
@@ -209,7 +211,10 @@ def _expect_kept(assessment: Assessment, least: Severity) -> None:
     if max(worst.rank if assessment.items else 0, unknown) < least.rank:
         return
     bad = [item for item in assessment.items if item.severity.rank >= least.rank]
-    lines = [f"{item.severity}: {item.of} ({item.finding.reason})" for item in bad]
+    lines = [
+        f"{item.severity}: {words.in_full(item.finding.exposure)} ({item.finding.reason})"
+        for item in bad
+    ]
     skips = [skip for skip in assessment.audit.skips if skip.unchecked]
-    lines += [f"could not check: {skip.exposure} ({skip.reason})" for skip in skips]
+    lines += [f"could not check: {words.skip(skip)} ({skip.reason})" for skip in skips]
     raise GaveAway("\n".join(lines))

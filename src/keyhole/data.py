@@ -254,7 +254,8 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
     except ImportError as error:
         raise MissingExtra(
             f"expected a file of examples, got {name}: there is no such file, and names on the hub"
-            " need the package datasets: pip install 'keyhole[hub]'"
+            " need the package datasets",
+            "hub",
         ) from error
     parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
     try:

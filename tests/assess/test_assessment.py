@@ -7,9 +7,10 @@ from dataclasses import replace
 from test_severity import finding
 
 from keyhole import extract, invert, recover
-from keyhole.assess import RULES, Family, Level, Severity, assess, rule_of
+from keyhole.assess import RULES, Family, Level, Severity, assess
 from keyhole.assess.assessment import ids
 from keyhole.core import Audit, Finding, Skip, Status
+from keyhole.core.exposure import rule_of
 
 
 def audit(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:

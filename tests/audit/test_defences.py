@@ -55,7 +55,6 @@ def test_a_model():
         "keys and values of layer 0, rotated": Status.RECOVERED,
         "keys and values of layer 0, scrambled": Status.RECOVERED,
         "keys and values of layer 0, mixed": Status.UNSOLVED,
-        "keys and values of layer 0, encrypted": Status.NOT_IDENTIFIABLE,
         "hidden states of layer 1, rotated": Status.RECOVERED,
     }
     assert all(finding.sought == "text" for finding in findings)

@@ -16,6 +16,7 @@ from keyhole.audit.check import joined
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Finding, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Cut
 from keyhole.core.progress import untracked
 from keyhole.core.registry import Entry
@@ -29,10 +30,10 @@ from keyhole.disrupt import (
     Rerank,
     sweep,
 )
-from keyhole.disrupt.registry import Line
+from keyhole.disrupt.registry import Row
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.report import pictures, wording
+from keyhole.report import pictures, words
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 
@@ -106,12 +107,12 @@ class Whole:
 
 
 def test_an_attacker_in_one_line_is_in_the_audit():
-    ATTACKERS.add(Entry("whole", Whole, (Line("everything"),)))
+    ATTACKERS.add(Entry("whole", Whole, (Row(Exposure("KH-PREDICTIONS-CUTS", "everything")),)))
     try:
         findings = checked(target(), seed=3).findings
     finally:
         ATTACKERS.remove("whole")
-    assert [finding.exposure for finding in findings][-1] == "all of it cut"
+    assert findings[-1].exposure == Exposure("KH-PREDICTIONS-CUTS", "everything", part="it")
     assert findings[-1].attack == "Whole"
     assert findings[-1].reason.startswith("6 of 6 right answers flipped")
     assert findings[-1].queries == 6
@@ -119,7 +120,7 @@ def test_an_attacker_in_one_line_is_in_the_audit():
 
 
 def test_the_audit_tries_what_the_registry_says():
-    made = flips.attackers(seed=7)
+    made = [attacker for _, _, attacker in flips.attackers(seed=7)]
     assert made == [
         HackAttend(schedule=Rerank(prefixes=8, refine=4), seed=7),
         HackAttend(schedule=Rerank(prefixes=8, refine=4), scope="model", seed=7),
@@ -177,7 +178,7 @@ def test_none_right_is_not_a_clean_bill():
     wrong = [replace(one, label=1 - one.label) for one in labelled]
     found = checked(replace(asked, examples=wrong)).findings[0]
     assert found.status is Status.NOT_APPLICABLE
-    assert wording.outcome(found) == "could not check"
+    assert words.outcome(found) == "could not check"
 
 
 def test_json_page_and_verdict(easily):

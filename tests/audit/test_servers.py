@@ -304,7 +304,7 @@ def test_vectors_are_for_servers_that_take_them():
 
 def test_who_may_be_probed(monkeypatch):
     for name in ("http://example.org", "http://10.0.0.1:8080/", "http://[2001:db8::1]:80"):
-        with pytest.raises(InputError, match="expected --authorized to ask"):
+        with pytest.raises(InputError, match="is another machine: give --authorized"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:
         here = url.replace("127.0.0.1", "localhost")

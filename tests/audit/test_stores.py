@@ -25,7 +25,7 @@ from keyhole.models.capture import Exposure
 from keyhole.models.demo import EXAMPLES, load_demo
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
 
 TEXTS = [f"w{number}" for number in (1, 20, 3, 44, 150, 6)]

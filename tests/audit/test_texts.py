@@ -17,6 +17,7 @@ from keyhole.audit.layers import left_out
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure as Shown
 from keyhole.core.progress import untracked
 from keyhole.core.registry import Entry
 from keyhole.invert import recover_texts
@@ -24,9 +25,9 @@ from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import TEXTS, load_demo
 from keyhole.recover.attack import Proposal
-from keyhole.recover.registry import ATTACKS, Line, readers
+from keyhole.recover.registry import ATTACKS, Row, readers
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.report import wording
+from keyhole.report import words
 
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
 
@@ -241,8 +242,8 @@ class Guess:
 
 @pytest.fixture
 def guess():
-    line = Line("hidden", False, "hidden states, guessed", "Do nothing.", lambda _: [2])
-    ATTACKS.add(Entry("guess", Guess, (line,)))
+    exposure = Shown("KH-TEXT-HIDDEN-STATES", "guessed")
+    ATTACKS.add(Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),)))
     yield
     ATTACKS.remove("guess")
 
@@ -278,6 +279,6 @@ def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides
     long, short = finding.texts[0].readings
     assert (finding.queries, finding.attack) == (2, "CountedReader")
     assert (long.exact, short.exact, short.original) == (False, True, "w40")
-    assert (finding.status, wording.outcome(finding)) == (Status.INEXACT, "1 of 2 texts")
+    assert (finding.status, words.outcome(finding)) == (Status.INEXACT, "1 of 2 texts")
     assert "read with counts of the corpus, nothing learnt" in finding.reason
     assert "--corpus FILE, with more texts" in finding.reason

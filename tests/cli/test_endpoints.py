@@ -115,7 +115,7 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
     [
         (("demo", "--batch", 4), "expected --batch with an endpoint, got demo"),
         (("t.safetensors", "--insecure"), "expected --insecure with an endpoint, got t.safe"),
-        (("http://192.0.2.9/v2/models/m",), "expected --authorized to ask 192.0.2.9"),
+        (("http://192.0.2.9/v2/models/m",), "192.0.2.9 is another machine: give --authorized"),
         (("http://h/v2/models/m", "--header", TOKEN), "expected --header NAME=VARIABLE with"),
         (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "expected --header A=VARIABLE with"),
         (("http://127.0.0.1:9/v2/models/m", "--timeout", "0"), "expected --timeout above 0"),

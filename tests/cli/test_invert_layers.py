@@ -11,6 +11,7 @@ import torch
 from command_line import inside
 from keyhole import invert
 from keyhole.core.files import write_tensors
+from keyhole.lab import stacks
 
 PLANT = ("lab", "plant", "s.safetensors", "--kind", "inversion", "-o", "layers=2", "-o", "dim=4", "-o", "tokens=5")
 
@@ -29,20 +30,20 @@ def test_a_planted_stack_comes_back(tmp_path, here, method):
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["status"] == "recovered"
-    _, secret = invert.plant_layers(2, 5, 4, scale=0.3, residual=True)
-    result = invert.LayersInversion.load(tmp_path / "f.json")
+    _, secret = stacks.plant(2, 5, 4, scale=0.3, residual=True)
+    result = stacks.StackInversion.load(tmp_path / "f.json")
     assert min(float((X - secret).abs().max()) for X in result.solutions) < 1e-8
     words = here("lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8").stdout
     assert "errors in the output grow" in words
 
 
 def test_a_stack_comes_back_from_its_file(tmp_path):
-    stack, X = invert.plant_layers(3, 4, 3, causal=True, residual=True, seed=5)
+    stack, X = stacks.plant(3, 4, 3, causal=True, residual=True, seed=5)
     bias = torch.ones(3, dtype=torch.float64)
-    layers = (*stack.layers[:2], invert.Layer(stack.layers[2].W, stack.layers[2].V, bias, bias))
-    stack = invert.Layers(layers, stack.B, 1e-3)
-    invert.save_layers(stack, tmp_path / "s.safetensors")
-    again = invert.load_layers(tmp_path / "s.safetensors")
+    layers = (*stack.layers[:2], stacks.Layer(stack.layers[2].W, stack.layers[2].V, bias, bias))
+    stack = stacks.Stack(layers, stack.B, 1e-3)
+    stack.save(tmp_path / "s.safetensors")
+    again = stacks.Stack.load(tmp_path / "s.safetensors")
     assert torch.equal(again.output(X), stack.output(X))
     assert torch.equal(again.B, stack.B)
     assert again.tolerance == 1e-3
@@ -54,7 +55,7 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
     [
         ("s.safetensors --method end-to-end --branches 2", "expected --branches with peel, got"),
         ("s.safetensors --method end-to-end --seconds 2", "expected --seconds with peel, got"),
-        ("s.safetensors --starts 0", "expected at least one start, got 0"),
+        ("s.safetensors --starts 0", "expected starts of 1 or more, got 0"),
         ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
         ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
         ("wide.safetensors", "expected layer 2 to take the 4 outputs of layer 1, got d = 3"),
@@ -62,8 +63,8 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
     ],
 )
 def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
-    stack, _ = invert.plant_layers(2, 5, 4)
-    invert.save_layers(stack, tmp_path / "s.safetensors")
+    stack, _ = stacks.plant(2, 5, 4)
+    stack.save(tmp_path / "s.safetensors")
     invert.plant(3, 3)[0].save(tmp_path / "p.safetensors")
     one, two = stack.layers
     plain = {"1.W": one.W, "1.V": one.V, "B": stack.B}

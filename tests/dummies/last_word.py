@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from call_stack import remember
 
-from keyhole.disrupt.attacker import described
-from keyhole.disrupt.disruption import Control, Disruption, Outcome
+from keyhole.disrupt.disruption import Control, Disruption, Outcome, described
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from call_stack import remember
 
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.solvers.multistart import Solver, State
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_wrong_input(tmp_path):
         OutputLayer(tokens=3)
     with pytest.raises(InputError, match="expected top of 1 or more, got 0"):
         OutputLayer(top=0)
-    with pytest.raises(InputError, match="expected --authorized"):
+    with pytest.raises(InputError, match="is another machine: give --authorized"):
         extract.run("http://example.org", "output-layer")
     result = OutputLayer()(oracle.plant(dim=3))
     assert result.status is Status.NOT_APPLICABLE

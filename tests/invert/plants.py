@@ -6,6 +6,7 @@ import reference_stack
 import torch
 
 from keyhole import invert
+from keyhole.lab import stacks
 
 
 def gaussians(seed):
@@ -40,10 +41,10 @@ def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
     flow = X.numpy()
     for _ in range(depth):
         W, V = 0.3 * draw(d, d) / d**0.5, v * draw(d, d) / (d * depth) ** 0.5
-        layers.append(invert.Layer(W, V, residual=residual, causal=causal))
+        layers.append(stacks.Layer(W, V, residual=residual, causal=causal))
         weights = (W.numpy()[None], V.numpy()[None])
         flow = reference_stack.output(flow, *weights, causal=causal, residual=residual)
-    return invert.Layers(tuple(layers), torch.from_numpy(flow)), X
+    return stacks.Stack(tuple(layers), torch.from_numpy(flow)), X
 
 
 def off(solution, X):

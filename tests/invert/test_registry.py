@@ -12,8 +12,9 @@ from keyhole import invert, oracle
 from keyhole.audit import audit
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry
-from keyhole.invert.registry import METHODS, Line
+from keyhole.invert.registry import METHODS, Row
 
 PLANTS = {
     "closed-form": {"symmetric": True},
@@ -54,9 +55,9 @@ def test_names_and_options_that_are_none():
         invert.run(problem, "closed-form", starts=4)
     with pytest.raises(InputError, match=r"expected --seconds with .*, got residual-stream"):
         invert.run(problem, "residual-stream", seconds=1.0)
-    with pytest.raises(InputError, match="expected at least one start, got 0"):
+    with pytest.raises(InputError, match="expected starts of 1 or more, got 0"):
         invert.run(problem, starts=0)
-    with pytest.raises(InputError, match="expected at least one solution, got 0"):
+    with pytest.raises(InputError, match="expected solutions of 1 or more, got 0"):
         invert.run(problem, solutions=0)
     with pytest.raises(InputError, match="expected seconds above 0"):
         invert.run(problem, seconds=-1.0)
@@ -75,9 +76,12 @@ class Zero:
         return invert.Inversion(Status.UNSOLVED, "only zeros", repr(self), X, 1.0, 0, 0.0)
 
 
+GUESSED = Exposure("KH-INPUTS-LAYER-OUTPUT", "guessed")
+
+
 @pytest.fixture
 def zero():
-    METHODS.add(Entry("zero", Zero, (Line("a layer's output, guessed", "Do nothing."),)))
+    METHODS.add(Entry("zero", Zero, (Row(GUESSED, "Do nothing."),)))
     yield
     METHODS.remove("zero")
 
@@ -85,8 +89,7 @@ def zero():
 @pytest.mark.usefixtures("zero")
 def test_one_line_adds_a_method(tmp_path, monkeypatch, capsys):
     layer = oracle.plant("attention", dim=4, every_token=True, seed=1)
-    findings = {finding.exposure: finding for finding in audit(layer).findings}
-    finding = findings["a layer's output, guessed"]
+    (finding,) = (found for found in audit(layer).findings if found.exposure == GUESSED)
     assert (finding.attack, finding.status, finding.reason) == (
         "Zero", Status.UNSOLVED, "only zeros",
     )  # fmt: skip

@@ -7,7 +7,7 @@ import base64
 import pytest
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.options import expect_authorized, parted, without_password
+from keyhole.oracle.connection import expect_authorized, parted, without_password
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_this_machine_needs_no_word(host):
     "host", ["example.org", "10.0.0.1", "localhost.example.org", "u:localhost@10.0.0.1", "0.0.0.0"]
 )
 def test_others_do(host):
-    with pytest.raises(InputError, match="expected --authorized to ask"):
+    with pytest.raises(InputError, match="is another machine: give --authorized"):
         expect_authorized(f"http://{host}/x", authorized=False)
     expect_authorized(f"http://{host}/x", authorized=True)
 

@@ -259,7 +259,7 @@ def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
 
 def test_other_machines_need_a_word():
     for address in ("http://192.0.2.1/v2/models/m", "https://example.org/v2/models/m"):
-        with pytest.raises(InputError, match="expected --authorized to ask"):
+        with pytest.raises(InputError, match="is another machine: give --authorized"):
             open_target(address)
 
 

@@ -25,7 +25,7 @@ from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.oracle.target import demo
-from keyhole.report import wording as sentences
+from keyhole.report import words as sentences
 
 
 @pytest.fixture(scope="module")

@@ -88,15 +88,17 @@ def test_every_command_ends_with_the_code_of_its_status(
 
         arguments = ["demo", "leak.safetensors"]
         (tmp_path / "leak.safetensors").write_bytes(b"")
-        result = [LeakRead(0, "leak", "digest", result)]
-        sources = importlib.import_module("keyhole.recover.sources")
-        for name, given in {"read_sources": [], "task_for": "base", "open_leaks": []}.items():
-            monkeypatch.setattr(sources, name, lambda *_, g=given: g)
+        read = LeakRead(0, "leak", "digest", result)
         updates = importlib.import_module("keyhole.recover.gradients")
         monkeypatch.setattr(updates, "is_update", lambda _: False)
-    name = {"audit": "audit", "recover": "recovering_files"}.get(command, "run")
+
+    def ended(*_, notify=lambda _: None, **__):
+        notify(read if command == "recover" else None)
+        return result
+
+    name = "audit" if command == "audit" else "run"
     module = importlib.import_module(f"keyhole.{command}.run")
-    monkeypatch.setattr(module, name, lambda *_, **__: result)
+    monkeypatch.setattr(module, name, ended)
     done = inside(
         *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )

@@ -19,7 +19,7 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
 from keyhole.testing import CouldNotCheck, assert_withstands, record
 from keyhole.testing.lines import lines

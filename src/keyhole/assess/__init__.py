@@ -10,13 +10,12 @@ from keyhole.assess.decision import decided
 from keyhole.assess.fleet import FleetAssessment, assess_fleet
 from keyhole.assess.item import Ignore, Item, State
 from keyhole.assess.policy import Policy, find_policy, read_policy
-from keyhole.assess.rules import RULES, Family, Rule, family_of, rule_of
 from keyhole.assess.ruling import Decision, Ruled, Ruling
 from keyhole.assess.severity import Scale, Score, Severity, score
+from keyhole.core.exposure import RULES, Family, Rule
 
 __all__ = [
     "RULES", "Assessment", "Card", "Decision", "Family", "FleetAssessment", "Ignore", "Item",
     "Level", "Policy", "Rule", "Ruled", "Ruling", "Scale", "Score", "Severity", "State", "assess",
-    "assess_fleet", "compared", "decided", "family_of", "find_policy", "read_policy", "rule_of",
-    "score",
+    "assess_fleet", "compared", "decided", "find_policy", "read_policy", "score",
 ]  # fmt: skip

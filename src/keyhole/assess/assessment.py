@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from keyhole.assess.item import Item
-from keyhole.assess.rules import Family, Rule, family_of, rule_of
 from keyhole.assess.ruling import Decision
 from keyhole.assess.severity import USUAL, Scale, Severity, score
 from keyhole.core import Audit, Finding, Outcome
+from keyhole.core.exposure import Family, Rule, rule_of, slug
 
 
 class Level(StrEnum):
@@ -96,14 +95,14 @@ def assess(
 
 
 def ids(findings: Sequence[Finding]) -> list[str]:
-    """A name for each finding that stays the same from audit to audit: family, surface, exposure.
+    """A name for each finding that stays the same from audit to audit: that of its exposure.
 
     Where these agree the attack is added, and where that agrees too, a number.
     """
-    plain = [_slug(family_of(f).value, f.surface, f.exposure) for f in findings]
+    plain = [finding.exposure.id for finding in findings]
     twice = {name for name, count in Counter(plain).items() if count > 1}
     longer = [
-        _slug(name, finding.attack) if name in twice else name
+        slug(name, finding.attack) if name in twice else name
         for name, finding in zip(plain, findings, strict=True)
     ]
     used: set[str] = set()
@@ -116,19 +115,13 @@ def ids(findings: Sequence[Finding]) -> list[str]:
     return longer
 
 
-def _slug(*parts: str) -> str:
-    """Letters and digits of any script, in lower case, with hyphens: safe in an address."""
-    words = [re.sub(r"[\W_]+", "-", part.lower())[:80].strip("-") for part in parts]
-    return "-".join(word for word in words if word)
-
-
 def _item(
     name: str,
     finding: Finding,
     scale: Scale,
     override: Callable[[str, Rule, Finding], Severity | None] | None,
 ) -> Item:
-    rule, scored = rule_of(finding), score(finding, scale)
+    rule, scored = rule_of(finding.exposure), score(finding, scale)
     chosen = override(name, rule, finding) if override and finding.exposed else None
     severity = scored.severity if chosen is None else chosen
     why = scored.why if chosen is None else f"{scored.why}; set to {chosen} by the policy"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from keyhole.assess.item import Item
-from keyhole.assess.rules import Family
 from keyhole.assess.severity import Severity
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Family
 
 FIGURES: dict[str, Callable[[Item], float | None]] = {
     "exact": lambda item: item.exact,

@@ -74,11 +74,13 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
-    """A check that would apply and could not be made; ignored by the name of its exposure."""
+    """A check that would apply and could not be made; ignored by its exposure's id or rule."""
+    name = skip.exposure.id
     for ignore in policy.ignores:
-        if ignore.until >= today and fnmatchcase(skip.exposure, ignore.finding):
-            return Ruled(skip.exposure, Ruling.IGNORED, _because(ignore))
-    return Ruled(skip.exposure, Ruling.UNCHECKED, skip.reason)
+        named = any(fnmatchcase(word, ignore.finding) for word in (name, skip.exposure.rule))
+        if ignore.until >= today and named:
+            return Ruled(name, Ruling.IGNORED, _because(ignore))
+    return Ruled(name, Ruling.UNCHECKED, skip.reason)
 
 
 def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:

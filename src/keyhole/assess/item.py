@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 
-from keyhole.assess.rules import Family, Rule
 from keyhole.assess.severity import Severity, exact, is_proved, share
 from keyhole.core import Finding
+from keyhole.core.exposure import Family, Rule
 
 
 class State(StrEnum):
@@ -54,12 +54,6 @@ class Item:
     @property
     def family(self) -> Family:
         return self.rule.family
-
-    @property
-    def of(self) -> str:
-        """The exposure, and of what: two endpoints may expose the same."""
-        surface = self.finding.surface
-        return f"{self.finding.exposure}, {surface}" if surface else self.finding.exposure
 
     @property
     def share(self) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keyhole.assess.assessment import Item
-from keyhole.assess.rules import Family
 from keyhole.core import Readings
 from keyhole.core.text import percent
 
@@ -21,7 +20,8 @@ from keyhole.core.text import percent
 class Measure:
     """Something done against an exposure, and the share that was still given away.
 
-    `words` say what was left; where that is a finding of its own, `item` is that finding.
+    `words` say what was left; where that is a finding of its own, `item` is that finding, and its
+    exposure says what was done.
     """
 
     change: str
@@ -46,7 +46,7 @@ def measured(item: Item, items: Sequence[Item]) -> list[Measure]:
     own = [_rounded(cell) for cell in finding.texts[1:]]
     told = [Measure(each.remedy, each.left, each.words) for each in finding.remedied]
     others = [
-        Measure(other.finding.exposure, other.share if other.finding.exposed else 0.0, "", other)
+        Measure("", other.share if other.finding.exposed else 0.0, "", other)
         for other in items
         if _exposes_less(other, item)
     ]
@@ -61,11 +61,8 @@ def _rounded(cell: Readings) -> Measure:
 
 def _exposes_less(other: Item, item: Item) -> bool:
     """Is it the same secret of the same part of the target, with less of it in sight?"""
-    same = other.family is item.family and other.finding.surface == item.finding.surface
-    if other is item or not same:
-        return False
     more, less = item.finding.exposure, other.finding.exposure
-    if item.family is Family.WEIGHTS and item.rule.id in _LESS:
-        narrower = item.rule == other.rule and less.startswith(f"{more}, ") and "head" not in less
-        return other.rule.id in _LESS[item.rule.id] or "budget" in less or narrower
-    return less.startswith((f"{more}, ", f"{more} to "))
+    if other is item or other.family is not item.family or less.part != more.part:
+        return False
+    fewer = item.rule.id in _LESS and (less.rule in _LESS[more.rule] or less.variant == "budget")
+    return fewer or less.narrows(more)

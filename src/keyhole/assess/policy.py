@@ -36,10 +36,10 @@ from typing import Any, cast
 
 from keyhole.assess.conditions import Condition, condition
 from keyhole.assess.item import Ignore
-from keyhole.assess.rules import Rule, expect_exposures
 from keyhole.assess.severity import Severity
 from keyhole.core import Finding
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Rule, expect_exposures
 from keyhole.core.files import exists, read_text
 
 FILES = ("keyhole.toml", "pyproject.toml")

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from keyhole.assess.rules import Family, family_of, rule_of
 from keyhole.core import Finding, Outcome, Status
+from keyhole.core.exposure import Family, rule_of
 from keyhole.core.text import percent
 
 
@@ -84,7 +84,7 @@ def score(finding: Finding, scale: Scale = USUAL) -> Score:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
         return Score(0, Severity.NONE, f"nothing was given away{_guessed(finding)}")
-    family, proved = family_of(finding), is_proved(finding)
+    family, proved = finding.exposure.family, is_proved(finding)
     much, how_much = _much(share(finding), proved, scale)
     how_much += _chance(finding)
     cheap, cost_words = _cheap(finding, scale)
@@ -107,7 +107,7 @@ def exact(finding: Finding) -> float:
     if finding.texts:
         cell = finding.texts[0]
         return cell.exact / max(1, len(cell.readings))
-    if family_of(finding) is Family.PREDICTIONS:
+    if finding.exposure.family is Family.PREDICTIONS:
         return finding.known if finding.exposed else 0.0
     return float(finding.status in (Status.RECOVERED, Status.WITHIN))
 
@@ -117,7 +117,7 @@ def is_proved(finding: Finding) -> bool:
 
     Flips are: the model itself gave the other answer. Text is where any whole text was verified.
     """
-    if family_of(finding) is Family.PREDICTIONS:
+    if finding.exposure.family is Family.PREDICTIONS:
         return finding.exposed
     if finding.texts:
         return any(cell.exact for cell in finding.texts)
@@ -132,7 +132,7 @@ _LOST = {
 
 def cost(finding: Finding) -> str:
     """What was spent, in the unit that is counted: questions asked, texts seen, passes made."""
-    single, several = rule_of(finding).units
+    single, several = rule_of(finding.exposure).units
     return f"{finding.queries:,} {single if finding.queries == 1 else several}"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,20 +21,20 @@ from torch import Tensor
 from keyhole.audit.check import Check, Checked
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import EndpointOptions
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.open_inference import FLOATS
-from keyhole.oracle.options import without_password
 from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.text_endpoint import Given, TextEndpoint
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave
 _SUM = 1e-3  # how far rounded probabilities may be from 1 together
 _IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # where no vocabulary is known
-_STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (
-    "a vector for each token", "labels", "a number for each class", "a vector for the text",
-    "one score",
+_STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
+    "token-vectors", "labels", "classes", "vector", "score",
 )  # fmt: skip
 _REMEDIES = {
     _STATES: "Return a label, or one vector for the whole text: token vectors are as good as text.",
@@ -62,11 +62,12 @@ class AnswersTarget:
         return f"{address}{self.options.chosen}{weights}"
 
 
-def checks(surface: str, target: AnswersTarget) -> list[Check]:
-    return [Check("what answers to texts expose", partial(_check, surface, target))]
+def checks(part: str, target: AnswersTarget) -> list[Check]:
+    exposure = Exposure("KH-TEXT-ANSWERS", part=part)
+    return [Check(exposure, partial(_check, exposure, target))]
 
 
-def _check(surface: str, target: AnswersTarget, track: Track) -> Checked:
+def _check(exposure: Exposure, target: AnswersTarget, track: Track) -> Checked:
     """Every output for every text; then each output by itself."""
     started = time.perf_counter()
     progress = track("answers to texts", len(target.texts))
@@ -81,14 +82,14 @@ def _check(surface: str, target: AnswersTarget, track: Track) -> Checked:
                     own.append(_own(target.loaded, target.texts[number]))
                 progress(number + 1)
     except OracleError as error:
-        return Checked(skips=(Skip("answers to texts", "asked", str(error), unchecked=True),))
+        return Checked(skips=(Skip(exposure, "asked", str(error), unchecked=True),))
     findings = [
-        _finding(surface, name, outputs, target.loaded, own, time.perf_counter() - started)
+        _finding(exposure, name, outputs, target.loaded, own, time.perf_counter() - started)
         for name, outputs in given.items()
     ]
     if target.loaded is None:
         why = "give --model to compare the answers with those of its weights"
-        return Checked(tuple(findings), (Skip("whose answers they are", "none", why),))
+        return Checked(tuple(findings), (Skip(replace(exposure, variant="whose"), "none", why),))
     return Checked(tuple(findings))
 
 
@@ -103,7 +104,7 @@ def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequ
 
 
 def _finding(
-    surface: str, name: str, outputs: Sequence[Given], loaded: Loaded | None,
+    exposure: Exposure, name: str, outputs: Sequence[Given], loaded: Loaded | None,
     own: Sequence[Mapping[str, Tensor]], seconds: float,
 ) -> Finding:  # fmt: skip
     kind, words = _kind(name, outputs)
@@ -115,7 +116,7 @@ def _finding(
     if kind != _STATES:
         reason = f"{reason}; {_unread(kind)}"
     return Finding(
-        surface=surface, exposure=f"{kind}: output {name or 'without a name'}", attack="asked",
+        exposure=replace(exposure, variant=kind, name=name), attack="asked",
         status=status, reason=reason, remedy=_REMEDIES[kind], error=error, queries=len(outputs),
         seconds=seconds, sought="token states" if kind == _STATES else "answers",
     )  # fmt: skip

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keyhole.core import Finding, Skip, Status
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
+from keyhole.core.result import restored
 
 
 @dataclass(frozen=True)
@@ -34,28 +36,38 @@ class Checked:
     def from_dict(cls, data: dict[str, Any]) -> Checked:
         return cls(
             tuple(Finding.from_dict(finding) for finding in data["findings"]),
-            tuple(Skip(**skip) for skip in data["skips"]),
+            tuple(restored(Skip, skip) for skip in data["skips"]),
         )
 
 
 @dataclass(frozen=True)
 class Check:
-    """One attack on one exposure, not made yet; `name` tells it from the others of its target.
+    """One attack on one exposure, not made yet.
 
-    `elsewhere`, where there is one, gives the same as a function that another process can call,
-    with its number among the workers of its machine. `weight` is about how long it takes, where
-    an attack on weights takes 1: the time that is left is estimated by it.
+    `attack` is its name, where an exposure is tried with several. `elsewhere`, where there is one,
+    gives the same as a function that another process can call, with its number among the workers of
+    its machine. `weight` is about how long it takes, where an attack on weights takes 1: the time
+    that is left is estimated by it.
     """
 
-    name: str
+    exposure: Exposure
     run: Callable[[Track], Checked]
+    attack: str = ""
     elsewhere: Callable[[], Callable[[int], Checked]] | None = None
     weight: float = 1.0
 
+    @property
+    def name(self) -> str:
+        """What tells it from the other checks of its target, in a journal for example."""
+        return f"{self.exposure}, {self.attack}" if self.attack else str(self.exposure)
 
-def nothing_to_try(name: str, *skips: Skip) -> Check:
-    """A check whose outcome is known before it is made: there is nothing to try."""
-    return Check(name, lambda _: Checked(skips=skips), weight=0.0)
+
+def nothing_to_try(skip: Skip, exposure: Exposure | None = None) -> Check:
+    """A check whose outcome is known before it is made: there is nothing to try.
+
+    `exposure` is that of the check, where the skip is about more than that.
+    """
+    return Check(exposure or skip.exposure, lambda _: Checked(skips=(skip,)), weight=0.0)
 
 
 def joined(parts: Iterable[Checked]) -> Checked:

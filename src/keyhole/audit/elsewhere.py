@@ -19,8 +19,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import Track, untracked
 from keyhole.models.loading import kept_open
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import session
-from keyhole.oracle.options import without_password
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ def _open(opening: Opening, worker: int, resources: ExitStack) -> _Open:
         plan,
         name=shown(plan.name),
         identity=shown(plan.identity),
-        checks=tuple(shown(name) for name in plan.checks),
+        checks={
+            shown(key): replace(exposure, part=shown(exposure.part))
+            for key, exposure in plan.checks.items()
+        },
         stores={shown(name): facts for name, facts in plan.stores.items()},
     )
     made = zip(plan.checks, numbered(checks).values(), strict=True)
@@ -78,8 +81,8 @@ def _as_given(opening: Opening, checked: Checked) -> Checked:
     return Checked(
         tuple(
             replace(
-                finding, surface=shown(finding.surface), exposure=shown(finding.exposure),
-                reason=shown(finding.reason),
+                finding, reason=shown(finding.reason),
+                exposure=replace(finding.exposure, part=shown(finding.part)),
             )
             for finding in checked.findings
         ),

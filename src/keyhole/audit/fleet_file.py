@@ -29,7 +29,7 @@ from keyhole.audit.opening import Opening
 from keyhole.core.endpoint import headers_of
 from keyhole.core.errors import MOST, InputError
 from keyhole.core.files import exists, is_file, is_folder, read_text
-from keyhole.oracle.options import without_password
+from keyhole.oracle.connection import without_password
 from keyhole.stores import names_store
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

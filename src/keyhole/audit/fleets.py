@@ -22,10 +22,12 @@ from keyhole.audit.journal import Resuming, recalled, remember
 from keyhole.audit.plan import Plan
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.journal import Journal
 from keyhole.core.progress import Expecting, Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.models.loading import close_kept
+from keyhole.report import words
 
 Finished = Callable[[Member, Audit], None]  # told of every target as soon as all of it is checked
 
@@ -121,14 +123,14 @@ class _Fleet:
         check = done.task.key.removeprefix(name)
         if done.error is not None:
             reason = _reason(done.error)
-            checked = Checked(skips=(Skip(check.partition(". ")[2], "none", reason, True),))
+            checked = Checked(skips=(Skip(self.plans[name].checks[check], "none", reason, True),))
         else:
             checked = done.value
             remember(self.journal, _key(name, self.plans[name], check), checked, done.seconds)
             self.costs.learn(name, check, done.seconds)
         self.checked[name][check] = checked, done.seconds
         self._end_if_complete(name)
-        self._tell(f"{name}: {check.partition('. ')[2]}")
+        self._tell(f"{name}: {words.exposure(self.plans[name].checks[check])}")
 
     def _recalled(self, name: str) -> Plan | None:
         """What an earlier run was to check of a target, if that is as it was.
@@ -208,7 +210,7 @@ def _keys(name: str, plan: Plan) -> list[str]:
 
 def _unopened(name: str, error: Exception) -> Audit:
     """A target that nobody could open: nothing of it was checked."""
-    skip = Skip("the target", "none", _reason(error), unchecked=True)
+    skip = Skip(Exposure(NOT_CHECKED, "target"), "none", _reason(error), unchecked=True)
     return Audit(target=name, identity="", findings=(), skips=(skip,))
 
 

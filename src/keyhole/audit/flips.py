@@ -19,26 +19,30 @@ from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Progress, Track, silent
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
-from keyhole.disrupt.labels import settled
+from keyhole.disrupt.hack_attend import HackAttend
+from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
 from keyhole.recover.pieces import decoded, labels
+from keyhole.report import words
 
 SHOWN = 3  # flipped inputs that a finding shows
 _TOGETHER = 16  # examples in one batch
 _LONGEST = 128  # tokens of a text
 _WEIGHT = 28  # how long a check takes, as measured on the demo (check.py)
 
+_CUT = Exposure("KH-PREDICTIONS-CUTS")
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
 _CHANCE = "Nothing: this is the control, what cuts without any choice would do."
 
 
-def checks(surface: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
+def checks(part: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
     """Flips of a classifier, or of the next token; models without such a head are skipped.
 
     `share` is how much of the attention may be cut, where it is not as much as usual.
@@ -47,7 +51,7 @@ def checks(surface: str, target: TextTarget, seed: int, share: float | None = No
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"expected a head for classes or text, got {name}: keyhole disrupt takes others"
-        return [nothing_to_try("flips", Skip("attention cut", "HackAttend", reason))]
+        return [nothing_to_try(Skip(_CUT, "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
     if task == "classification":
@@ -59,15 +63,16 @@ def checks(surface: str, target: TextTarget, seed: int, share: float | None = No
 
     return [
         Check(
-            f"flips by {attacker.words}", partial(_check, surface, target, attacker, examples),
-            weight=_WEIGHT,
+            replace(exposure, part=part),
+            partial(_check, replace(exposure, part=part), target, attacker, examples),
+            name, weight=_WEIGHT,
         )
-        for attacker in attackers(seed, share)
+        for name, exposure, attacker in attackers(seed, share)
     ]  # fmt: skip
 
 
 def _check(
-    surface: str,
+    exposure: Exposure,
     target: TextTarget,
     attacker: Attacker,
     examples: Callable[[], Sequence[Example]],
@@ -75,39 +80,39 @@ def _check(
 ) -> Checked:
     labelled = examples()
     try:
-        return Checked((_tried(surface, target, attacker, labelled, track),))
+        return Checked((_tried(exposure, target, attacker, labelled, track),))
     except InputError as error:  # attention that does not go where it can be cut
-        return Checked(skips=(Skip("attention cut", type(attacker).__name__, str(error)),))
+        return Checked(skips=(Skip(_CUT, type(attacker).__name__, str(error)),))
 
 
-def attackers(seed: int, share: float | None = None) -> list[Attacker]:
-    """Those that the registry has a line for, in its order."""
-    return [
-        ATTACKERS.make(entry.name, **line.settings, share=share, **_seeded(entry.options, seed))
-        for entry, line in ATTACKERS.lines()
-    ]
-
-
-def _seeded(options: frozenset[str], seed: int) -> dict[str, int]:
-    """An attacker that draws nothing at random need not take a seed."""
-    return {"seed": seed} if "seed" in options else {}
+def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
+    """Those that the registry has a row for, in its order: name, what is cut, and attacker."""
+    made: list[tuple[str, Exposure, Attacker]] = []
+    for entry, row in ATTACKERS.rows():
+        # An attacker that draws nothing at random need not take a seed.
+        seeded = {"seed": seed} if "seed" in entry.options else {}
+        attacker = ATTACKERS.make(entry.name, **row.settings, share=share, **seeded)
+        cut = f"{100 * attacker.share:g}%" if isinstance(attacker, HackAttend) else ""
+        made.append((entry.name, replace(row.exposure, name=cut), attacker))
+    return made
 
 
 def _tried(
-    surface: str, target: TextTarget, attacker: Attacker, examples: Sequence[Example], track: Track
-) -> Finding:
+    exposure: Exposure, target: TextTarget, attacker: Attacker, examples: Sequence[Example],
+    track: Track,
+) -> Finding:  # fmt: skip
     """One attacker on the model, and on its twin where it has one."""
     started = time.perf_counter()
-    progress = track(attacker.words, len(examples))
+    progress = track(words.exposure(exposure), len(examples))
     disruption = _batches(target.loaded, examples, progress).attack(attacker)
     twin = None
     if target.twin is not None:
-        progress = track(f"{attacker.words}, {target.twin.name}", len(examples))
+        progress = track(f"{words.exposure(exposure)}, {target.twin.name}", len(examples))
         other = _batches(target.twin, examples, progress).attack(attacker)
         twin = (target.twin.name, other)
     seconds = time.perf_counter() - started
     cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
-    made = finding(surface, disruption, cuts, seconds, twin)
+    made = finding(exposure, disruption, cuts, seconds, twin)
     about = f"; {target.about}" if target.about else ""
     return replace(made, reason=made.reason + about)
 
@@ -148,14 +153,28 @@ def audit_of(disruption: Disruption, target: str = "") -> Audit:
     return Audit(
         target=target or disruption.model,
         identity=disruption.identity or disruption.model,
-        findings=(finding("", disruption, cuts, disruption.seconds),),
+        findings=(finding(exposure_of(disruption.method), disruption, cuts, disruption.seconds),),
         seed=int(disruption.method.get("seed", 0)),
         seconds=disruption.seconds,
     )
 
 
+def exposure_of(method: Mapping[str, Any], part: str = "") -> Exposure:
+    """What an attacker cuts, by the settings that its results hold."""
+    if "scope" not in method:  # another attacker than HackAttend
+        return replace(_CUT, variant=str(method["attack"]), part=part)
+    how = ""
+    if method["control"]:
+        how = "-random"
+    elif method["schedule"]["name"] == "greedy":
+        released = HackAttend.from_dict(method).as_published
+        how = "-released" if released else "-schedule"
+    variant, share = f"{method['scope']}{how}", f"{100 * method['share']:g}%"
+    return replace(_CUT, variant=variant, name=share, part=part)
+
+
 def finding(
-    surface: str,
+    exposure: Exposure,
     disruption: Disruption,
     cuts: Sequence[Cut],
     seconds: float,
@@ -168,10 +187,10 @@ def finding(
         name, other = twin
         flipped = f"{other.flips} of {len(other.attacked)}"
         reason += f"; of {name}: {flipped} ({percent(other.success)})"
-        words = f"{flipped} right answers flipped"
-        remedied = (Remedied(f"keyhole harden: {name}", other.success, words),)
+        left = f"{flipped} right answers flipped"
+        remedied = (Remedied(f"keyhole harden: {name}", other.success, left),)
     return Finding(
-        exposure=disruption.method["words"],
+        exposure=exposure,
         attack=disruption.method["attack"],
         status=status,
         reason=reason,
@@ -180,7 +199,6 @@ def finding(
         queries=sum(outcome.queries for outcome in disruption.attacked),
         seconds=seconds,
         known=disruption.success,
-        surface=surface,
         sought="prediction",
         cuts=tuple(cuts),
         control=bool(disruption.method["control"]),

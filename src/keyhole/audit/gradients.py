@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from keyhole.audit.chance import explained, share_by_chance
@@ -15,6 +16,7 @@ from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.texts import TextTarget, reading_of
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.core.text import percent
@@ -26,8 +28,9 @@ from keyhole.recover.gradients.recover_batch import LONGEST
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
+from keyhole.report import words
 
-EXPOSURE = "gradient of a batch of texts"
+EXPOSURE = Exposure("KH-TEXT-GRADIENT")
 REMEDY = (
     "Treat gradients as the texts themselves: add noise (DP-SGD) or sum them over clients before "
     "anybody sees them; clipping and hiding the embeddings do not help, rounding only in part."
@@ -37,7 +40,7 @@ _LARGEST = 1 << 28  # weights whose gradient an audit makes
 _WEIGHT = 12  # how long a check takes, as measured on the demo (check.py)
 
 
-def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
+def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """One check of a model that has a loss; `seed` is every family's, nothing here is random."""
     del seed
     model = target.loaded.model
@@ -53,11 +56,12 @@ def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
         reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
-        return [nothing_to_try(EXPOSURE, Skip(EXPOSURE, "none", reason))]
-    return [Check(f"text from the {EXPOSURE}", partial(_check, surface, target), weight=_WEIGHT)]
+        return [nothing_to_try(Skip(EXPOSURE, "none", reason))]
+    exposure = replace(EXPOSURE, part=part)
+    return [Check(exposure, partial(_check, exposure, target), weight=_WEIGHT)]
 
 
-def _check(surface: str, target: TextTarget, track: Track) -> Checked:
+def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
     longest = min(LONGEST, anatomy(loaded.model).longest)
@@ -65,7 +69,7 @@ def _check(surface: str, target: TextTarget, track: Track) -> Checked:
     batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]
     precisions = [name for name in _PRECISIONS if name in target.precisions]
-    progress = track(EXPOSURE, len(precisions))
+    progress = track(words.exposure(exposure), len(precisions))
     cells: list[Readings] = []
     notes: list[str] = []
     for number, precision in enumerate(precisions, 1):
@@ -85,8 +89,7 @@ def _check(surface: str, target: TextTarget, track: Track) -> Checked:
     status, exact = _status(cells), cells[0].exact if cells else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
     finding = Finding(
-        surface=surface,
-        exposure=EXPOSURE,
+        exposure=exposure,
         attack="GradientSpans" if cells else "",
         status=status,
         reason=reason + ", ".join(notes) if cells else "none of the precisions asked for is tried",

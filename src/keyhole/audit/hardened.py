@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keyhole.audit.flips import cuts_of, finding
+from keyhole.audit.flips import cuts_of, exposure_of, finding
 from keyhole.core import Audit, Finding, Outcome, Remedied, Status
+from keyhole.core.exposure import Exposure
 from keyhole.disrupt.disruption import status_of
 from keyhole.harden.evaluate import Evaluation, Measured
-from keyhole.harden.hardening import Hardening
+from keyhole.harden.run import Hardening
 from keyhole.models.loading import load_config, load_tokenizer
-
-_WRONG = {
-    "lowered": "masks that lower a wrong label",
-    "raised": "masks that lead to a wrong label",
-}
 
 
 def audit_of(hardening: Hardening, folder: str | Path) -> Audit:
@@ -47,24 +44,26 @@ def audit_of(hardening: Hardening, folder: str | Path) -> Audit:
     )
 
 
-def findings(
-    evaluation: Evaluation, surface: str, tokenizer: Any, config: Any
-) -> tuple[Finding, ...]:
-    """One for each kind of mask; `surface` names the model."""
+def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> tuple[Finding, ...]:
+    """One for each kind of mask; `part` names the model."""
     attacks: list[Finding] = []
-    others: dict[str, Measured] = {}
+    masks = partial(Exposure, "KH-PREDICTIONS-CUTS", part=part)
+    others: dict[Exposure, Measured] = {}
     for name, measured in evaluation.attacks.items():
         disruption = evaluation.disruptions.get(name)
         if disruption is None:  # an evaluation from a file has no outcomes
-            others[f"the attack {name}"] = measured
+            others[masks("attack", name=name)] = measured
             continue
         cuts = () if attacks else cuts_of(tokenizer, config, disruption)
-        attacks.append(finding(surface, disruption, cuts, disruption.seconds))
+        attacks.append(
+            finding(exposure_of(disruption.method, part), disruption, cuts, disruption.seconds)
+        )
     others |= {
-        f"masks found on {name}": measured for name, measured in evaluation.transferred.items()
+        masks("transferred", name=name): measured
+        for name, measured in evaluation.transferred.items()
     }
-    others |= {_WRONG[name]: measured for name, measured in evaluation.wrong_label.items()}
-    return (*attacks, *(_counted(words, measured, surface) for words, measured in others.items()))
+    others |= {masks(name): measured for name, measured in evaluation.wrong_label.items()}
+    return (*attacks, *(_counted(exposure, measured) for exposure, measured in others.items()))
 
 
 def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
@@ -73,17 +72,18 @@ def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Findi
     return replace(
         row,
         remedied=tuple(
-            Remedied(f"{remedy}: {other.surface}", other.known, other.reason)
+            Remedied(f"{remedy}: {other.part}", other.known, other.reason)
             for other in trained
-            if other.exposure == row.exposure and other.outcome is not Outcome.UNCHECKED
+            if replace(other.exposure, part=row.part) == row.exposure
+            and other.outcome is not Outcome.UNCHECKED
         ),
     )
 
 
-def _counted(words: str, measured: Measured, surface: str) -> Finding:
+def _counted(exposure: Exposure, measured: Measured) -> Finding:
     none = measured.examples == 0
     return Finding(
-        exposure=words,
+        exposure=exposure,
         attack="masks that it did not help to choose",
         status=Status.NOT_APPLICABLE if none else status_of(measured.flips, measured.examples),
         reason=f"{measured.flips} of {measured.examples} right answers flipped",
@@ -92,6 +92,5 @@ def _counted(words: str, measured: Measured, surface: str) -> Finding:
         queries=round(measured.queries * measured.examples),
         seconds=measured.seconds,
         known=measured.success,
-        surface=surface,
         sought="prediction",
     )

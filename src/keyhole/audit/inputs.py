@@ -20,37 +20,41 @@ from keyhole import attention
 from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import MissingExtra
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.invert import Inversion, Problem, certify
 from keyhole.invert.judge import SAME
-from keyhole.invert.registry import METHODS, Line
-from keyhole.invert.solvers.solver import Solve
+from keyhole.invert.registry import METHODS, Row
+from keyhole.invert.solvers.multistart import Solve
 from keyhole.oracle import Oracle, OracleError, ask
 from keyhole.oracle.planted import Attention
+from keyhole.report import words
 
 LENGTH = 6  # tokens of the secret input
 _WEIGHT = 6  # how long a check takes, as measured on the demo (check.py)
 
 
-def checks(surface: str, oracle: Oracle, seed: int) -> list[Check]:
+def checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
     """Every leak of a layer whose weights are at hand."""
     attacks = [
-        (f"input from {line.exposure}, {entry.name}", line,
-         METHODS.make(entry.name, seed=seed, **line.settings))
-        for entry, line in METHODS.lines()
-    ]  # fmt: skip
+        (entry.name, row, METHODS.make(entry.name, seed=seed, **row.settings))
+        for entry, row in METHODS.rows()
+    ]
     layer = _layer(oracle)
     if layer is None:
         reason = "it needs the weights of an attention layer that answers for every token"
         return [
-            nothing_to_try(name, Skip(line.exposure, type(method).__name__, reason))
-            for name, line, method in attacks
+            nothing_to_try(Skip(row.exposure, type(method).__name__, reason))
+            for _, row, method in attacks
         ]
     leak = cache(partial(_leak, layer, oracle, seed))
-    return [
-        Check(name, partial(_check, line, method, surface, layer, leak), weight=_WEIGHT)
-        for name, line, method in attacks
-    ]
+    made: list[Check] = []
+    for name, row, method in attacks:
+        variant = row.exposure.variant or ("causal" if layer.causal else "")
+        exposure = replace(row.exposure, variant=variant, part=part)
+        run = partial(_check, row, method, exposure, layer, leak)
+        made.append(Check(exposure, run, name, weight=_WEIGHT))
+    return made
 
 
 def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
@@ -61,9 +65,9 @@ def _leak(layer: Attention, oracle: Oracle, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    line: Line,
+    row: Row,
     method: Solve,
-    surface: str,
+    exposure: Exposure,
     layer: Attention,
     leak: Callable[[], tuple[Tensor, Tensor]],
     track: Track,
@@ -71,9 +75,9 @@ def _check(
     try:
         secret, output = leak()
     except OracleError as error:
-        skip = Skip(line.exposure, type(method).__name__, str(error), unchecked=True)
+        skip = Skip(row.exposure, type(method).__name__, str(error), unchecked=True)
         return Checked(skips=(skip,))
-    return Checked((_run(line, method, surface, layer, secret, output, track),))
+    return Checked((_run(row, method, exposure, layer, secret, output, track),))
 
 
 def _ordinary(layer: Attention, X: Tensor) -> Tensor:
@@ -82,15 +86,15 @@ def _ordinary(layer: Attention, X: Tensor) -> Tensor:
     return X / max(deviation, 1e-6) ** 0.5
 
 
-def _proof(problem: Problem, X: Tensor) -> str:
-    """What can be proved of an input, in words; a proof that cannot be made is not the end."""
+def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
+    """What can be proved of an input, in words, and the extra that is missing for a proof."""
     try:
         certificate = certify(problem, X)
     except MissingExtra as missing:
-        return f"; not proved: {missing}"
+        return f"; not proved: {missing}", missing.extra
     if certificate.radius is None:
-        return ""
-    return f"; proved: one exact input lies within {certificate.radius:.0e} of this one"
+        return "", ""
+    return f"; proved: one exact input lies within {certificate.radius:.0e} of this one", ""
 
 
 def _layer(oracle: Oracle) -> Attention | None:
@@ -104,42 +108,43 @@ def _layer(oracle: Oracle) -> Attention | None:
 
 
 def _run(
-    line: Line,
+    row: Row,
     method: Solve,
-    surface: str,
+    exposure: Exposure,
     layer: Attention,
     secret: Tensor,
     output: Tensor,
     track: Track,
 ) -> Finding:
-    problem = _problem(line, layer, secret, output)
-    exposure = line.exposure.replace("a layer", "a causal layer") if layer.causal else line.exposure
-    inversion = method(problem, progress=track(exposure))
-    status, reason, error = _compared(inversion, secret, line.decimals)
+    problem = _problem(row, layer, secret, output)
+    inversion = method(problem, progress=track(words.exposure(exposure)))
+    status, reason, error = _compared(inversion, secret, row.decimals)
+    extra = ""
     if inversion.X is not None and inversion.solved:
-        reason += _proof(problem, inversion.X)
+        proof, extra = _proof(problem, inversion.X)
+        reason += proof
     return Finding(
-        surface=surface,
         exposure=exposure,
         attack=type(method).__name__,
         status=status,
         reason=reason,
-        remedy=line.remedy,
+        remedy=row.remedy,
         error=error,
         queries=1,
         seconds=inversion.seconds,
         known=1.0 if status is Status.RECOVERED else 0.0,
         sought="input",
+        extra=extra,
     )
 
 
-def _problem(line: Line, layer: Attention, secret: Tensor, output: Tensor) -> Problem:
+def _problem(row: Row, layer: Attention, secret: Tensor, output: Tensor) -> Problem:
     """What the attacker has: the layer, its output as it leaks, and the maps where they do."""
     problem = Problem(layer.W, layer.V, output, causal=layer.causal)
-    if line.decimals is not None:
-        rounded = output.round(decimals=line.decimals)
-        problem = replace(problem, B=rounded, tolerance=0.5 * 10.0**-line.decimals)
-    return replace(problem, maps=problem.maps_of(secret)) if line.maps else problem
+    if row.decimals is not None:
+        rounded = output.round(decimals=row.decimals)
+        problem = replace(problem, B=rounded, tolerance=0.5 * 10.0**-row.decimals)
+    return replace(problem, maps=problem.maps_of(secret)) if row.maps else problem
 
 
 def _compared(

@@ -25,6 +25,7 @@ from keyhole.core.tasks import Runner, Task
 from keyhole.models.loading import identity
 from keyhole.recover.attack import Counts
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
+from keyhole.report import words
 
 Resuming = Callable[[int, int], None]  # told how many checks are done, of how many
 
@@ -106,7 +107,7 @@ def make_all(
         if worked and isinstance(progress, Expecting):
             ahead = sum(check.weight for other, check in checks.items() if other not in made)
             progress.expect((time.monotonic() - began) * ahead / worked)
-        progress(len(made), note=checks[key].name)
+        progress(len(made), note=words.in_full(checks[key].exposure))
     return joined(made[key][0] for key in checks), sum(took for _, took in made.values())
 
 

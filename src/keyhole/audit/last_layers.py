@@ -14,11 +14,13 @@ from contextlib import closing
 from keyhole.audit.check import Checked
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import KEY
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.oracle.completions import COMPLETION, Completions
 from keyhole.oracle.probe import Route, Server
 from keyhole.oracle.protocol import Counted
+from keyhole.report import words
 
 QUERIES, SAMPLE = 1_024, 64
 _WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
@@ -34,9 +36,11 @@ def reads(server: Server, route: Route) -> bool:
     return server.kind == "llama.cpp" and route.path == COMPLETION
 
 
-def last_layer(surface: str, server: Server, route: Route, probe: str, track: Track) -> Checked:
+def last_layer(
+    exposure: Exposure, server: Server, route: Route, probe: str, track: Track
+) -> Checked:
     """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
-    exposure, started = f"last layer from {route.name}", time.perf_counter()
+    started = time.perf_counter()
     answered = server.try_route(route, probe, key=bool(os.environ.get(KEY)))
     if not answered.open:
         return Checked(skips=(Skip(exposure, "OutputLayer", f"not given: {answered.reason}"),))
@@ -50,15 +54,15 @@ def last_layer(surface: str, server: Server, route: Route, probe: str, track: Tr
             )
             return Checked(skips=(Skip(exposure, "OutputLayer", reason),))
         budget = QUERIES if (oracle.width or 0) < _WIDEST * QUERIES else SAMPLE
-        counted = Counted(oracle, budget, track(exposure, budget))
+        counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
         result = OutputLayer()(counted)
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
     finding = Finding(
-        surface=surface, exposure=exposure, attack="OutputLayer", status=result.status,
+        exposure=exposure, attack="OutputLayer", status=result.status,
         reason=reason, remedy=REMEDY, error=None if result.check is None else result.check.worst,
-        queries=counted.queries, seconds=time.perf_counter() - started, floor=result.floor,
+        queries=counted.queries, seconds=time.perf_counter() - started, lower_bound=result.floor,
         known=result.known, sought="last layer",
     )  # fmt: skip
     return Checked((finding,))

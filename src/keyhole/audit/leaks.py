@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from keyhole.audit.check import Check, Checked
+from keyhole.audit.texts import exposure_of
 from keyhole.core import Finding, Status
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery, recover_text
 from keyhole.recover.attack import Attack
-from keyhole.recover.foreign import WrittenIds
+from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.sources import Opened
 
 _IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
 _WHOLE = "float32"
@@ -43,21 +44,26 @@ class LeakTarget:
         return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
 
 
-def checks(surface: str, target: LeakTarget) -> list[Check]:
+def checks(part: str, target: LeakTarget) -> list[Check]:
     """For each text of the file: the ids that stand in it, and the attack on the rest."""
     made: list[Check] = []
     for opened in target.leaks:
         if opened.ids is not None:
             attack = WrittenIds([opened.ids])
-            run = partial(_check, surface, target.loaded, opened, attack)
-            made.append(Check(f"token ids in {opened.name}", run))
-        run = partial(_check, surface, target.loaded, opened, None)
-        made.append(Check(f"text from {opened.leak.exposure} in {opened.name}", run))
+            exposure = Exposure("KH-TEXT-TOKEN-IDS", name=opened.name, part=part)
+            run = partial(_check, exposure, target.loaded, opened, attack)
+            made.append(Check(exposure, run))
+        leaking = opened.leak.exposure
+        layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
+        exposure = replace(
+            exposure_of(leaking.kind), variant="file", layer=layer, name=opened.name, part=part
+        )
+        made.append(Check(exposure, partial(_check, exposure, target.loaded, opened, None)))
     return made
 
 
 def _check(
-    surface: str, loaded: Loaded, opened: Opened, attack: Attack | None, track: Track
+    exposure: Exposure, loaded: Loaded, opened: Opened, attack: Attack | None, track: Track
 ) -> Checked:
     started = time.perf_counter()
     leak = opened.leak
@@ -66,8 +72,7 @@ def _check(
     readings = (_read(loaded, recovery),)
     cell = Readings(leak.kind, leak.exposure.layer, leak.precision or _WHOLE, readings)
     finding = Finding(
-        surface=surface,
-        exposure=f"token ids in {opened.name}" if attack else f"{leak.exposure} in {opened.name}",
+        exposure=exposure,
         attack=recovery.method,
         status=recovery.status,
         reason=recovery.reason,
@@ -97,4 +102,4 @@ def _read(loaded: Loaded, recovery: TextRecovery) -> Reading:
 
 
 def _remedy(leak: Leak) -> str:
-    return next(line.remedy for _, line in ATTACKS.lines() if line.kind == leak.kind)
+    return next(row.remedy for _, row in ATTACKS.rows() if row.kind == leak.kind)

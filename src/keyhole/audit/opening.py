@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, overload
 
-from keyhole.assess.rules import expect_exposures
 from keyhole.audit.given import TEXTS_OF_A_MODEL, TEXTS_OF_A_STORE, Data, Stored
 from keyhole.audit.targets import Target, open_target
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count, expect_seed
+from keyhole.core.exposure import expect_exposures
 from keyhole.core.files import exists
 from keyhole.core.journal import digest
 from keyhole.core.machine import device_of, expect_device

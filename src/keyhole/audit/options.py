@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, Literal
 
-from keyhole.assess.rules import expect_exposures
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import MOST, InputError, expect_count, expect_seed
+from keyhole.core.exposure import expect_exposures
 from keyhole.core.options import CHECKS, DATA, ENDPOINT, SCALE, TARGET, option
 
 Layers = tuple[int, ...] | Literal["all"]

@@ -7,10 +7,9 @@ worker maybe, and whoever has it can name every check and make the audit of what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from keyhole.assess.rules import asked_for, rule_of_check
 from keyhole.audit import answers as answer_checks
 from keyhole.audit import defences as defence_checks
 from keyhole.audit import flips as flip_checks
@@ -25,6 +24,7 @@ from keyhole.audit.layers import left_out as layers_left_out
 from keyhole.audit.stores import StoreFacts
 from keyhole.audit.targets import Target
 from keyhole.core import Audit, Skip
+from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Run, digest
 from keyhole.core.result import restored
 from keyhole.oracle import Oracle
@@ -39,7 +39,7 @@ ANSWERS = (answer_checks.checks,)
 
 @dataclass(frozen=True)
 class Plan:
-    """The checks of a target by name, and what its audit says besides their findings.
+    """The exposure of each check, by its key, and what the audit says besides their findings.
 
     `several`: the target has several parts, and what one does not give another does. `seconds` is
     what opening took.
@@ -48,7 +48,7 @@ class Plan:
     name: str
     identity: str
     determined: dict[str, Any]
-    checks: tuple[str, ...]
+    checks: dict[str, Exposure]
     skips: tuple[Skip, ...] = ()
     several: bool = False
     stores: dict[str, StoreFacts] = field(default_factory=dict[str, StoreFacts])
@@ -65,7 +65,7 @@ class Plan:
             name=opened.name or opened.identity,
             identity=opened.identity,
             determined=dict(determined),
-            checks=tuple(numbered(checks)),
+            checks={key: check.exposure for key, check in numbered(checks).items()},
             skips=(
                 *opened.skips,
                 *(
@@ -122,39 +122,34 @@ def checks_of(
     `only` names the families and rules to check; what is left out keeps its number.
     """
     parts = [
-        *((name, family(name, oracle, seed)) for name, oracle in surfaces.items()
+        *(family(name, oracle, seed) for name, oracle in surfaces.items()
           for family in ENDPOINTS),
-        *((name, family(name, model, seed)) for name, model in opened.models.items()
+        *(family(name, model, seed) for name, model in opened.models.items()
           for family in MODELS),
-        *((name, family(name, store)) for name, store in opened.stores.items()
+        *(family(name, store) for name, store in opened.stores.items()
           for family in STORES),
-        *((name, family(name, leaks)) for name, leaks in opened.leaks.items()
+        *(family(name, leaks) for name, leaks in opened.leaks.items()
           for family in LEAKS),
-        *((name, family(name, server)) for name, server in opened.servers.items()
+        *(family(name, server) for name, server in opened.servers.items()
           for family in SERVERS),
-        *((name, family(name, answers)) for name, answers in opened.answers.items()
+        *(family(name, answers) for name, answers in opened.answers.items()
           for family in ANSWERS),
     ]  # fmt: skip
     if against_defences:  # last, so that a journal's numbers stay what they were without them
         parts += [
-            *((name, defence_checks.endpoint_checks(name, oracle, seed))
+            *(defence_checks.endpoint_checks(name, oracle, seed)
               for name, oracle in surfaces.items()),
-            *((name, defence_checks.model_checks(name, model, seed))
+            *(defence_checks.model_checks(name, model, seed)
               for name, model in opened.models.items()),
         ]  # fmt: skip
-    several = len(surfaces) + len(opened.models) + len(opened.stores) > 1
     return [
-        replace(_asked_for(check, only), name=f"{name}: {check.name}" if several else check.name)
-        for name, checks in parts
+        check if is_chosen(check.exposure, only) else nothing_to_try(left_out(only), check.exposure)
+        for checks in parts
         for check in checks
     ]
 
 
-def _asked_for(check: Check, only: Sequence[str]) -> Check:
-    wanted = asked_for(rule_of_check(check.name), only)
-    return check if wanted else nothing_to_try(check.name, left_out(only))
-
-
 def left_out(only: Sequence[str]) -> Skip:
     """What an audit of some exposures says of the others."""
-    return Skip(f"all but {', '.join(only)}", "none", "left out, as --only or the policy says")
+    exposure = Exposure(NOT_CHECKED, "others", name=", ".join(only))
+    return Skip(exposure, "none", "left out, as --only or the policy says")

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from keyhole.assess.rules import expect_exposures
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
 from keyhole.audit.journal import Resuming, make_all, what_determines
@@ -28,6 +27,7 @@ from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count, expect_seed
+from keyhole.core.exposure import expect_exposures
 from keyhole.core.journal import Journal
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked

@@ -22,13 +22,15 @@ from keyhole.audit.last_layers import last_layer, reads
 from keyhole.audit.texts import reading_of
 from keyhole.audit.vector_prompts import takes_vectors
 from keyhole.core import Finding, Skip, Status, Unsuccessful
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure as Captured
+from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import FORMS
-from keyhole.oracle.probe import LOGPROBS, STATES, VECTOR, Answered, Route, Server
+from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
@@ -36,8 +38,13 @@ from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.served import served_noise, with_served_noise
-from keyhole.recover.simulate import LONGEST
+from keyhole.recover.simulate import MAX_LENGTH
+from keyhole.report import words
 
+_RULES = {
+    STATES: "KH-TEXT-HIDDEN-STATES", VECTOR: "KH-TEXT-EMBEDDING", CACHE: "KH-TEXT-KEYS-AND-VALUES",
+    LOGPROBS: "KH-TEXT-LOG-PROBABILITIES",
+}  # fmt: skip
 _PROBE = "a secret"  # what routes are asked about before anything is known of them
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
 _MANY = 384  # log-probabilities that a state needs at least, where its width is not known
@@ -57,52 +64,55 @@ class ServerTarget:
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
 
 
-def checks(surface: str, target: ServerTarget) -> list[Check]:
+def checks(part: str, target: ServerTarget) -> list[Check]:
     """One for each route, and one for each thing that is read of what a route returns."""
     made: list[Check] = []
     server, loaded = target.server, target.loaded
     for route in server.routes:
-        probe = partial(_probe, surface, server, route, loaded)
-        made.append(Check(f"{route.gives} from {route.name}", probe))
+        exposed = partial(Exposure, name=route.name, part=part)
+        exposure = exposed(_RULES[route.gives], "route")
+        made.append(Check(exposure, partial(_probe, exposure, server, route, loaded)))
         if reads(server, route):
-            run = partial(last_layer, surface, server, route, _PROBE)
-            made.append(Check(f"last layer from {route.name}", run))
+            exposure = exposed("KH-WEIGHTS-LAST-LAYER")
+            made.append(Check(exposure, partial(last_layer, exposure, server, route, _PROBE)))
         if loaded is not None and route.gives == STATES:
-            run = partial(_texts, surface, server, route, loaded, target.texts)
-            made.append(Check(f"text from {route.name}", run))
+            exposure = exposed("KH-TEXT-HIDDEN-STATES", "served")
+            run = partial(_texts, exposure, server, route, loaded, target.texts)
+            made.append(Check(exposure, run))
         # OpenAI's own form names tokens by their text, which may be the same for several.
         if loaded is not None and route.gives == LOGPROBS and route.numbered:
-            run = partial(_state, surface, server, route, loaded, target.texts)
-            made.append(Check(f"last state from {route.name}", run))
+            exposure = exposed("KH-TEXT-LOG-PROBABILITIES", "last-state")
+            run = partial(_state, exposure, server, route, loaded, target.texts)
+            made.append(Check(exposure, run))
     if loaded is not None and server.kind in FORMS:
-        run = partial(takes_vectors, surface, server, loaded, _PROBE)
-        made.append(Check(f"prompts of vectors at {server.kind}", run))
+        name = FORMS[server.kind].name(server.kind)
+        exposure = Exposure("KH-WEIGHTS-VECTOR-PROMPTS", name=name, part=part)
+        made.append(Check(exposure, partial(takes_vectors, exposure, server, loaded, _PROBE)))
     return made
 
 
 def _probe(
-    surface: str, server: Server, route: Route, loaded: Loaded | None, track: Track
+    exposure: Exposure, server: Server, route: Route, loaded: Loaded | None, track: Track
 ) -> Checked:
     del track
     started = time.perf_counter()
     answered = server.try_route(route, _PROBE)
-    exposure = f"{route.gives}: {route.name}"
     status, reason = _verdict(server, route, answered, loaded)
     if status is None:
         skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
         return Checked(skips=(skip,))
-    return _checked(surface, exposure, route, "probe", status, reason, started, sought=route.gives)
+    return _checked(exposure, route, "probe", status, reason, started, sought=route.gives)
 
 
 def _checked(
-    surface: str, exposure: str, route: Route, attack: str, status: Status, reason: str,
-    started: float, *, error: float | None = None, queries: int = 1, **more: Any,
+    exposure: Exposure, route: Route, attack: str, status: Status, reason: str, started: float, *,
+    error: float | None = None, queries: int = 1, **more: Any,
 ) -> Checked:  # fmt: skip
     """One finding about a route."""
     return Checked(
         (
             Finding(
-                surface=surface, exposure=exposure, attack=attack, status=status, reason=reason,
+                exposure=exposure, attack=attack, status=status, reason=reason,
                 remedy=route.remedy, error=error, queries=queries,
                 seconds=time.perf_counter() - started, **more,
             ),
@@ -119,27 +129,27 @@ def _verdict(
         return Status.UNSOLVED, f"asks for a key ({answered.status})"
     if not answered.open:
         return None, answered.reason
-    words = "answers without a key: "
+    given = "answers without a key: "
     if route.gives == STATES:
-        words += f"{len(content)} rows of {len(content[0])} numbers for {_PROBE!r}"
+        given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBE!r}"
     elif route.gives == VECTOR:
         # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
-        words += (
+        given += (
             f"one vector of {len(content)} numbers: audit {server.url}{route.path} --known FILE"
         )
-        return Status.NOT_APPLICABLE, words
+        return Status.NOT_APPLICABLE, given
     elif route.gives == LOGPROBS:
-        words += f"{len(content):,} log-probabilities of the next token"
+        given += f"{len(content):,} log-probabilities of the next token"
         needed = _MANY if loaded is None else anatomy(loaded.model).width + 1
         if len(content) < needed:
-            return Status.NOT_IDENTIFIABLE, f"{words}, where a state needs {needed:,}"
+            return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
-        words += "prompts can be saved to a file, which holds their token ids in the clear"
-    return Status.RECOVERED, words
+        given += "prompts can be saved to a file, which holds their token ids in the clear"
+    return Status.RECOVERED, given
 
 
 def _texts(
-    surface: str,
+    exposure: Exposure,
     server: Server,
     route: Route,
     loaded: Loaded,
@@ -147,11 +157,10 @@ def _texts(
     track: Track,
 ) -> Checked:
     """Texts sent, and read back from the states that came."""
-    exposure = f"text from {route.name}"
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(LONGEST, parts.longest)
-    progress = track(exposure, len(texts))
+    longest = min(MAX_LENGTH, parts.longest)
+    progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):
         answered = server.try_route(route, text, key=True)
@@ -171,7 +180,7 @@ def _texts(
         status = Status.INEXACT
     reason = f"{cell.exact} of {len(readings)} texts exact and verified; {recoveries[0].reason}"
     return _checked(
-        surface, exposure, route, recoveries[0].method, status, reason, started,
+        exposure, route, recoveries[0].method, status, reason, started,
         queries=len(readings), known=cell.known, sought="text", texts=(cell,),
     )  # fmt: skip
 
@@ -183,7 +192,7 @@ def _recovered(loaded: Loaded, leak: Leak, *, served: bool) -> TextRecovery:
 
 
 def _state(
-    surface: str,
+    exposure: Exposure,
     server: Server,
     route: Route,
     loaded: Loaded,
@@ -192,7 +201,6 @@ def _state(
 ) -> Checked:
     """The last state behind log-probabilities, beside the model's own for the same text."""
     del track
-    exposure = f"last state from {route.name}"
     started = time.perf_counter()
     if head_of(loaded.model) != "causal":
         return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
@@ -205,7 +213,7 @@ def _state(
         return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
     status, reason, error = _compared(loaded, text, answered.content, route)
     return _checked(
-        surface, exposure, route, "final_states", status, reason, started, error=error,
+        exposure, route, "final_states", status, reason, started, error=error,
         sought="last state",
     )  # fmt: skip
 
@@ -225,10 +233,10 @@ def _compared(
     except Unsuccessful as end:
         return end.status, end.reason, None
     target = Attacked.of(model, loaded.tokenizer)
-    exposure = Exposure("hidden", target.parts.layers)
+    top = Captured("hidden", target.parts.layers)
     ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=target.parts.device)
     with torch.no_grad():
-        own = capture(model, exposure, ids=ids)["values"][0, -1].double().cpu()
+        own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()
     error = float((state - own).norm() / own.norm())
     leak = HiddenStates(own.float()[None], target.parts.layers)
     spread = float(own.square().mean().sqrt())

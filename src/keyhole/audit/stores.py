@@ -28,10 +28,11 @@ from keyhole.audit.vectors import (
 )
 from keyhole.core import Estimate, Finding, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import Exposure
+from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Attack, Counts
 from keyhole.recover.attack import Target as Attacked
@@ -41,15 +42,15 @@ from keyhole.recover.embeddings.pooling import (
     AGREES_QUANTISED,
     Pooling,
     embeddings,
+    encoder_max_length,
     from_known,
     from_settings,
     from_statistics,
     from_texts,
-    longest_text,
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
@@ -104,7 +105,7 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(longest_text(loaded.name), anatomy(loaded.model).longest)
+        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).longest)
         pooling = _pooling(store, loaded, vectors, kept, known, longest)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)
@@ -179,19 +180,21 @@ def _pooling(
     return from_statistics(*encoder, ORDINARY, many, width)
 
 
-def checks(surface: str, target: StoreTarget) -> list[Check]:
+def checks(part: str, target: StoreTarget) -> list[Check]:
     """One for a few vectors each, so that an audit that is stopped keeps what it has read."""
     pooling, count = target.pooling, len(target.rows)
+    exposure = replace(EXPOSURE, part=part)
     if pooling.error is not None and not pooling.sure:
         reason = f"{pooling.reason}: was it another encoder?"
-        mismatch = finding(surface, Status.MISMATCH, reason)
-        return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
+        mismatch = finding(exposure, Status.MISMATCH, reason)
+        return [Check(exposure, lambda _: Checked((mismatch,)))]
     attack = _ready_once(target)
     return [
         Check(
-            f"{EXPOSURE} {start + 1}–{end} of {count}",
-            partial(_here, target, _part(surface, target, start, end), attack),
-            partial(_elsewhere, target, _part(surface, target, start, end)),
+            exposure,
+            partial(_here, target, _part(exposure, target, start, end), attack),
+            f"{start + 1}–{end} of {count}",
+            partial(_elsewhere, target, _part(exposure, target, start, end)),
         )
         for start, end in _spans(count, _at_once(target))
     ]
@@ -214,9 +217,9 @@ def _elsewhere(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     return partial(read_elsewhere, source, part)
 
 
-def _part(surface: str, target: StoreTarget, start: int, end: int) -> Part:
+def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part:
     return Part(
-        surface, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
+        exposure, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
         target.pooling, target.longest, target.cells, target.method,
     )  # fmt: skip
 
@@ -246,21 +249,21 @@ def _ready_once(target: StoreTarget) -> _Ready:
     return attack
 
 
-def _attacked(target: StoreTarget) -> tuple[Attacked, Exposure]:
+def _attacked(target: StoreTarget) -> tuple[Attacked, Captured]:
     loaded = target.loaded
     return Attacked.of(loaded.model, loaded.tokenizer), target.pooling.exposure
 
 
 def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings with those about a few vectors each put together, one for a store."""
-    parts = {name: [part for part in findings if _is_part(part, name)] for name in stores}
-    others = [each for each in findings if not any(_is_part(each, name) for name in stores)]
-    made = [_together(stores[name], part) for name, part in parts.items() if part]
-    return (*others, *made)
-
-
-def _is_part(given: Finding, surface: str) -> bool:
-    return given.surface == surface and given.exposure == EXPOSURE and bool(given.texts)
+    pieces: dict[str, list[Finding]] = {}
+    others: list[Finding] = []
+    for given in findings:
+        if given.texts and given.exposure == replace(EXPOSURE, part=given.part):
+            pieces.setdefault(given.part, []).append(given)
+        else:
+            others.append(given)
+    return (*others, *(_together(stores[name], found) for name, found in pieces.items()))
 
 
 def _together(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
@@ -277,6 +280,6 @@ def _together(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     notes = (about, facts.pooling, facts.note, facts.read_with)
     reason = "; ".join(part for part in notes if part)
     return finding(
-        parts[0].surface, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
+        parts[0].exposure, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
         seconds=sum(part.seconds for part in parts),
     )  # fmt: skip

@@ -22,17 +22,19 @@ from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists
 from keyhole.core.machine import largest_matrix
 from keyhole.data import read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import load_model, names_model, task_of
 from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
 from keyhole.oracle.open_inference import TakesTexts
-from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
-from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
+from keyhole.recover.files.sources import names_leak
+from keyhole.recover.run import open_leaks
 from keyhole.stores import Store, names_store, open_store
 
 
@@ -109,7 +111,7 @@ def open_target(
     endpoint.expect_none(without_password(name))
     if names_address(name):  # a server of embeddings
         expect_authorized(name, authorized)
-    if names_leak(name) or names_dump(name):
+    if names_leak(name):
         return _leak(name, stored or Stored(), device)
     if names_store(name):
         if data is not None or layers is not None:
@@ -157,7 +159,11 @@ def _server(
     loaded = _weights(stored, f"the server {without_password(name)}", device)
     texts = _texts(data)
     server = Server.at(name, endpoint)
-    skips = () if loaded else (Skip("what routes return", "none", "give --model to read it back"),)
+    skips = (
+        ()
+        if loaded
+        else (Skip(Exposure(NOT_CHECKED, "routes"), "none", "give --model to read it back"),)
+    )
     words = f"{server.kind or 'a server'} at {server.url}"
     return Target(words, servers={words: ServerTarget(server, loaded, texts)}, skips=skips)
 
@@ -205,9 +211,8 @@ def _leak(name: str, stored: Stored, device: str) -> Target:
         raise InputError(
             f"expected --model with {name}, got none: name the model whose states or cache it holds"
         )
-    sources = read_sources(name)
-    loaded = demo.open_model(model, task=task_for(sources), device=device)
-    return Target(name, leaks={name: LeakTarget(name, loaded, open_leaks(loaded, sources))})
+    loaded, leaks = open_leaks(model, name, device=device)
+    return Target(name, leaks={name: LeakTarget(name, loaded, leaks)})
 
 
 def _one_model(stored: Stored, what: str) -> str | None:
@@ -262,8 +267,9 @@ def _demo(data: Data | None, layers: Layers | None, device: str, corpus: Path | 
     try:
         loaded = demo.load_demo("classification", device)
     except MissingExtra as missing:
-        what = "the text and the predictions of the classifier that ships with Keyhole"
-        return Target(name, surfaces, skips=(Skip(what, "–", str(missing), unchecked=True),))
+        exposure = Exposure(NOT_CHECKED, "demo")
+        skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
+        return Target(name, surfaces, skips=(skip,))
     twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
     texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
     notes = demo.NOTES

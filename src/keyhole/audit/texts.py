@@ -22,12 +22,13 @@ from keyhole.audit.check import Check, Checked, nothing_to_try
 from keyhole.audit.layers import Layers, layers_of
 from keyhole.core import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.core.progress import Track
 from keyhole.core.text import percent
 from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
-from keyhole.models.capture import Exposure
+from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
@@ -35,17 +36,18 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
     NORMALISED,
     PERMUTED,
     PRECISIONS,
-    Line,
+    Row,
     readers,
 )
-from keyhole.recover.simulate import LONGEST, degrade, leak_of
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
+from keyhole.report import words
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _WEIGHT = 40  # how long a check takes, as measured on the demo (check.py)
@@ -80,109 +82,108 @@ class TextTarget:
             raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")
 
 
-def checks(surface: str, target: TextTarget, seed: int) -> list[Check]:
+def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Every exposure of a model from which text may be read."""
     try:
         parts = anatomy(target.loaded.model)
     except InputError as error:  # a family whose parts are not known here
-        return [nothing_to_try("text", Skip("the text", "none", str(error)))]
+        return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
     made: list[Check] = []
-    for entry, line in _ordered():
-        asked = not line.permuted or PERMUTED in target.precisions
-        if line.causal == parts.causal and asked:
-            for layer in layers_of(line, target.layers, parts):
-                attack = _attack(entry, line, target)
-                run = partial(_check, line, attack, layer, surface, target, seed)
-                made.append(Check(f"text from {_words(line, layer)}, {entry}", run, weight=_WEIGHT))
-    return [*made, *(nothing_to_try(f"text from {skip.exposure}", skip) for skip in _skips(parts))]
+    for entry, row in _ordered():
+        asked = not row.permuted or PERMUTED in target.precisions
+        if row.causal == parts.causal and asked:
+            for layer in layers_of(row, target.layers, parts):
+                attack = _attack(entry, row, target)
+                made.append(_made(row, layer, part, entry, attack, target, seed))
+    return [*made, *map(nothing_to_try, _skips(parts))]
+
+
+def _made(
+    row: Row, layer: int | None, part: str, name: str, attack: Attack, target: TextTarget, seed: int
+) -> Check:
+    exposure = replace(row.exposure, layer=layer, part=part)
+    run = partial(_check, row, attack, exposure, target, seed)
+    return Check(exposure, run, name, weight=_WEIGHT)
 
 
 def checks_of(
-    surface: str, target: TextTarget, exposure: Exposure, precision: str, seed: int
+    part: str, target: TextTarget, leak: Captured, precision: str, seed: int
 ) -> list[Check]:
     """One exposure in one precision: what an audit tries on it, or else the default attack."""
     parts = anatomy(target.loaded.model)
-    exposure.block(parts)  # said before the check is made: there is such a layer
-    layer = None if exposure.kind in ("pooled", "logits") else exposure.layer
-    wanted = (exposure.kind, parts.causal, precision == PERMUTED)
+    leak.block(parts)  # said before the check is made: there is such a layer
+    layer = None if leak.kind in ("pooled", "logits") else leak.layer
+    wanted = (leak.kind, parts.causal, precision == PERMUTED)
     reading = [
-        (entry, line)
-        for entry, line in _ordered()
-        if (line.kind, line.causal, line.permuted) == wanted
+        (entry, row) for entry, row in _ordered() if (row.kind, row.causal, row.permuted) == wanted
     ]
     if not reading:
         reason = f"no attack here reads it of {'a causal model' if parts.causal else 'an encoder'}"
-        return [nothing_to_try(str(exposure), Skip(str(exposure), "none", reason))]
+        exposure = replace(exposure_of(leak.kind), layer=layer)
+        return [nothing_to_try(Skip(exposure, "none", reason))]
     counting = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
     tried = [pair for pair in reading if pair[1].layers(parts)] or counting or reading[:1]
     asked = replace(target, precisions=(precision,))
     made: list[Check] = []
-    for entry, line in tried:
-        one = replace(line, precisions=(precision,), steps=exposure.steps)
-        run = partial(_check, one, _attack(entry, line, target), layer, surface, asked, seed)
-        made.append(Check(f"text from {_words(line, layer)}, {entry}", run, weight=_WEIGHT))
+    for entry, row in tried:
+        alone = replace(row, precisions=(precision,), steps=leak.steps)
+        made.append(_made(alone, layer, part, entry, _attack(entry, row, target), asked, seed))
     return made
 
 
-def _attack(name: str, line: Line, target: TextTarget) -> Attack:
+def _attack(name: str, row: Row, target: TextTarget) -> Attack:
     corpus = target.corpus if "corpus" in ATTACKS[name].options else None
-    return ATTACKS.make(name, **line.settings, corpus=corpus)
+    return ATTACKS.make(name, **row.settings, corpus=corpus)
 
 
-def _ordered() -> list[tuple[str, Line]]:
+def _ordered() -> list[tuple[str, Row]]:
     """What the registry tries, kind by kind: attacks on the same leak stand together."""
-    lines = [(entry.name, line) for entry, line in ATTACKS.lines()]
-    kinds = list(dict.fromkeys(line.kind for _, line in lines))
-    return sorted(lines, key=lambda pair: kinds.index(pair[1].kind))
+    rows = [(entry.name, row) for entry, row in ATTACKS.rows()]
+    kinds = list(dict.fromkeys(row.kind for _, row in rows))
+    return sorted(rows, key=lambda pair: kinds.index(pair[1].kind))
+
+
+def exposure_of(kind: str) -> Exposure:
+    """What a kind of leak exposes, by the registry of attacks on it."""
+    return next(row.exposure for _, row in ATTACKS.rows() if row.kind == kind and not row.permuted)
 
 
 def _skips(parts: Anatomy) -> tuple[Skip, ...]:
     """What no attack reads of such a model, and what takes longer than an audit."""
     model = "a causal model" if parts.causal else "an encoder"
-    lines = [line for _, line in ATTACKS.lines()]
-    exposures = {line.kind: line.exposure for line in lines}
+    rows = [row for _, row in ATTACKS.rows()]
+    exposures = {row.kind: row.exposure for row in rows if not row.permuted}
     if not parts.causal:
         exposures.pop("logits", None)  # an encoder has none
     skips: list[Skip] = []
     for kind, exposure in exposures.items():
-        reading = [line for line in lines if (line.kind, line.causal) == (kind, parts.causal)]
+        reading = [row for row in rows if (row.kind, row.causal) == (kind, parts.causal)]
         if not reading:
             skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
-        elif not any(line.layers(parts) for line in reading):
+        elif not any(row.layers(parts) for row in reading):
             names = " or ".join(readers(kind, parts.causal))
             reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
             skips.append(Skip(exposure, "none", reason))
     return tuple(skips)
 
 
-def _words(line: Line, layer: int | None) -> str:
-    return line.exposure if layer is None else f"{line.exposure} of layer {layer}"
-
-
 def _check(
-    line: Line,
-    attack: Attack,
-    layer: int | None,
-    surface: str,
-    target: TextTarget,
-    seed: int,
-    track: Track,
+    row: Row, attack: Attack, exposure: Exposure, target: TextTarget, seed: int, track: Track
 ) -> Checked:
     model, tokenizer = target.loaded.model, target.loaded.tokenizer
-    words = _words(line, layer)
     started = time.perf_counter()
-    exposure = Exposure(line.kind, layer or 0, steps=line.steps)
-    texts = [*target.texts, *(target.notes if line.short else ())]
-    exact = [leak_of(model, tokenizer, text, exposure) for text in texts]
+    leaking = Captured(row.kind, exposure.layer or 0, steps=row.steps)
+    texts = [*target.texts, *(target.notes if row.short else ())]
+    exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
     parts = anatomy(model)
-    longest = min(LONGEST, parts.longest)
+    longest = min(MAX_LENGTH, parts.longest)
     originals = [Original.of(tokenizer, text, longest) for text in texts]
-    above = parts.layers if layer is None else layer  # pooling is done at the top
+    above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
     cells: list[Readings] = []
     first: list[TextRecovery] = []
-    for precision in [name for name in line.precisions if name in target.precisions]:
+    for precision in [name for name in row.precisions if name in target.precisions]:
         leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
-        progress = track(f"{words}, {precision}")
+        progress = track(f"{words.exposure(exposure)}, {precision}")
         recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
         readings = tuple(
             reading_of(tokenizer, original, recovery)
@@ -192,19 +193,18 @@ def _check(
         if not cells:
             first = recoveries
             chance = share_by_chance(tokenizer, originals, recoveries, longest)
-        cells.append(Readings(line.kind, above, precision, readings, chance))
+        cells.append(Readings(row.kind, above, precision, readings, chance))
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
         status, reason = _unread(first, reason)
-    if line.short and target.notes:
+    if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     finding = Finding(
-        surface=surface,
-        exposure=words,
+        exposure=exposure,
         attack=type(attack).__name__ if cells else "",
         status=status,
         reason=reason,
-        remedy=line.remedy,
+        remedy=row.remedy,
         error=None,
         queries=len(texts),
         seconds=time.perf_counter() - started,

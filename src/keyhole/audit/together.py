@@ -30,5 +30,5 @@ def together(audits: Sequence[Audit], of: str) -> Audit:
 
 def _named(finding: Finding, target: str) -> Finding:
     """The part of a target under the target's name."""
-    parts = [target, finding.surface] if finding.surface not in ("", target) else [target]
-    return replace(finding, surface=", ".join(parts))
+    part = target if finding.part in ("", target) else f"{target}, {finding.part}"
+    return replace(finding, exposure=replace(finding.exposure, part=part))

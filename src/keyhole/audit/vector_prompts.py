@@ -14,6 +14,7 @@ import torch
 
 from keyhole.audit.check import Checked
 from keyhole.core import Finding, Skip, Status
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, head_of
@@ -25,11 +26,12 @@ from keyhole.oracle.protocol import OracleError
 _SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
 
 
-def takes_vectors(surface: str, server: Server, loaded: Loaded, text: str, track: Track) -> Checked:
+def takes_vectors(
+    exposure: Exposure, server: Server, loaded: Loaded, text: str, track: Track
+) -> Checked:
     """Whether it does, without a key."""
     del track
     form, started = FORMS[server.kind], time.perf_counter()
-    exposure = f"prompts of vectors: {form.name(server.kind)}"
     if head_of(loaded.model) != "causal":
         return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
     parts = anatomy(loaded.model)
@@ -56,7 +58,7 @@ def takes_vectors(surface: str, server: Server, loaded: Loaded, text: str, track
         f"{off:.1e} from the model's own: {meaning}"
     )
     finding = Finding(
-        surface=surface, exposure=exposure, attack="probe",
+        exposure=exposure, attack="probe",
         status=Status.NOT_APPLICABLE if same else Status.MISMATCH, reason=reason,
         remedy=form.remedy, error=off, queries=1, seconds=time.perf_counter() - started,
         sought="vectors as prompts",

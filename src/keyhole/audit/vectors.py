@@ -1,7 +1,7 @@
 """A few of a store's vectors read back: one check of an audit, in this process or in another.
 
 Where the store still has the texts, what was read is compared with them; where it does not, a text
-counts as read if running the encoder on it gives the vector again (recover/judge.py).
+counts as read if running the encoder on it gives the vector again (recover/layers/judge.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from keyhole.audit.aligned import aligned
 from keyhole.audit.check import Checked
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading
 from keyhole.core.machine import device_of
 from keyhole.core.progress import Track, untracked
@@ -31,9 +32,10 @@ from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.embeddings.pooling import Pooling
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import recovering
+from keyhole.recover.run import recovering
+from keyhole.report import words
 
-EXPOSURE = "stored embedding"
+EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")
 _REMEDY = (
     "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
     "deleting a text means deleting its vector."
@@ -49,7 +51,7 @@ class Part:
     `longest` is after how many tokens the encoder cuts a text off.
     """
 
-    surface: str
+    exposure: Exposure
     rows: tuple[int, ...]
     vectors: Tensor
     texts: tuple[str | None, ...]
@@ -68,7 +70,7 @@ def read(loaded: Loaded, part: Part, track: Track) -> Checked:
     )
     cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
     made = finding(
-        part.surface, status_of(cell, [recovery.status for recovery in recoveries]),
+        part.exposure, status_of(cell, [recovery.status for recovery in recoveries]),
         recoveries[0].reason, attack=recoveries[0].method, cell=cell,
         seconds=time.perf_counter() - started,
     )  # fmt: skip
@@ -105,7 +107,7 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
 
 
 def finding(
-    surface: str,
+    exposure: Exposure,
     status: Status,
     reason: str,
     *,
@@ -115,8 +117,7 @@ def finding(
     seconds: float = 0.0,
 ) -> Finding:
     return Finding(
-        surface=surface,
-        exposure=EXPOSURE,
+        exposure=exposure,
         attack=attack,
         status=status,
         reason=reason,
@@ -150,7 +151,7 @@ def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
         )
         for vector in part.vectors
     ]  # fmt: skip
-    progress = track(EXPOSURE, total=len(leaks))
+    progress = track(words.exposure(part.exposure), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
         loaded.model, loaded.tokenizer, leaks, method=part.method, track=track

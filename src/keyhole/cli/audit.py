@@ -157,12 +157,9 @@ def _kept(journal: Path, ledger: str | None) -> str:
 
 
 def _missing_extras(result: Audit) -> str:
-    """The extras that reasons ask for, such as `models,proofs`."""
-    import re
-
-    reasons = [part.reason for part in (*result.findings, *result.skips)]
-    named = re.findall(r"pip install 'keyhole\[(\w+)\]'", "\n".join(reasons))
-    return ",".join(sorted(set(named)))
+    """The extras that are not installed, such as `models,proofs`."""
+    named = {part.extra for part in (*result.findings, *result.skips)}
+    return ",".join(sorted(named - {""}))
 
 
 def _unanswered(result: Audit, journal: Path) -> str:

@@ -96,9 +96,7 @@ def extract(
 
         if method or reference or budget is not None:
             given = "--method" if method else "--reference" if reference else "--budget"
-            raise InputError(
-                f"--against-defences chooses its methods itself: leave {given} out"
-            )
+            raise InputError(f"--against-defences chooses its methods itself: leave {given} out")
         options = settings(option or (), {"usual_norm": float}, "--against-defences")
         bar = bars("extract", "defences")
     else:

@@ -36,7 +36,7 @@ from keyhole.core.options import CHECKS, DATA, OUTPUT, settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from keyhole.harden.hardening import Hardening
+    from keyhole.harden.run import Hardening
 
 # How any method trains: parameters of harden.run that are set as -o, like the method's own.
 TRAINING = {

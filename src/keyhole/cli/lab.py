@@ -95,11 +95,11 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.extract.registry import METHODS as EXTRACTIONS
     from keyhole.harden.registry import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
-    from keyhole.invert.registry import STACK_METHODS
+    from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
 
     return {
-        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACK_METHODS,
+        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
         "disrupt": ATTACKERS, "harden": DEFENCES,
     }  # fmt: skip
 
@@ -203,7 +203,8 @@ def capture(
     0.01) and hide (parts to leave out: embeddings).
     """
     from keyhole.data import read_texts
-    from keyhole.recover.run import UNFINISHED, capturing, files_of
+    from keyhole.recover.simulate import UNFINISHED, files_of
+    from keyhole.recover.simulate import capture as capture_leaks
 
     expect_count("--examples", examples)
     forms = degrade or []
@@ -226,12 +227,14 @@ def capture(
     if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
         expect_new(*files, force=force)
     with interruptible(lambda: _kept(out / UNFINISHED, "leaks", out)):
-        for path, leak in capturing(
+        states = ", ".join([precision, *forms])
+        capture_leaks(
             model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
             device=device, allow_pickle=allow_pickle, force=force, seed=seed,
-        ):  # fmt: skip
-            states = ", ".join([precision, *forms])
-            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}")
+            notify=lambda path, leak: show(
+                f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
+            ),
+        )  # fmt: skip
 
 
 def _capture_gradient(
@@ -300,7 +303,7 @@ def corpus(
     expect_new(out, force=force)
     with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
         lines = draw_texts(
-            model, texts, begins=begin or (), longest=max_length, device=device,
+            model, texts, begins=begin or (), max_length=max_length, device=device,
             allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
         )  # fmt: skip
         write_text(out, "".join(f"{line}\n" for line in lines))
@@ -371,24 +374,22 @@ def stacks(
     With --out every finished search is kept in FILE.journal until the result is saved, and the
     same command resumes.
     """
-    from keyhole.invert.registry import STACK_METHODS
-    from keyhole.invert.run import run_layers
-    from keyhole.invert.structure.layers_file import load_layers
+    from keyhole.lab.stacks import METHODS, Stack, run
 
     expect_new(*and_tensors(out), force=force)
     name = method or "peel"
-    options = method_options(STACK_METHODS, name, option)
+    options = method_options(METHODS, name, option)
     journal = None if out is None else out.with_name(f"{out.name}.journal")
     kept = interruptible(lambda: "" if journal is None else _kept(journal, "finished searches"))
     with kept, bars("invert layers", each=False) as track:
-        asked = load_layers(stack)
+        asked = Stack.load(stack)
 
         def begun(name: str, total: int | None = None) -> Progress:
             """When the search begins: a refusal comes before it, as the only line."""
             say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
             return track(name, total)
 
-        result = run_layers(
+        result = run(
             asked, name, **options, device=device, seed=seed, journal=journal, force=force,
             track=begun, resuming=lambda done: say(f"resuming: {done} searches are done"),
         )  # fmt: skip
@@ -423,7 +424,7 @@ def certificates(
 
     Exactly for 1, by a bound for more (BERT classifiers). -o sets spare: what is never cut.
     """
-    from keyhole.disrupt.certificate.certification import certify_all
+    from keyhole.lab.certificates import certify_all
 
     expect_new(out, force=force)
     spare = settings(option or (), {"spare": str}, "certificates").get("spare")

@@ -106,6 +106,7 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
     from dataclasses import replace
 
     from keyhole import invert
+    from keyhole.lab import stacks
 
     tokens, layers = options.pop("tokens", 8), options.pop("layers", None)
     maps = options.pop("maps", False)
@@ -113,9 +114,9 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
     if layers is not None:
         if maps or "heads" in options:
             raise InputError("a stack of layers takes neither maps nor heads")
-        stack, _ = invert.plant_layers(layers, tokens, **options, seed=seed)
-        invert.save_layers(stack, path)
-        return f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {stack.dim}"
+        dim = options["dim"]
+        stacks.plant(layers, tokens, **options, seed=seed)[0].save(path)
+        return f"{path}: the output of {layers} layers for {tokens} secret tokens, d = {dim}"
     problem, secret = invert.plant(tokens, **options, seed=seed)
     if maps:
         problem = replace(problem, maps=problem.maps_of(secret))
@@ -158,8 +159,7 @@ def serve(
         from keyhole.lab.server import serve as run
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "serve needs MLServer: pip install 'keyhole[serve]' with Python 3.12 or older, which "
-            "MLServer needs"
+            "serve needs MLServer, which is not installed and takes Python 3.12 or older", "serve"
         ) from missing
     url = f"http://127.0.0.1:{port}/v2/models/{name}"
 

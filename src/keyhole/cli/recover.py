@@ -22,7 +22,6 @@ from keyhole.core.options import CHECKS, DATA, OUTPUT
 if TYPE_CHECKING:
     from keyhole.models.loading import Loaded
     from keyhole.recover.gradients import BatchRecovery
-    from keyhole.recover.originals import Original
     from keyhole.recover.recovery import TextRecovery
     from keyhole.recover.run import LeakRead
 
@@ -98,16 +97,18 @@ def recover(
     Verified tokens are plain and green, likely ones in \\[brackets] and yellow, unknown ones in
     {braces} and red. With --out, leaks that are there already are not read again.
     """
-    from keyhole.models.demo import open_model
+    from keyhole.data import read_texts
+    from keyhole.recover.files.sources import leak_files
     from keyhole.recover.gradients import is_update
-    from keyhole.recover.run import recovering_files
-    from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
+    from keyhole.recover.run import run
 
     if out is not None:
         expect_writable(out)
     if is_update(leak_files(leaks)[0]):
-        given = {"--method": method, "--corpus": corpus, "--noise": noise, "--out": out,
-                 "--expose": expose}  # fmt: skip
+        given = {
+            "--method": method, "--corpus": corpus, "--noise": noise, "--out": out,
+            "--expose": expose,
+        }  # fmt: skip
         for option, value in given.items():
             if value is not None:
                 raise InputError(f"{option} is not for gradients: leave it out")
@@ -118,28 +119,24 @@ def recover(
         interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
         bars("recover", "texts") as track,
     ):
-        sources = read_sources(leaks)
-        task = task_for(sources, expose)
-        loaded = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
-        opened = open_leaks(loaded, sources, expose)
-        originals = None if truth is None else _originals(loaded, truth)
-        if originals is not None and len(originals) != len(opened):
-            raise InputError(
-                f"{truth} holds {len(originals)} texts for {len(opened)} leaks: give one for each"
-            )
-        for text in recovering_files(
-            loaded, opened, method=method, corpus=corpus, noise=noise, out=out, track=track
-        ):
-            texts.append(text)
-            if not (text.before or as_json):
+
+        def notify(read: LeakRead) -> None:
+            texts.append(read)
+            if not (read.before or as_json):
                 with track.paused():
-                    show(_shown(loaded, text, originals))
+                    show(_shown(read))
+
+        run(
+            model, leaks, method=method, corpus=corpus, noise=noise, expose=expose,
+            truth=None if truth is None else read_texts(truth), device=device,
+            allow_pickle=allow_pickle, out=out, track=track, notify=notify,
+        )  # fmt: skip
     before = sum(text.before for text in texts)
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
     if as_json:
         ordered = sorted(texts, key=lambda text: text.number)
-        data = [{**text.to_dict(), **_shared(loaded, text, originals)} for text in ordered]
+        data = [text.to_dict() for text in ordered]
         typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
@@ -149,11 +146,17 @@ def _recover_updates(
     as_json: bool,
 ) -> None:  # fmt: skip
     """The batches behind files of gradients, each as its texts in no order."""
+    from keyhole.data import read_texts
+    from keyhole.models.anatomy import anatomy
+    from keyhole.recover.files.sources import leak_files
     from keyhole.recover.gradients.recover_batch import opened, recovering_updates
-    from keyhole.recover.sources import leak_files
+    from keyhole.recover.originals import Original
+    from keyhole.recover.simulate import MAX_LENGTH
 
     loaded = opened(model, device, allow_pickle)
-    originals = [] if truth is None else _originals(loaded, truth)
+    true = [] if truth is None else read_texts(truth)
+    longest = min(MAX_LENGTH, anatomy(loaded.model).longest)
+    originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
     with bars("recover", "batches") as track:
@@ -183,7 +186,7 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
     for number, text in enumerate(batch.texts):
         label = f" (class {batch.labels[number]})" if batch.labels else ""
         line.append(f"\n  text {number + 1}{label}: ")
-        line.append(_marked(loaded, text))
+        line.append(_marked(text, loaded.tokenizer.pad_token_id))
     if not batch.texts and batch.tokens:
         words = visible(" ".join(written(loaded.tokenizer, list(batch.tokens))))
         line.append(f"\n  its tokens, in no order: {words}")
@@ -191,62 +194,33 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
     return line
 
 
-def _originals(loaded: Loaded, truth: Path) -> list[Original]:
-    """The true texts as the model takes them."""
-    from keyhole.data import read_texts
-    from keyhole.models.anatomy import anatomy
-    from keyhole.recover.originals import Original
-    from keyhole.recover.simulate import LONGEST
-
-    longest = min(LONGEST, anatomy(loaded.model).longest)
-    return [Original.of(loaded.tokenizer, text, longest) for text in read_texts(truth)]
-
-
-def _shared(
-    loaded: Loaded, text: LeakRead, originals: list[Original] | None
-) -> dict[str, float | int | bool]:
-    """How much of the true text came back."""
-    if originals is None:
-        return {}
-    original = originals[text.number]
-    shared = original.shared(loaded.tokenizer, text.recovery.ids)
-    exact = original.is_exactly(loaded.tokenizer, text.recovery.ids)
-    return {
-        "exact": exact, "token_f1": shared.f1, "names_read": shared.read, "names": shared.named,
-    }  # fmt: skip
-
-
-def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> Text:
-    recovery = text.recovery
-    line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
-    line.append(_marked(loaded, recovery))
+def _shown(read: LeakRead) -> Text:
+    recovery = read.recovery
+    line = Text(f"{Path(read.leak).name}: {recovery.status} ({recovery.reason})\n  ")
+    line.append(_marked(recovery, read.padding))
     signs = ", ".join(
         legend for mark, (*_, legend) in _MARKS.items() if legend and mark in recovery.marks
     )
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
-    if originals is not None:
-        original = originals[text.number]
-        exact = original.is_exactly(loaded.tokenizer, recovery.ids)
-        words = "exactly the true text" if exact else "not the true text"
-        line.append(f"\n  {words}: {original.shared(loaded.tokenizer, recovery.ids)}")
+    if read.shared is not None:
+        words = "exactly the true text" if read.exact else "not the true text"
+        line.append(f"\n  {words}: {read.shared}")
     line.append(f"\n  {recovery.cost}")
     return line
 
 
-def _marked(loaded: Loaded, recovery: TextRecovery) -> Text:
-    """A text's tokens as they are written, in the colours and signs of their marks."""
-    from keyhole.recover.pieces import written
+def _marked(recovery: TextRecovery, padding: int | None) -> Text:
+    """A text's tokens as they are written, in the colours and signs of their marks.
 
+    `padding` is the id where an attack had nothing to say.
+    """
     line = Text()
-    padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
     pieces = [
         (" ?" if id_ == padding and mark == "unknown" else piece, mark)
-        for piece, mark, id_ in zip(
-            written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
-        )
+        for piece, mark, id_ in zip(recovery.pieces, recovery.marks, recovery.ids, strict=False)
     ]
-    for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
-        words = visible("".join(piece for piece, _ in run))
+    for mark, alike in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+        words = visible("".join(piece for piece, _ in alike))
         space = words[: len(words) - len(words.lstrip())]
         style, before, after, _ = _MARKS[mark]
         line.append(f"{space}{before}{words.lstrip()}{after}", style=style)

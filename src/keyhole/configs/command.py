@@ -152,17 +152,38 @@ def _contained(words: list[Word], env: Mapping[str, Word]) -> Command:
     )
 
 
-# Shell text as simple commands of words, each with the line it stands on; nothing is expanded.
-#
-# Quotes, comments, continued lines and the operators between commands are understood; variables
-# stay as they are written.
+# Shell text as simple commands of words; nothing is expanded: variables stay as they are written.
+# `shlex` of the standard library does not fit: it keeps no lines of words, ends at a quote that is
+# never closed (these texts may be prose), and does not join continued lines.
 
-_SPACE, _ENDS = " \t", ";&|()\n"
+# An escape, or text in quotes; the last of them may be open.
+_QUOTED = re.compile(r"""\\(.|\Z)|'([^']*)'?|"((?:\\.|[^"\\])*)"?""", re.DOTALL)
+_TOKENS = re.compile(
+    r"""(?P<word>(?!\#|\\\n)(?:\\(?:.|\Z)|'[^']*'?|"(?:\\.|[^"\\])*"?|\$\(|[^ \t;&|()\n\\'"])+)"""
+    r"|(?P<end>[;&|()\n])|\\\n|[ \t]+|\#[^\n]*",
+    re.DOTALL,
+)
 
 
 def simple_commands(text: str, line: int = 1) -> list[list[Word]]:
     """The words of each command of a script; `line` is that of the text's first line."""
-    return _Reader(text, line).commands()
+    commands: list[list[Word]] = [[]]
+    for token in _TOKENS.finditer(text):
+        if token["word"]:
+            commands[-1].append(Word(_QUOTED.sub(_plain, token["word"]), line))
+        elif token["end"]:
+            commands.append([])
+        line += token[0].count("\n")
+    return [words for words in commands if words]
+
+
+def _plain(quoted: re.Match[str]) -> str:
+    """What an escape or a text in quotes stands for."""
+    escaped, single, double = quoted.groups()
+    if single is not None:
+        return single
+    inner = rf"\{escaped}" if double is None else double
+    return re.sub(r"\\(.?)", lambda escape: escape[1].strip("\n"), inner, flags=re.DOTALL)
 
 
 def quoted_items(text: str, line: int) -> list[Word]:
@@ -171,62 +192,6 @@ def quoted_items(text: str, line: int) -> list[Word]:
         Word(re.sub(r"\\(.)", r"\1", match[1]), line + text.count("\n", 0, match.start()))
         for match in re.finditer(r'"((?:[^"\\]|\\.)*)"', text, re.DOTALL)
     ]
-
-
-class _Reader:
-    def __init__(self, text: str, line: int) -> None:
-        self.text, self.at, self.line = text, 0, line
-        self.made: list[list[Word]] = [[]]
-
-    def commands(self) -> list[list[Word]]:
-        while self.at < len(self.text):
-            sign = self.text[self.at]
-            if sign in _SPACE or self.text.startswith("\\\n", self.at):
-                self._skip(2 if sign == "\\" else 1)
-            elif sign in _ENDS:
-                self._skip(1)
-                if self.made[-1]:
-                    self.made.append([])
-            elif sign == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            else:
-                self.made[-1].append(self._word())
-        return [words for words in self.made if words]
-
-    def _skip(self, count: int) -> str:
-        part = self.text[self.at : self.at + count]
-        self.line += part.count("\n")
-        self.at += count
-        return part
-
-    def _word(self) -> Word:
-        line, parts = self.line, list[str]()
-        while self.at < len(self.text):
-            sign = self.text[self.at]
-            opens = sign == "(" and bool(parts) and parts[-1] == "$"
-            if sign in _SPACE or (sign in _ENDS and not opens):
-                break
-            if sign in "'\"":
-                parts.append(self._quoted(sign))
-            elif sign == "\\":
-                escaped = self._skip(2)[1:]
-                parts.append("" if escaped == "\n" else escaped)
-            else:
-                parts.append(self._skip(1))
-        return Word("".join(parts), line)
-
-    def _quoted(self, mark: str) -> str:
-        self._skip(1)
-        parts = list[str]()
-        while self.at < len(self.text) and self.text[self.at] != mark:
-            if self.text[self.at] == "\\" and mark == '"':
-                escaped = self._skip(2)[1:]
-                parts.append("" if escaped == "\n" else escaped)
-            else:
-                parts.append(self._skip(1))
-        self._skip(1)
-        return "".join(parts)
 
 
 # A server that configurations start: how it is recognised in a command, and what it is told.

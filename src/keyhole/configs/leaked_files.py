@@ -31,7 +31,7 @@ STATES = Rule(
     _KEEP, "keyhole recover MODEL FILE",
 )  # fmt: skip
 RULES = (LEAK, SLOT, STATES)
-SLOT_MAGIC = b"qsgg"  # as recover/foreign/llama_slot.py has it; a test compares
+SLOT_MAGIC = b"qsgg"  # as recover/files/llama_slot.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 

@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keyhole.configs import hugging_face, leaked_files, llama_cpp, served_outputs, sglang, vllm
-from keyhole.configs.command import Command, Program, from_shell, inner_scripts
+from keyhole.configs import files
+from keyhole.configs.command import Command, from_shell, inner_scripts
 from keyhole.configs.containers import documents, in_dockerfile, in_unit, in_yaml
 from keyhole.configs.finding import Checked, Finding, Hit, Rule, Source, Unread, Unreadable, read
-from keyhole.configs.stores import CHROMA, QDRANT, look_at_settings
+from keyhole.configs.servers import PROGRAMS, look_at_settings
 from keyhole.core.errors import InputError
 
-PROGRAMS: tuple[Program, ...] = (
-    llama_cpp.PROGRAM, vllm.PROGRAM, sglang.PROGRAM, CHROMA, QDRANT,
-)  # fmt: skip
 _PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
 
 
@@ -72,48 +69,38 @@ def _yaml(source: Source) -> Iterator[Hit]:
         yield from _started(in_yaml(root))
 
 
+def _kind(
+    name: str, pattern: str, look: Callable[[Source], Iterable[Hit]],
+    words: tuple[str, ...] = _PROGRAM_WORDS,
+) -> Kind:  # fmt: skip
+    return Kind(name, re.compile(pattern), _text(look, words))
+
+
 KINDS: tuple[Kind, ...] = (
-    Kind(
-        "Hugging Face settings",
-        re.compile(r"(generation_)?config\.json"),
-        _text(hugging_face.look, hugging_face.WORDS),
+    _kind(
+        "Hugging Face settings", r"(generation_)?config\.json", files.look_at_model, files.SETTINGS
     ),
-    Kind(
-        "MLServer model settings",
-        re.compile(r"model-settings\.json"),
-        _text(served_outputs.look_at_mlserver, served_outputs.WORDS),
+    _kind(
+        "MLServer model settings", r"model-settings\.json", files.look_at_mlserver,
+        files.OUTPUT_WORDS,
     ),
-    Kind(
-        "Triton model configuration",
-        re.compile(r".*\.pbtxt"),
-        _text(served_outputs.look_at_triton, served_outputs.WORDS),
+    _kind(
+        "Triton model configuration", r".*\.pbtxt", files.look_at_triton, files.OUTPUT_WORDS
     ),
-    Kind(
-        "Compose, Kubernetes, pipelines, settings of stores",
-        re.compile(r".*\.ya?ml"),
-        _text(_yaml, _PROGRAM_WORDS),
+    _kind("Compose, Kubernetes, pipelines, settings of stores", r".*\.ya?ml", _yaml),
+    _kind("shell scripts", r".*\.(sh|bash)", _script),
+    _kind(
+        "Dockerfiles", r"(.*\.)?(Dockerfile|Containerfile)(\..*)?",
+        lambda source: _started(in_dockerfile(source.text)),
     ),
-    Kind("shell scripts", re.compile(r".*\.(sh|bash)"), _text(_script, _PROGRAM_WORDS)),
-    Kind(
-        "Dockerfiles",
-        re.compile(r"(.*\.)?(Dockerfile|Containerfile)(\..*)?"),
-        _text(lambda source: _started(in_dockerfile(source.text)), _PROGRAM_WORDS),
+    _kind(
+        "units of systemd", r".*\.service", lambda source: _started(in_unit(source.text))
     ),
-    Kind(
-        "units of systemd",
-        re.compile(r".*\.service"),
-        _text(lambda source: _started(in_unit(source.text)), _PROGRAM_WORDS),
-    ),
-    Kind("leaked files", re.compile(r".*\.(safetensors|bin|slot)"), leaked_files.look),
-)
+    Kind("leaked files", re.compile(r".*\.(safetensors|bin|slot)"), files.look_at_saved),
+)  # fmt: skip
 RULES: dict[str, Rule] = {
     rule.id: rule
-    for rules in (
-        hugging_face.RULES,
-        served_outputs.RULES,
-        leaked_files.RULES,
-        *(program.rules for program in PROGRAMS),
-    )
+    for rules in (files.RULES, *(program.rules for program in PROGRAMS))
     for rule in rules
 }
 

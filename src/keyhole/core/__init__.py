@@ -1,13 +1,13 @@
 """What attacks, trainings and audits return: statuses, findings, evidence, and their files."""
 
 from keyhole.core.audit import Audit, Fleet
+from keyhole.core.exposure import RULES, Exposure, Family, Rule
 from keyhole.core.finding import Cut, Estimate, Finding, Piece, Reading, Readings, Remedied, Skip
 from keyhole.core.result import FORMAT, Result, dump, environment, read
 from keyhole.core.status import OUTCOMES, Outcome, Status, Unsuccessful, exit_code
 
 __all__ = [
-    "FORMAT", "OUTCOMES", "Audit", "Cut", "Estimate", "Finding", "Fleet", "Outcome", "Piece",
-    "Reading", "Readings", "Remedied", "Result", "Skip", "Status", "Unsuccessful", "dump",
-    "environment",
-    "exit_code", "read",
+    "FORMAT", "OUTCOMES", "RULES", "Audit", "Cut", "Estimate", "Exposure", "Family", "Finding",
+    "Fleet", "Outcome", "Piece", "Reading", "Readings", "Remedied", "Result", "Rule", "Skip",
+    "Status", "Unsuccessful", "dump", "environment", "exit_code", "read",
 ]  # fmt: skip

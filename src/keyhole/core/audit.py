@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
+from keyhole.core.errors import InputError
+from keyhole.core.exposure import rule_of
 from keyhole.core.finding import Finding, Skip
 from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import Outcome, exit_code
@@ -77,13 +79,24 @@ class Audit(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
+        _expect_fields(data)
         return restored(cls, data, more=True)
 
 
 def _count(group: Sequence[Finding]) -> str:
-    exposed = [finding.exposure for finding in group if finding.exposed]
+    exposed = [rule_of(finding.exposure).name for finding in group if finding.exposed]
     first = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})" if exposed else ""
     return f"{len(exposed)} of {len(group)}{first}"
+
+
+def _expect_fields(data: dict[str, Any]) -> None:
+    """An exposure used to be a sentence."""
+    findings = data.get("findings")
+    if isinstance(findings, list) and any(
+        isinstance(finding, dict) and isinstance(finding.get("exposure"), str)
+        for finding in cast("list[Any]", findings)
+    ):
+        raise InputError("made by an older version of Keyhole; run the audit again")
 
 
 # What audits of many targets found, side by side.
@@ -120,4 +133,7 @@ class Fleet(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
+        audits = data.get("audits")
+        for audit in cast("dict[str, Any]", audits).values() if isinstance(audits, dict) else ():
+            _expect_fields(audit if isinstance(audit, dict) else {})
         return restored(cls, data, more=True)

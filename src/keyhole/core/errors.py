@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, cast, get_args
 
 
 class KeyholeError(Exception):
@@ -14,7 +16,14 @@ class InputError(KeyholeError, ValueError):
 
 
 class MissingExtra(InputError):
-    """A package that only some of Keyhole needs is not installed; the message names the extra."""
+    """A package that only some of Keyhole needs is not installed; `extra` brings it."""
+
+    def __init__(self, message: str, extra: str) -> None:
+        super().__init__(message, extra)  # both: an exception is made again from its arguments
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
 # What a number that a caller gives must be: one line that says what was expected.
@@ -52,3 +61,10 @@ def expect_number(
         raise InputError(f"expected {name} above {above:g}, got {value}")
     if not math.isfinite(value):
         raise InputError(f"expected a finite {name}, got {value}")
+
+
+def expect_among(name: str, value: object, known: Any) -> None:
+    """`known` is a Literal type, or a collection of names."""
+    names = get_args(known) or tuple(cast("Iterable[str]", known))
+    if value not in names:
+        raise InputError(f"expected {name} among {', '.join(names)}, got {value}")

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, Self
 
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.result import restored
 from keyhole.core.status import OUTCOMES, Outcome, Status
 from keyhole.core.text import percent
@@ -30,14 +31,15 @@ class Remedied:
 class Finding:
     """One exposure of a target, and what one attack made of it.
 
-    `surface` names the endpoint where a target has several, `sought` is what the attacker is after.
+    `sought` is what the attacker is after, `lower_bound` how many queries any attack needs.
     `control` marks an attack without any choice, run for comparison: it is no exposure, whatever it
     achieves. `texts`, where text is sought, shows it as it was and as it came back, in each
     precision; `cuts`, where it is a prediction, where attention was cut for it. `estimate` is what
     a sample says of all the texts of a store, `remedied` what was left where a remedy was tried.
+    `extra` names what is not installed, where more could be found out or proved with it.
     """
 
-    exposure: str
+    exposure: Exposure
     attack: str
     status: Status
     reason: str
@@ -45,16 +47,25 @@ class Finding:
     error: float | None
     queries: int
     seconds: float
-    floor: int | None = None
+    lower_bound: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
-    surface: str = ""
     sought: str = "weights"
     texts: tuple[Readings, ...] = ()
     cuts: tuple[Cut, ...] = ()
     control: bool = False
     estimate: Estimate | None = None
     remedied: tuple[Remedied, ...] = ()
+    extra: str = ""
+
+    def __post_init__(self) -> None:  # a file may say anything
+        if self.exposure.rule == NOT_CHECKED:
+            raise InputError(f"a finding falls under a rule, not under {NOT_CHECKED}")
+
+    @property
+    def part(self) -> str:
+        """The part of the target that it is about, where a target has several."""
+        return self.exposure.part
 
     @property
     def outcome(self) -> Outcome:
@@ -75,12 +86,16 @@ class Skip:
     """An attack that was not run, and why: silence is not a clean bill of health.
 
     `unchecked` says that it would apply but could not be run: then the target is not clean.
+    `layers` are those that were left out, where others were tried; `extra` names what is not
+    installed and would be needed.
     """
 
-    exposure: str
+    exposure: Exposure
     attack: str
     reason: str
     unchecked: bool = False
+    layers: tuple[int, ...] = ()
+    extra: str = ""
 
 
 def points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:

@@ -1,12 +1,12 @@
 """One list of methods per package, from which the commands, the audit and the documents derive.
 
-Adding a method is one file that holds it and one line in its package's `registry.py`:
+Adding a method is one file that holds it and one entry in its package's `registry.py`:
 
-    Entry("low-rank", LowRank, lines=(Line("full scores, low-rank head", …),)),
+    Entry("low-rank", LowRank, rows=(Row(Exposure("KH-WEIGHTS-SCORES", "low-rank"), …),)),
 
 `make` is the method's class (or a function that gives one), and its parameters are the options that
-people may set: an option that a method does not have is refused, not ignored. `lines` are what the
-audit tries it on; what a line holds is the package's affair.
+people may set: an option that a method does not have is refused, not ignored. `rows` are what the
+audit tries it on; what a row holds is the package's affair.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, Generic, TypeVar
 from keyhole.core.errors import InputError, expect_seed
 
 Method = TypeVar("Method")
-Line = TypeVar("Line")
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Entry(Generic[Method, Line]):
+class Entry(Generic[Method, Row]):
     """One method under the name that people type."""
 
     name: str
     make: Callable[..., Method]
-    lines: tuple[Line, ...] = ()
+    rows: tuple[Row, ...] = ()
     method: type[Method] | None = None  # where `make` is a function: the class that it gives
     note: str = ""  # what it is, where its module holds several methods
 
@@ -52,14 +52,14 @@ class Entry(Generic[Method, Line]):
         return frozenset(inspect.signature(self.make).parameters)
 
 
-class Registry(Mapping[str, Entry[Method, Line]]):
+class Registry(Mapping[str, Entry[Method, Row]]):
     """Methods by name, in the order in which help and documents show them."""
 
-    def __init__(self, what: str, *entries: Entry[Method, Line]) -> None:
+    def __init__(self, what: str, *entries: Entry[Method, Row]) -> None:
         self.what = what
         self._entries = {entry.name: entry for entry in entries}
 
-    def __getitem__(self, name: str) -> Entry[Method, Line]:
+    def __getitem__(self, name: str) -> Entry[Method, Row]:
         if name not in self._entries:
             known = ", ".join(self._entries)
             raise InputError(f"there is no {self.what} {name[:40]!r}: choose among {known}")
@@ -74,7 +74,7 @@ class Registry(Mapping[str, Entry[Method, Line]]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def add(self, entry: Entry[Method, Line]) -> None:
+    def add(self, entry: Entry[Method, Row]) -> None:
         """One more method, from another package or a test; names are not taken twice."""
         if entry.name in self._entries:
             raise InputError(f"expected a new name for a {self.what}, got {entry.name}")
@@ -99,8 +99,8 @@ class Registry(Mapping[str, Entry[Method, Line]]):
                 raise InputError(f"{name} needs its {option}: give -o {option}=VALUE")
         return entry.make(**given)
 
-    def lines(self) -> Iterator[tuple[Entry[Method, Line], Line]]:
+    def rows(self) -> Iterator[tuple[Entry[Method, Row], Row]]:
         """What the audit tries, with the method that it is tried with."""
         for entry in self.values():
-            for line in entry.lines:
-                yield entry, line
+            for row in entry.rows:
+                yield entry, row

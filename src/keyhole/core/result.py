@@ -64,7 +64,7 @@ class Result(ABC):
         return f"{type(self).__name__}: {self.summary()}"
 
     def _repr_html_(self) -> str | None:
-        """What a notebook shows (report/notebook)."""
+        """What a notebook shows (report/page.py)."""
         return shown(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def cluster_at(address: str) -> Generator[Cluster]:
         library = importlib.import_module("distributed")
     except ImportError as missing:
         raise MissingExtra(
-            "a Dask cluster needs distributed: pip install 'keyhole[cluster]'"
+            "a Dask cluster needs distributed, which is not installed", "cluster"
         ) from missing
     try:
         client: Any = library.Client(address, timeout="10s")

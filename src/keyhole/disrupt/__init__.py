@@ -1,9 +1,6 @@
 """Flip a prediction by cutting a little attention (docs/disrupt.md). One module per idea."""
 
-from keyhole.disrupt.attacker import Attacker
-from keyhole.disrupt.certificate import Certificate, certify
-from keyhole.disrupt.certificate.certification import Certification, certify_all
-from keyhole.disrupt.disruption import Control, Disruption, Outcome
+from keyhole.disrupt.disruption import Attacker, Control, Disruption, Outcome
 from keyhole.disrupt.greedy import Greedy
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.rankings import RANKINGS
@@ -18,8 +15,6 @@ __all__ = [
     "ATTACKERS",
     "RANKINGS",
     "Attacker",
-    "Certificate",
-    "Certification",
     "Control",
     "Disruption",
     "Greedy",
@@ -28,8 +23,6 @@ __all__ = [
     "Outcome",
     "Rerank",
     "Unit",
-    "certify",
-    "certify_all",
     "run",
     "sweep",
 ]

@@ -17,8 +17,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
-from keyhole.disrupt.attacker import Attacker, described
-from keyhole.disrupt.disruption import Disruption, joined
+from keyhole.disrupt.disruption import Attacker, Disruption, described, joined
 from keyhole.models.anatomy import fitting
 from keyhole.models.loading import GENERATES, head_of
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.disrupt.masked_queries import NEVER
-from keyhole.disrupt.units import Units
+from keyhole.disrupt.units import NEVER, Units
 
 
 @dataclass(frozen=True, eq=False)

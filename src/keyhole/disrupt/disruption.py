@@ -7,16 +7,16 @@ head that lost most of its own; `perturbation` is the paper's figure, over the a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, is_dataclass, replace
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
 from keyhole.core import Result, Status, environment
 from keyhole.core.result import restored, typed
 from keyhole.core.text import percent
-from keyhole.data import Example
+from keyhole.data import Batch, Example
 from keyhole.disrupt.units import Unit
 
 
@@ -220,3 +220,38 @@ def joined(parts: list[Disruption]) -> Disruption:
         outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
         failed=tuple(failure for part in parts for failure in part.failed),
     )  # fmt: skip
+
+
+# What every attacker on attention is, and how a result describes the one that made it.
+
+
+class Attacker(Protocol):
+    """A way to cut attention; a frozen dataclass of hyperparameters.
+
+    `words` says how attention is cut; `control` is True where the cuts are chosen at random, so
+    that whatever flips has nothing to do with the choice.
+    """
+
+    @property
+    def words(self) -> str: ...
+    @property
+    def control(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+    def __call__(
+        self, model: Any, batch: Batch, labels: Tensor | None = None, *, ids: Sequence[str] = ()
+    ) -> Disruption:
+        """Attack a batch; `ids` name its examples in the result, labels may be the model's own."""
+        ...
+
+
+def described(attacker: Attacker) -> dict[str, Any]:
+    """The attacker as results hold it: its name, its words and its hyperparameters."""
+    settings = asdict(attacker) if is_dataclass(attacker) else {"seed": attacker.seed}
+    return {
+        "attack": type(attacker).__name__,
+        **settings,
+        "words": attacker.words,
+        "control": attacker.control,
+    }

@@ -33,10 +33,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import expect_among
 from keyhole.disrupt.budget import choose
-from keyhole.disrupt.masked_queries import NEVER, MaskedQueries, Ordering
-from keyhole.disrupt.prefix_search import Proposal, Search, first_flip
-from keyhole.disrupt.settings import expect_among
+from keyhole.disrupt.masked_queries import (
+    MaskedQueries,
+    Ordering,
+    Proposal,
+    Search,
+    first_flip,
+)
+from keyhole.disrupt.units import NEVER
 
 Order = Literal["importance", "random layer", "random head", "random"]
 Scale = Literal["full", "half"]

@@ -16,18 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_among, expect_count
 from keyhole.data import Batch
-from keyhole.disrupt.attacker import described
 from keyhole.disrupt.budget import Budget, budget
-from keyhole.disrupt.disruption import Disruption, Outcome, joined
+from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
 from keyhole.disrupt.greedy import Greedy, Order, Scale
 from keyhole.disrupt.judge import Verdict, judge, run_control
-from keyhole.disrupt.masked_queries import MaskedQueries
-from keyhole.disrupt.prefix_search import Proposal, Search
+from keyhole.disrupt.masked_queries import MaskedQueries, Proposal, Search
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.rerank import Rerank
-from keyhole.disrupt.settings import expect_among, expect_least
 from keyhole.disrupt.tasks import Question, ask
 from keyhole.disrupt.units import Units, survey
 
@@ -74,8 +71,9 @@ class HackAttend:
         expect_among("head_units", self.head_units, HeadUnits)
         expect_among("loss", self.loss, Loss)
         expect_among("spare", self.spare, Spare)
-        expect_least(0, least=self.least)
-        expect_least(1, batch=self.batch, continuation=self.continuation)
+        expect_count("least", self.least, 0)
+        expect_count("batch", self.batch, 1)
+        expect_count("continuation", self.continuation, 1)
         if not isinstance(self.schedule, Greedy | Rerank):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"expected a schedule Greedy() or Rerank(), got {self.schedule!r}")
 
@@ -145,7 +143,7 @@ class HackAttend:
         usual, spared = "removal", "special"
         if isinstance(schedule, Greedy):
             usual, spared = "gradient", "first token"
-            parts.append("as released" if self._as_released else "released schedule")
+            parts.append("as released" if self.as_published else "released schedule")
         if self.ranking != usual:
             parts.append(f"ranked by {self.ranking}")
         if isinstance(schedule, Greedy) and schedule.order != "importance":
@@ -157,7 +155,7 @@ class HackAttend:
         return "".join(f", {part}" for part in parts)
 
     @property
-    def _as_released(self) -> bool:
+    def as_published(self) -> bool:
         """Are budget, loss and what may be cut the released code's? Rankings are told apart."""
         kept = HackAttend.as_released(self.share)
         names = ("scope", "head_units", "least", "loss", "target", "spare")

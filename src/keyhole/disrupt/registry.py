@@ -1,6 +1,6 @@
 """Every attacker on attention under the name that people type, and what the audit tries it with.
 
-To add one, write the attacker in its own module and add one line to ATTACKERS.
+To add one, write the attacker in its own module and add one entry to ATTACKERS.
 """
 
 from __future__ import annotations
@@ -9,21 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
-from keyhole.disrupt.attacker import Attacker
+from keyhole.disrupt.disruption import Attacker
 from keyhole.disrupt.hack_attend import HackAttend, Scope, Spare
 from keyhole.disrupt.rerank import Rerank
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """One row of the audit: what is cut, and the attacker's hyperparameters there."""
 
-    cut: str
+    exposure: Exposure
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def __str__(self) -> str:
-        return self.cut
 
 
 def rerank(
@@ -46,19 +44,20 @@ _RELEASED = (
     "HackAttend as released: ranked once by the gradient, heads added one by one; all may be cut "
     "but the first token and padding."
 )
+_CUTS = "KH-PREDICTIONS-CUTS"
 _RANDOM = "The control: heads and units in a random order."
 
-ATTACKERS: Registry[Attacker, Line] = Registry(
+ATTACKERS: Registry[Attacker, Row] = Registry(
     "method",
     Entry("strongest", HackAttend.strongest, method=HackAttend, note=_STRONGEST),
     Entry("rerank", rerank, (
-        Line("a share of each head's attention", _BRIEF),
-        Line("a share of all attention", {**_BRIEF, "scope": "model"}),
+        Row(Exposure(_CUTS, "head"), _BRIEF),
+        Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
     ), HackAttend, _RERANK),
     Entry("as-released", HackAttend.as_released, (
-        Line("a share of each head's attention"),
+        Row(Exposure(_CUTS, "head-released")),
     ), HackAttend, _RELEASED),
     Entry("random", HackAttend.random, (
-        Line("a share of each head's attention, as a control"),
+        Row(Exposure(_CUTS, "head-random")),
     ), HackAttend, _RANDOM),
 )  # fmt: skip

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keyhole.core.errors import expect_count
 from keyhole.disrupt.budget import choose
-from keyhole.disrupt.masked_queries import NEVER, Ordering, fixed
-from keyhole.disrupt.prefix_search import Proposal, Search
+from keyhole.disrupt.masked_queries import Ordering, Proposal, Search, fixed
 from keyhole.disrupt.rankings import SIGNED, worth_of_cut
-from keyhole.disrupt.settings import expect_least
-from keyhole.disrupt.units import Units
+from keyhole.disrupt.units import NEVER, Units
 
 _RELUCTANCE = (0.0, 0.5, 2.0, 8.0)  # in units of a cut unit's mean worth
 _BLUR = 0.5  # standard deviation of the logarithm of a restart's random factors
@@ -47,8 +46,10 @@ class Rerank:
     name: str = field(default="rerank", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        expect_least(1, rounds=self.rounds, prefixes=self.prefixes)
-        expect_least(0, refine=self.refine, restarts=self.restarts)
+        expect_count("rounds", self.rounds, 1)
+        expect_count("prefixes", self.prefixes, 1)
+        expect_count("refine", self.refine, 0)
+        expect_count("restarts", self.restarts, 0)
 
     def __call__(self, search: Search) -> Proposal:
         """Attack every example of the search."""

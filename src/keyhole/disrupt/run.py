@@ -14,8 +14,7 @@ from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES
 from keyhole.data import Example, read_examples
-from keyhole.disrupt.attacker import Attacker
-from keyhole.disrupt.disruption import Disruption
+from keyhole.disrupt.disruption import Attacker, Disruption
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.sweep import sweep

@@ -16,19 +16,17 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import device_of, largest_matrix, threads_for
 from keyhole.core.progress import Progress, silent
 from keyhole.core.result import restored
 from keyhole.core.tasks import Runner, Task
 from keyhole.data import NO_LABEL, Example, encode
-from keyhole.disrupt.attacker import Attacker, described
 from keyhole.disrupt.batches import grouped
-from keyhole.disrupt.disruption import Control, Disruption, Outcome
-from keyhole.disrupt.labels import settled
-from keyhole.disrupt.settings import expect_least
+from keyhole.disrupt.disruption import Attacker, Control, Disruption, Outcome, described
 from keyhole.disrupt.source import ModelSource
+from keyhole.disrupt.tasks import settled
 from keyhole.models.anatomy import fitting
 from keyhole.models.loading import GENERATES, kept_open
 
@@ -52,8 +50,8 @@ def sweep(
     other data is refused then; more of the same data goes on.
     """
     source = ModelSource(model_source) if isinstance(model_source, str) else model_source
-    expect_least(1, batch_size=batch_size)
-    expect_least(0, retries=retries)
+    expect_count("batch_size", batch_size)
+    expect_count("retries", retries, 0)
     workers = (cpu_count() or 1) if workers is None else workers
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,

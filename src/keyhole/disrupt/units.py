@@ -35,6 +35,8 @@ from keyhole.core.errors import InputError
 from keyhole.disrupt.tasks import Question
 from keyhole.models.masking import Site, Untouched, rewriting
 
+NEVER = torch.iinfo(torch.int32).max  # the step at which a unit goes that stays
+
 
 @dataclass(frozen=True)
 class Place:

@@ -18,10 +18,10 @@ from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.judge import NEARLY
 from keyhole.extract.ordinary_questions import usual_norm_of
+from keyhole.oracle.connection import EndpointOptions, without_password
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Notice, session, unheard
-from keyhole.oracle.options import EndpointOptions, without_password
 from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
 from keyhole.oracle.target import open_target
 

@@ -108,6 +108,4 @@ def _cvxpy() -> Any:
     try:
         return importlib.import_module("cvxpy")  # by name: it is an extra, and carries no types
     except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "expected CVXPY for NuclearNorm, got none: pip install 'keyhole[convex]'"
-        ) from missing
+        raise MissingExtra("NuclearNorm needs CVXPY, which is not installed", "convex") from missing

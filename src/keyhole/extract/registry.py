@@ -1,6 +1,6 @@
 """Every extraction method under the name that people type, and what the audit tries it on.
 
-To add one, write the attack in its own module and add one line to METHODS.
+To add one, write the attack in its own module and add one entry to METHODS.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.extract.auto import Auto, Kind
 from keyhole.extract.fitted import Fitted
@@ -35,7 +36,7 @@ from keyhole.oracle import SignOnly as Thresholded
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """One exposure that the audit tries a method on.
 
     `reads` is the kind of answers the method needs, `settings` its hyperparameters there. `view`
@@ -43,15 +44,12 @@ class Line:
     share of the unknowns that the attacker may ask for.
     """
 
-    exposure: str
+    exposure: Exposure
     reads: Kind
     remedy: str
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     view: Callable[[Oracle], Oracle] | None = None
     budget: float | None = None
-
-    def __str__(self) -> str:
-        return self.exposure
 
 
 _COARSER = (
@@ -82,45 +80,50 @@ def tolerant_as_published(
     return TolerantAsPublished(answer_error, bound, margin, accuracy, seed)
 
 
-_full = partial(Line, reads=Kind.HEAD, remedy=_COARSER)
-_rounded = partial(Line, reads=Kind.HEAD, view=lambda oracle: Rounded(oracle, 3))
-_clipped = partial(Line, reads=Kind.HEAD, view=lambda oracle: Rounded(Clipped(oracle, 10.0), 3))
+_scores = partial(Exposure, "KH-WEIGHTS-SCORES")
+_rounded = partial(Exposure, "KH-WEIGHTS-ROUNDED-SCORES")
+_signs = partial(Exposure, "KH-WEIGHTS-SIGNS")
+_vectors = partial(Exposure, "KH-WEIGHTS-VECTORS")
 
-METHODS: Registry[Method, Line] = Registry(
+METHODS: Registry[Method, Row] = Registry(
     "method",
-    Entry("auto", Auto, (Line("rounded scores", Kind.ROUNDED, _BOUND),)),
+    Entry("auto", Auto, (Row(_rounded(), Kind.ROUNDED, _BOUND),)),
     Entry("single-head", SingleHead, (
-        _full("full scores"),
-        Line("scores under a budget", Kind.HEAD, _FEWER, budget=0.5),
+        Row(_scores("full"), Kind.HEAD, _COARSER),
+        Row(_scores("budget"), Kind.HEAD, _FEWER, budget=0.5),
     )),
-    Entry("low-rank", LowRank, (_full("full scores, low-rank head"),)),
+    Entry("low-rank", LowRank, (Row(_scores("low-rank"), Kind.HEAD, _COARSER),)),
     Entry("nuclear-norm", NuclearNorm),
     Entry("tolerant", tolerant, (
-        _rounded("scores rounded to 3 decimals", remedy=_BOUND, settings={"answer_error": 5e-4}),
-        _clipped(
-            "scores rounded to 3 decimals, inputs of norm 10 at most", remedy=_FURTHER,
-            settings={"answer_error": 5e-4, "max_norm": 10.0},
+        Row(
+            _rounded(defences=("decimals-3",)), Kind.HEAD, _BOUND, {"answer_error": 5e-4},
+            view=lambda oracle: Rounded(oracle, 3),
+        ),
+        Row(
+            _rounded(defences=("decimals-3", "norm-10")), Kind.HEAD, _FURTHER,
+            {"answer_error": 5e-4, "max_norm": 10.0},
+            view=lambda oracle: Rounded(Clipped(oracle, 10.0), 3),
         ),
     ), Tolerant),
     Entry("tolerant-as-published", tolerant_as_published, method=TolerantAsPublished),
     Entry("sign-only", SignOnly, (
-        Line("signs", Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
-        Line("labels", Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
+        Row(_signs(), Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
+        Row(_signs("labels"), Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
     )),
     Entry("sign-only-as-published", SignOnlyAsPublished),
-    Entry("multi-head", MultiHead, (Line("scores of several heads", Kind.HEADS, _COARSER),)),
+    Entry("multi-head", MultiHead, (Row(_scores("heads"), Kind.HEADS, _COARSER),)),
     Entry("orthogonal-heads", OrthogonalHeads),
     Entry("fitted", Fitted),
     Entry("ordinary-questions", OrdinaryQuestions),
     Entry("ordinary-labels", OrdinaryLabels),
     Entry("one-layer", OneLayerTransformer, (
-        Line("scores of a small Transformer", Kind.LAYER, _COARSER),
+        Row(_scores("transformer"), Kind.LAYER, _COARSER),
     )),
     Entry("relu-network", ReluNetwork),
     Entry("output-layer", OutputLayer),
     Entry("full-output", FullOutput, (
-        Line("the last token's vector", Kind.LAST_VECTOR, _VECTOR),
-        Line("every token's vector", Kind.EVERY_VECTOR, _VECTOR),
+        Row(_vectors("last-token"), Kind.LAST_VECTOR, _VECTOR),
+        Row(_vectors("every-token"), Kind.EVERY_VECTOR, _VECTOR),
     )),
     Entry("attention-sub-layer", AttentionSubLayer),
 )  # fmt: skip

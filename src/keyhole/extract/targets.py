@@ -14,7 +14,7 @@ from keyhole.models.loading import names_model, task_of
 from keyhole.models.next_token import NextTokenLogits
 from keyhole.models.sub_layer import sub_layer
 from keyhole.oracle.completions import Completions
-from keyhole.oracle.options import expect_authorized, names_address, without_password
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.target import open_target
 from keyhole.oracle.token_questions import Logits

@@ -6,18 +6,15 @@ that differentiates its `losses`.
 
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
-from keyhole.harden.defences.combined import Combined
-from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.combined import Combined, Stages
+from keyhole.harden.defences.defence import Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
-from keyhole.harden.defences.plain import Plain
 from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
-from keyhole.harden.defences.stages import Stages
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
-from keyhole.harden.hardening import Hardening, Trained
 from keyhole.harden.registry import DEFENCES
-from keyhole.harden.run import run
+from keyhole.harden.run import Hardening, Trained, run
 from keyhole.harden.train import Training, train
 
 __all__ = [

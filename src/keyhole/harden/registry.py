@@ -9,9 +9,8 @@ from keyhole.core.registry import Entry, Registry
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.combined import Combined
-from keyhole.harden.defences.defence import Defence
+from keyhole.harden.defences.defence import Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
-from keyhole.harden.defences.plain import Plain
 from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART

@@ -12,7 +12,7 @@ from torch import Tensor
 from keyhole.core import Status, environment
 from keyhole.core.finding import points
 from keyhole.core.result import Result
-from keyhole.invert.proofs.certify import Certificate
+from keyhole.invert.krawczyk import Certificate
 
 _ADVICE = {
     Status.RECOVERED: "Do not hand this output to people who may not see the input.",

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.errors import InputError, expect_number, expect_seed
 from keyhole.core.machine import expect_room
 from keyhole.invert.problem import Problem
-from keyhole.invert.structure.layers import Layer, Layers
 
 
 def plant(
@@ -62,26 +61,3 @@ def plant(
     if problem.fault:
         raise InputError(f"{problem.fault}: try a smaller scale than {scale:g}")
     return problem, X
-
-
-def plant_layers(
-    depth: int,
-    length: int = 8,
-    dim: int = 8,
-    *,
-    scale: float = 0.3,
-    residual: bool = False,
-    causal: bool = False,
-    seed: int = 0,
-) -> tuple[Layers, Tensor]:
-    """A stack of layers and its input; V is as small as it is in deep models, 1/√(d·depth)."""
-    expect_count("layers", depth)
-    expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
-    layers: list[Layer] = []
-    first, X = plant(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
-    for number in range(depth):
-        problem = first if number == 0 else plant(length, dim, scale=scale, seed=seed + number)[0]
-        V = problem.V / math.sqrt(dim * depth)
-        layers.append(Layer(problem.W, V, residual=residual, causal=causal))
-    blank = Layers(tuple(layers), first.B)
-    return replace(blank, B=blank.output(X)), X

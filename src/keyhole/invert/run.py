@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,14 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors
-from keyhole.core.journal import Journal
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Track, untracked
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.inversion import Inversion
+from keyhole.invert.krawczyk import certify as prove
 from keyhole.invert.problem import Problem
-from keyhole.invert.proofs.certify import certify as prove
-from keyhole.invert.registry import METHODS, STACK_METHODS
-from keyhole.invert.solvers.solver import Solve
-from keyhole.invert.structure.layers import Layers, LayersInversion, SolveLayers
-from keyhole.invert.structure.layers_file import load_layers
-from keyhole.invert.structure.searches import Searches, what_determines
+from keyhole.invert.registry import METHODS
+from keyhole.invert.solvers.multistart import Solve
 
 MOST_STARTS = 1_000_000  # each waits in a list, and takes a moment at least
 
@@ -53,7 +49,7 @@ def run(
         raise InputError(asked.fault)
     if isinstance(method, str):
         name = method
-        _check(options, device)
+        expect_search(options, device)
         expect_number("rate", options.get("rate"), above=0)
         if options.get("starts") is not None and start is not None:
             raise InputError("starts and --start exclude each other: give one of them")
@@ -73,41 +69,6 @@ def run(
     if certify and result.X is not None:
         result = replace(result, certificate=prove(asked, result.X))
     return result
-
-
-def run_layers(
-    stack: str | Path | Layers,
-    method: str | SolveLayers = "peel",
-    *,
-    device: str = "cpu",
-    seed: int = 0,
-    journal: str | Path | None = None,
-    force: bool = False,
-    track: Track = untracked,
-    resuming: Callable[[int], None] = lambda done: None,  # noqa: ARG005
-    **options: Any,
-) -> LayersInversion:
-    """Read the input of a stack of layers back from all weights and the last output.
-
-    `stack` is a .safetensors file (structure/layers_file.py) or a stack; `options` are the
-    hyperparameters of a named method. `journal` is the file that
-    remembers finished searches, from which a run that was stopped goes on (`resuming` is told how
-    many there are); another run's is refused, or replaced with `force`.
-    """
-    asked = stack if isinstance(stack, Layers) else load_layers(stack)
-    if asked.fault:
-        raise InputError(asked.fault)
-    if isinstance(method, str):
-        _check(options, device)
-        expect_count("branches", options.get("branches"))
-        method = STACK_METHODS.make(
-            method, **options, seed=seed, device=None if device == "cpu" else device
-        )
-    with Journal(journal, what_determines(asked, repr(method)), force=force) as finished:
-        progress = track("invert layers")
-        if len(finished):
-            resuming(len(finished))
-        return method(asked, progress=progress, memory=Searches(finished))
 
 
 def measure_bounds(
@@ -156,7 +117,8 @@ def _takes_starts(method: type) -> bool:
     return "start" in inspect.signature(method.__call__).parameters
 
 
-def _check(options: Mapping[str, Any], device: str) -> None:
+def expect_search(options: Mapping[str, Any], device: str) -> None:
+    """The options that every search has."""
     expect_count("starts", options.get("starts"), most=MOST_STARTS)
     expect_count("solutions", options.get("solutions"))
     expect_number("seconds", options.get("seconds"), above=0)

@@ -1,1 +1,4 @@
-"""What researchers use: costs, certificates, and servers of planted targets."""
+"""What researchers use: reproductions as published, planted targets, proofs, experiments.
+
+Only the command line imports it.
+"""

@@ -59,9 +59,7 @@ def transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingExtra(
-            "expected transformers to be installed, got none: pip install 'keyhole[models]'"
-        ) from error
+        raise MissingExtra("transformers is not installed", "models") from error
 
 
 _alone = threading.RLock()  # a cluster's worker may have several threads, but memory for one model

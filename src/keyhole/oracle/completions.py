@@ -30,8 +30,8 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.options import without_password
 from keyhole.oracle.probe import LIMITS, Server, server_http
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of

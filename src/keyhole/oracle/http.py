@@ -3,6 +3,10 @@
 Whatever it sends (gigabytes, bombs, nothing, garbage, one byte a minute) ends as one line, in the
 memory and time that `Limits` states. Redirects are never followed: no answer comes from another
 address than the one that was asked. Secrets that were sent are taken out of what comes back.
+
+httpx leaves three gaps, which are closed here: it bounds the time between two bytes and not that of
+a request (`_Stream`), it reads and unpacks bodies without a bound (`_body`), and its retries know
+neither a deadline nor Retry-After (`Http._tried`).
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ import time
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from email.utils import parsedate_to_datetime
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpcore
 import httpx
@@ -27,305 +31,19 @@ import httpx
 from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import OracleError
 
-__all__ = ["Garbled", "Http", "Limits", "Refused", "shown"]
-
-_PASSING = frozenset({429, 502, 503, 504})
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-_INTERNAL_ERRORS = 3  # one after the other; the next counts as what the server has to say
-_RESTART_PAUSE = 1.0  # between two looks at whether a server is there again
-_LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
+_BUSY = frozenset({429, 502, 503, 504})
 _NO_SUCH_ROUTE = (404, 405, 501)
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0  # between tries, in seconds: twice as long each time
+_RESTART_PAUSE = 1.0  # between tries to connect to a server that has answered before
+_INTERNAL_ERRORS = 3  # statuses 500 in a row; the next counts as what the server has to say
+_LARGE = 2**20  # bytes of an answer, of which there is one at a time in memory
+_PIECE = 2**14  # bytes that are unpacked at once
+_WRITTEN = 2**16  # bytes that are written at once
 _SECRET = 8  # letters at least; a shorter word may stand in any answer
+_FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
 Cut = Callable[[bytearray], object | None]  # takes what is needed out of a long body
 
 T = TypeVar("T")
-
-
-class Refused(OracleError):
-    """A server that answered with an error; `status` is HTTP's number for it."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Http:
-    """Asks for JSON and takes nothing else. Keeps its connections until closed.
-
-    Passing failures (no connection, 429, 500, 502–504, garbage) are tried again `retries` times,
-    with longer and longer pauses; a server that has answered before and is gone is waited for as
-    long as a request may take. `rate` is how many requests there are in a second, at most; `trust`
-    whose certificates count.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        limits: Limits,
-        *,
-        retries: int,
-        headers: Mapping[str, str] | None = None,
-        rate: float | None = None,
-        trust: ssl.SSLContext | None = None,
-    ) -> None:
-        self.limits = limits
-        self._retries = retries
-        self._pace = Pace(rate)
-        self._answered = False
-        self._room = threading.Lock()  # for a large answer
-        self._secrets = _secrets(headers or {})
-        accept = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
-        transport = Transport(_address(url), trust)
-        try:
-            self._client = httpx.Client(transport=transport, headers=accept | dict(headers or {}))
-        except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
-            raise InputError("expected headers as ASCII text, got something else") from None
-
-    def close(self) -> None:
-        self._client.close()
-
-    def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object that `url` answers with."""
-        return self.ask(verb, url, content, lambda data: as_object(data, url))
-
-    def ask(
-        self,
-        verb: str,
-        url: str,
-        content: dict[str, Any] | None = None,
-        read: Callable[[object], T] = lambda data: cast("T", data),
-        cut: Cut | None = None,
-    ) -> T:
-        """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
-
-        `read` may raise Garbled, so that it is asked again on another connection. `cut` may take
-        what it needs out of the body; where it gives None, all of it is parsed.
-        """
-
-        def taken(reply: httpx.Response, end: float) -> T:
-            return self._read(reply, url, end, read, cut)
-
-        return self._tried(verb, url, content, taken)
-
-    def expect_ready(self, url: str) -> None:
-        """Wait until `url` says that it is ready, where the server has such a route."""
-
-        def taken(reply: httpx.Response, end: float) -> None:
-            del end
-            if not reply.is_success and reply.status_code not in _NO_SUCH_ROUTE:
-                self._refuse(reply, url)
-            opening_of(reply, self._hidden)  # a connection whose answer was read can be kept
-
-        self._tried("GET", url, None, taken)
-
-    def _tried(
-        self, verb: str, url: str, content: dict[str, Any] | None,
-        taken: Callable[[httpx.Response, float], T],
-    ) -> T:  # fmt: skip
-        body = None if content is None else json.dumps(content, allow_nan=False).encode()
-        self._pace.wait()
-        end = time.monotonic() + self.limits.seconds
-        attempt = internal = 0
-        while True:
-            last = attempt >= self._retries
-            pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE)
-            attempt += 1
-            try:
-                with self._stream(verb, url, body, end) as reply:
-                    internal = internal + 1 if reply.status_code == 500 else 0
-                    trouble = self._passing(reply, last or internal > _INTERNAL_ERRORS)
-                    if trouble is None:
-                        return self._kept_apart(reply, lambda reply: taken(reply, end))
-                    pause = max(pause, _asked_to_wait(reply))
-            except httpcore.TimeoutException:
-                raise self._too_slow(url, "none in time") from None
-            except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
-                raise InputError("expected headers that HTTP allows, got others") from None
-            except NotHttp as error:
-                raise OracleError(f"expected HTTP from {url}, got {self._shown(error)}") from None
-            except Garbled as error:
-                if last:
-                    raise
-                trouble = str(error)
-            except httpcore.ConnectError as error:
-                _expect_trusted(error, url)
-                trouble = self._shown(f"{type(error).__name__}: {error}")
-                if self._answered and self._retries:  # it may be starting again
-                    last, pause = False, _RESTART_PAUSE
-            except FAILURES as error:
-                trouble = self._shown(f"{type(error).__name__}: {error}")
-            if last:
-                raise OracleError(f"expected an answer from {url}, got {trouble}")
-            if time.monotonic() + pause > end:
-                raise self._too_slow(url, trouble)
-            if "Retry-After" in trouble:  # said to all who ask
-                self._pace.hold(pause)
-            time.sleep(pause)
-            self._pace.wait()
-
-    def _stream(
-        self, verb: str, url: str, body: bytes | None, end: float
-    ) -> AbstractContextManager[httpx.Response]:
-        return self._client.stream(verb, url, content=body, extensions={"timeout": moments(end)})
-
-    def _kept_apart(self, reply: httpx.Response, take: Callable[[httpx.Response], T]) -> T:
-        """What is taken of a reply; a connection that brought garbage is not used again.
-
-        An answer that was sent twice would be taken for that of the next question.
-        """
-        try:
-            taken = take(reply)
-        except Garbled:
-            with suppress(*FAILURES, OSError):
-                reply.extensions["network_stream"].close()
-            raise
-        self._answered = True
-        return taken
-
-    def _passing(self, reply: httpx.Response, last: bool) -> str | None:
-        """Why to ask again; None where the answer is to be taken as it is."""
-        if reply.status_code == 500 and not last:
-            return "status 500"
-        if reply.status_code not in _PASSING:
-            return None
-        header = reply.headers.get("retry-after", "").strip()
-        asked = _seconds(header) is not None
-        with_wait = f" with Retry-After: {self._shown(header, 40)}" if asked else ""
-        return f"status {reply.status_code}{with_wait}"
-
-    def _too_slow(self, url: str, trouble: str) -> OracleError:
-        seconds = f"{self.limits.seconds:g} s"
-        return OracleError(
-            f"expected an answer from {url} within {seconds}, got {trouble}: raise "
-            "--endpoint timeout"
-        )
-
-    def _read(
-        self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T],
-        cut: Cut | None,
-    ) -> T:  # fmt: skip
-        if not reply.is_success:
-            self._refuse(reply, url)
-        alone = False
-
-        def grown(length: int) -> None:
-            nonlocal alone
-            if length > _LARGE and not alone:
-                alone = self._room.acquire(timeout=max(0.0, end - time.monotonic()))
-                if not alone:
-                    raise self._too_slow(url, "none in time")
-
-        try:
-            body = self._hidden(body_of(reply, url, self.limits.body, grown))
-            taken = None if cut is None else cut(body)
-            return read(parsed(body, url, self.limits) if taken is None else taken)
-        finally:
-            if alone:
-                self._room.release()
-
-    def _refuse(self, reply: httpx.Response, url: str) -> NoReturn:
-        status = reply.status_code
-        if 300 <= status < 400:
-            where = self._shown(reply.headers.get("location", "nowhere"), 100)
-            raise OracleError(
-                f"expected an answer from {url}, got {status}, a redirect to {where}: "
-                "redirects are not followed"
-            )
-        opening = opening_of(reply, self._hidden)
-        raise Refused(f"expected an answer from {url}, got {status}: {opening}", status)
-
-    def _hidden(self, body: bytearray) -> bytearray:
-        """What a server sent, without the secrets that it was sent."""
-        for secret in self._secrets:
-            if secret in body:
-                body = body.replace(secret, b"(secret)")
-        return body
-
-    def _shown(self, text: object, longest: int = 200) -> str:
-        return shown(self._hidden(bytearray(str(text), "utf-8", "replace")).decode(), longest)
-
-
-def as_object(data: object, url: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
-    return cast("dict[str, Any]", data)
-
-
-def _secrets(headers: Mapping[str, str]) -> list[bytes]:
-    """The values of headers, and those after `Bearer`, the longest first."""
-    words = [word for value in headers.values() for word in (value, *value.split())]
-    long = {word.encode("utf-8", "replace") for word in words if len(word) >= _SECRET}
-    return sorted(long, key=len, reverse=True)
-
-
-def _expect_trusted(error: httpcore.ConnectError, url: str) -> None:
-    """A certificate that nobody vouches for will not be better a second later."""
-    cause = error.__cause__ or error.__context__  # the pool raises it again without its cause
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        why = shown(cause.verify_message, 100)
-        raise OracleError(
-            f"expected a certificate that is trusted from {url}, got another ({why}): give --ca "
-            "FILE with its authority, or --insecure"
-        ) from None
-    if isinstance(cause, ssl.SSLError):
-        raise OracleError(f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}")
-
-
-def _address(url: str) -> httpx.URL:
-    """The address, if a socket can be asked for it."""
-    with suppress(httpx.InvalidURL, UnicodeError):
-        address = httpx.URL(url)
-        address.raw_host.decode().encode("idna")  # as the resolver will
-        whole = not any(letter.isspace() for letter in url)
-        if address.host and whole and 0 < (address.port or 80) < 2**16:
-            return address
-    raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
-
-
-def _asked_to_wait(reply: httpx.Response) -> float:
-    return _seconds(reply.headers.get("retry-after", "").strip()) or 0.0
-
-
-def _seconds(header: str) -> float | None:
-    """What Retry-After says, as a number or as a date."""
-    if header.isascii() and header.isdigit():
-        return float(header[:20])
-    try:
-        return parsedate_to_datetime(header).timestamp() - time.time()
-    except (ValueError, TypeError, OverflowError):
-        return None
-
-
-# How fast a server is asked: at most so many requests a second, and not before it says.
-
-
-class Pace:
-    """Turns for requests, evenly spaced; threads that share one share its rate."""
-
-    def __init__(self, per_second: float | None = None) -> None:
-        self._apart = 0.0 if per_second is None else 1.0 / per_second
-        self._next = 0.0  # as time.monotonic() has it
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Until it is this request's turn."""
-        with self._lock:
-            turn = max(self._next, time.monotonic())
-            self._next = turn + self._apart
-        time.sleep(max(0.0, turn - time.monotonic()))
-
-    def hold(self, seconds: float) -> None:
-        """Nobody asks for so long: the server said so."""
-        with self._lock:
-            self._next = max(self._next, time.monotonic() + seconds)
-
-
-# What a server sent, read in the memory that `Limits` states: bounded, unpacked, parsed.
-#
-# httpx reads a body whole and unpacks it without a bound, so both are done here, in small pieces.
-
-FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpx.TransportError)
-_PIECE = 2**14
 
 
 @dataclass(frozen=True)
@@ -351,48 +69,331 @@ class Limits:
                 raise InputError(f"expected a limit {field.name} above 0, got {value}")
 
 
+class Refused(OracleError):
+    """A server that answered with an error; `status` is HTTP's number for it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Garbled(OracleError):
     """Something that is no answer, where another try may bring one."""
 
 
-def shown(text: object, longest: int = 80) -> str:
-    """What a server said, as part of one line: no line breaks, no control characters."""
-    line = " ".join(str(text)[: 4 * longest].split())
-    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
-    return safe if len(safe) <= longest else f"{safe[:longest]}…"
+class _Passing(Exception):
+    """A failure after which asking again may help: why, and after how many seconds."""
+
+    def __init__(self, why: str, wait: float | None = None, restarting: bool = False) -> None:
+        super().__init__(why)
+        self.wait, self.restarting = wait, restarting
 
 
-def body_of(reply: httpx.Response, url: str, limit: int, grown: Callable[[int], None]) -> bytearray:
-    """The whole body, unpacked, or an error as soon as it is known to be longer than `limit`.
+class Http:
+    """Asks for JSON and takes nothing else. Keeps its connections until closed.
 
-    `grown` is told how long it is so far.
+    Passing failures (no connection, 429, 500, 502–504, garbage) are tried again `retries` times,
+    with longer and longer pauses; a server that has answered before and is gone is waited for as
+    long as a request may take. `rate` is how many requests there are in a second, at most; `trust`
+    whose certificates count.
     """
-    body = bytearray()
+
+    def __init__(
+        self,
+        url: str,
+        limits: Limits,
+        *,
+        retries: int,
+        headers: Mapping[str, str] | None = None,
+        rate: float | None = None,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        self.limits = limits
+        self._retries = retries
+        self._pace = _Pace(rate)
+        self._answered = False
+        self._one_large = threading.Lock()  # held while a large answer is in memory
+        self._secrets = _secrets(headers or {})
+        accept = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json"}
+        transport = _Transport(_address(url), trust)
+        try:
+            self._client = httpx.Client(transport=transport, headers=accept | dict(headers or {}))
+        except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
+            raise InputError("expected headers as ASCII text, got something else") from None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that `url` answers with."""
+        return self.ask(verb, url, content, lambda data: as_object(data, url))
+
+    def ask(
+        self,
+        verb: str,
+        url: str,
+        content: dict[str, Any] | None = None,
+        read: Callable[[object], T] = lambda data: cast("T", data),
+        cut: Cut | None = None,
+    ) -> T:
+        """What `read` makes of the JSON that `url` answers with, be it an object or anything else.
+
+        `read` may raise Garbled, so that it is asked again on another connection. `cut` may take
+        what it needs out of the body; where it gives None, all of it is parsed.
+        """
+        return self._tried(
+            verb, url, content, lambda reply, end: self._read(reply, url, end, read, cut)
+        )
+
+    def expect_ready(self, url: str) -> None:
+        """Wait until `url` says that it is ready, where the server has such a route."""
+
+        def take(reply: httpx.Response, _: float) -> None:
+            if not reply.is_success and reply.status_code not in _NO_SUCH_ROUTE:
+                raise self._refusal(reply, url)
+            self._opening(reply)  # a connection whose answer was read can be kept
+
+        self._tried("GET", url, None, take)
+
+    def _tried(
+        self, verb: str, url: str, content: dict[str, Any] | None,
+        take: Callable[[httpx.Response, float], T],
+    ) -> T:  # fmt: skip
+        """What `take` makes of the reply, within the time of one request."""
+        body = None if content is None else json.dumps(content, allow_nan=False).encode()
+        self._pace.wait()
+        end = time.monotonic() + self.limits.seconds
+        tries = internal_errors = 0
+        while True:
+            last = tries >= self._retries
+            pause = min(_FIRST_PAUSE * 2**tries, _LAST_PAUSE)
+            tries += 1
+            try:
+                return self._once(verb, url, body, end, take)
+            except Garbled as error:
+                if last:
+                    raise
+                trouble, internal_errors = _Passing(str(error)), 0
+            except Refused as error:
+                internal_errors += 1
+                if error.status != 500 or last or internal_errors > _INTERNAL_ERRORS:
+                    raise
+                trouble = _Passing("status 500")
+            except _Passing as error:
+                trouble, internal_errors = error, 0
+                if error.restarting:
+                    last, pause = False, _RESTART_PAUSE
+            if last:
+                raise OracleError(f"expected an answer from {url}, got {trouble}")
+            pause = max(pause, trouble.wait or 0.0)
+            if time.monotonic() + pause > end:
+                raise self._too_slow(url, str(trouble))
+            if trouble.wait is not None:  # the server asks all its clients to wait
+                self._pace.hold(pause)
+            time.sleep(pause)
+            self._pace.wait()
+
+    def _once(
+        self, verb: str, url: str, body: bytes | None, end: float,
+        take: Callable[[httpx.Response, float], T],
+    ) -> T:  # fmt: skip
+        """One try; raises Garbled, Refused or _Passing where another may help."""
+        timeouts = {"timeout": {"connect": end, "read": end, "write": end}}  # see `_left`
+        try:
+            with self._client.stream(verb, url, content=body, extensions=timeouts) as reply:
+                if reply.status_code in _BUSY:
+                    raise self._busy(reply)
+                try:
+                    taken = take(reply, end)
+                except Garbled:
+                    # An answer that was sent twice would be taken for that of the next question.
+                    with suppress(*_FAILURES, OSError):
+                        reply.extensions["network_stream"].close()
+                    raise
+                self._answered = True
+                return taken
+        except httpcore.TimeoutException:
+            raise self._too_slow(url, "none in time") from None
+        except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
+            raise InputError("expected headers that HTTP allows, got others") from None
+        except _NotHttp as error:
+            raise OracleError(f"expected HTTP from {url}, got {self._shown(error)}") from None
+        except _FAILURES as error:
+            connecting = isinstance(error, httpcore.ConnectError)
+            if connecting:
+                _expect_trusted(error, url)
+            why = self._shown(f"{type(error).__name__}: {error}")
+            restarting = connecting and self._answered and self._retries > 0
+            raise _Passing(why, restarting=restarting) from None
+
+    def _busy(self, reply: httpx.Response) -> _Passing:
+        header = reply.headers.get("retry-after", "").strip()
+        wait = _seconds(header)
+        asked = "" if wait is None else f" with Retry-After: {self._shown(header, 40)}"
+        return _Passing(f"status {reply.status_code}{asked}", wait)
+
+    def _too_slow(self, url: str, trouble: str) -> OracleError:
+        return OracleError(
+            f"expected an answer from {url} within {self.limits.seconds:g} s, got {trouble}: "
+            "raise --endpoint timeout"
+        )
+
+    def _read(
+        self, reply: httpx.Response, url: str, end: float, read: Callable[[object], T],
+        cut: Cut | None,
+    ) -> T:  # fmt: skip
+        if not reply.is_success:
+            raise self._refusal(reply, url)
+        alone = False
+        body = bytearray()
+        try:
+            for piece in _body(reply, url, self.limits.body):
+                body += piece
+                if len(body) > _LARGE and not alone:
+                    alone = self._one_large.acquire(timeout=max(0.0, end - time.monotonic()))
+                    if not alone:
+                        raise self._too_slow(url, "none in time")
+            body = self._hidden(body)
+            taken = None if cut is None else cut(body)
+            return read(_parsed(body, url, self.limits) if taken is None else taken)
+        finally:
+            if alone:
+                self._one_large.release()
+
+    def _refusal(self, reply: httpx.Response, url: str) -> OracleError:
+        status = reply.status_code
+        if 300 <= status < 400:
+            where = self._shown(reply.headers.get("location", "nowhere"), 100)
+            return OracleError(
+                f"expected an answer from {url}, got {status}, a redirect to {where}: "
+                "redirects are not followed"
+            )
+        opening = self._opening(reply)
+        return Refused(f"expected an answer from {url}, got {status}: {opening}", status)
+
+    def _opening(self, reply: httpx.Response) -> str:
+        """The first words of an answer that is an error; whatever is wrong with it is ignored."""
+        body = bytearray()
+        with suppress(OracleError, httpcore.TimeoutException, *_FAILURES):
+            for piece in _unpacked(reply.iter_raw(), reply, ""):
+                body += piece
+                if len(body) > 1000:
+                    break
+        return shown(self._hidden(body).decode(errors="replace"), 200) or "no text"
+
+    def _hidden(self, body: bytearray) -> bytearray:
+        """What a server sent, without the secrets that it was sent."""
+        for secret in self._secrets:
+            if secret in body:
+                body = body.replace(secret, b"(secret)")
+        return body
+
+    def _shown(self, text: object, max_length: int = 200) -> str:
+        return shown(self._hidden(bytearray(str(text), "utf-8", "replace")).decode(), max_length)
+
+
+def as_object(data: object, url: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
+    return cast("dict[str, Any]", data)
+
+
+def shown(text: object, max_length: int = 80) -> str:
+    """What a server sent, as part of one line: no line breaks, no control characters."""
+    line = " ".join(str(text)[: 4 * max_length].split())
+    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
+    return safe if len(safe) <= max_length else f"{safe[:max_length]}…"
+
+
+def _secrets(headers: Mapping[str, str]) -> list[bytes]:
+    """The values of headers, and those after `Bearer`, the longest first."""
+    words = [word for value in headers.values() for word in (value, *value.split())]
+    long = {word.encode("utf-8", "replace") for word in words if len(word) >= _SECRET}
+    return sorted(long, key=len, reverse=True)
+
+
+def _expect_trusted(error: BaseException, url: str) -> None:
+    """A certificate that nobody vouches for will not be better a second later."""
+    cause = error.__cause__ or error.__context__  # the pool raises it again without its cause
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        why = shown(cause.verify_message, 100)
+        raise OracleError(
+            f"expected a certificate that is trusted from {url}, got another ({why}): give --ca "
+            "FILE with its authority, or --insecure"
+        ) from None
+    if isinstance(cause, ssl.SSLError):
+        raise OracleError(f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}")
+
+
+def _address(url: str) -> httpx.URL:
+    """The address, if a socket can be asked for it."""
+    with suppress(httpx.InvalidURL, UnicodeError):
+        address = httpx.URL(url)
+        address.raw_host.decode().encode("idna")  # as the resolver will
+        whole = not any(letter.isspace() for letter in url)
+        if address.host and whole and 0 < (address.port or 80) < 2**16:
+            return address
+    raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
+
+
+def _seconds(header: str) -> float | None:
+    """What Retry-After says, as a number or as a date; None where it says neither."""
+    if header.isascii() and header.isdigit():
+        return float(header[:20])
+    try:
+        return parsedate_to_datetime(header).timestamp() - time.time()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+class _Pace:
+    """Turns for requests, evenly spaced; threads that share one share its rate."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._apart = 0.0 if per_second is None else 1.0 / per_second
+        self._next = 0.0  # as time.monotonic() has it
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Until it is this request's turn."""
+        with self._lock:
+            turn = max(self._next, time.monotonic())
+            self._next = turn + self._apart
+        time.sleep(max(0.0, turn - time.monotonic()))
+
+    def hold(self, seconds: float) -> None:
+        """Nobody asks for so long."""
+        with self._lock:
+            self._next = max(self._next, time.monotonic() + seconds)
+
+
+# Bodies, read in the memory that `Limits` states: bounded, unpacked in small pieces, parsed.
+
+
+def _body(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
+    """The unpacked body, or an error as soon as it is known to be longer than `limit`."""
+
+    def too_long(what: str) -> OracleError:
+        return OracleError(
+            f"expected at most {limit:,} bytes from {url}, got {what}: raise Limits(body=)"
+        )
+
+    def sent() -> Iterator[bytes]:
+        count = 0
+        for piece in reply.iter_raw():
+            count += len(piece)
+            if count > limit:
+                raise too_long("more")
+            yield piece
+
     announced = int(reply.headers.get("content-length", 0))  # httpcore checks that it is a number
     if announced > limit:
-        raise OracleError(
-            f"expected at most {limit:,} bytes from {url}, got Content-Length {announced:,}: "
-            "raise Limits(body=)"
-        )
-    for piece in _unpacked(_counted(reply, url, limit), reply, url):
-        body += piece
-        grown(len(body))
-        if len(body) > limit:
-            raise OracleError(
-                f"expected at most {limit:,} bytes from {url}, got more when unpacked: "
-                "raise Limits(body=)"
-            )
-    return body
-
-
-def _counted(reply: httpx.Response, url: str, limit: int) -> Iterator[bytes]:
+        raise too_long(f"Content-Length {announced:,}")
     count = 0
-    for piece in reply.iter_raw():
+    for piece in _unpacked(sent(), reply, url):
         count += len(piece)
         if count > limit:
-            raise OracleError(
-                f"expected at most {limit:,} bytes from {url}, got more: raise Limits(body=)"
-            )
+            raise too_long("more when unpacked")
         yield piece
 
 
@@ -422,21 +423,7 @@ def _unpacked(pieces: Iterable[bytes], reply: httpx.Response, url: str) -> Itera
         raise Garbled(f"expected a whole {coding} body from {url}, got only its beginning")
 
 
-def opening_of(reply: httpx.Response, hidden: Callable[[bytearray], bytearray]) -> str:
-    """The first words of an answer that is an error; whatever is wrong with it does not matter.
-
-    `hidden` takes secrets out, before anything is cut off in their middle.
-    """
-    body = bytearray()
-    with suppress(OracleError, httpcore.TimeoutException, *FAILURES):
-        for piece in _unpacked(reply.iter_raw(), reply, ""):
-            body += piece
-            if len(body) > 1000:
-                break
-    return shown(hidden(body).decode(errors="replace"), 200) or "no text"
-
-
-def parsed(body: bytearray, url: str, limits: Limits) -> object:
+def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     parts = sum(body.count(mark) for mark in b'[{",')
     if parts > limits.parts:
         raise OracleError(
@@ -453,7 +440,7 @@ def parsed(body: bytearray, url: str, limits: Limits) -> object:
     try:
         text = body.decode()
         body.clear()  # both at once are not needed
-        data: object = json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise Garbled(f"expected JSON from {url}, got nesting without end: {opening}") from None
     except UnicodeDecodeError:
@@ -461,7 +448,6 @@ def parsed(body: bytearray, url: str, limits: Limits) -> object:
     except ValueError as error:  # without its cause, which holds the whole text
         why = shown(error, 100)
         raise Garbled(f"expected JSON from {url}, got {opening} ({why})") from None
-    return data
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -471,48 +457,30 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-# Connections to a server that nobody vouches for: each request ends in time.
-#
-# httpx bounds the time between two bytes, so that a server can drip for ever. This is httpx's own
-# pool (httpcore) on sockets that know the moment when the whole request must end: write
-# `extensions={"timeout": moments(end)}` with a request, where `end` is a time.monotonic().
-
-_TRANSPORT_PIECE = 2**16  # bytes written at once
-_OPENING = b"HTTP/1."
+# Connections on which a whole request ends in time: httpx's own pool (httpcore) on sockets that
+# take its time-outs for moments of time.monotonic(). A time-out would begin again with every byte.
 
 
-def moments(end: float) -> dict[str, float]:
-    """The time-outs of a request that must be over at `end`, as `_left` reads them."""
-    return {"connect": end, "read": end, "write": end}
-
-
-class NotHttp(httpcore.RemoteProtocolError):
+class _NotHttp(httpcore.RemoteProtocolError):
     """Bytes that do not begin as HTTP does; asking again will not help."""
 
 
-class Transport(httpx.BaseTransport):
-    """httpx on a pool of connections that end in time; proxies of the environment are used.
+class _Transport(httpx.BaseTransport):
+    """httpx on such connections; proxies of the environment are used."""
 
-    `trust` says whose certificates count, by default those of the usual authorities.
-    """
-
-    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None = None) -> None:
+    def __init__(self, address: httpx.URL, trust: ssl.SSLContext | None) -> None:
         context = (trust or httpx.create_ssl_context()) if address.scheme == "https" else None
+        options: dict[str, Any] = {
+            "ssl_context": context, "network_backend": _Network(), "keepalive_expiry": 5.0,
+        }  # fmt: skip
         proxies = urllib.request.getproxies()
         proxy = proxies.get(address.scheme) or proxies.get("all")
-        if not proxy or urllib.request.proxy_bypass(address.host):
-            self._pool = httpcore.ConnectionPool(
-                ssl_context=context, network_backend=_Network(), keepalive_expiry=5.0
-            )
-            return
-        route = _proxy(proxy)
-        self._pool = httpcore.HTTPProxy(
-            proxy_url=_route(route.url),
-            proxy_auth=route.raw_auth,
-            ssl_context=context,
-            network_backend=_Network(),
-            keepalive_expiry=5.0,
-        )
+        if proxy and not urllib.request.proxy_bypass(address.host):
+            through = _proxy(proxy)
+            options |= {"proxy_url": _route(through.url), "proxy_auth": through.raw_auth}
+            self._pool: httpcore.ConnectionPool = httpcore.HTTPProxy(**options)
+        else:
+            self._pool = httpcore.ConnectionPool(**options)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         reply = self._pool.handle_request(
@@ -525,7 +493,7 @@ class Transport(httpx.BaseTransport):
             )
         )
         connection = reply.extensions.get("network_stream")
-        if isinstance(connection, _Stream) and not connection.heard:
+        if isinstance(connection, _Stream) and not connection.was_read:
             # Sent after the answer before it, maybe a copy of that: it belongs to no question.
             reply.close()
             connection.close()
@@ -566,10 +534,7 @@ class _Body(httpx.SyncByteStream):
 
 
 def _left(end: float | None) -> float:
-    """Seconds until `end`: what httpcore hands down as time-outs are moments here.
-
-    A time-out would begin again with every byte; a moment does not.
-    """
+    """Seconds until the moment `end`."""
     left = math.inf if end is None else end - time.monotonic()
     if left <= 0:
         raise httpcore.ReadTimeout("the time of the request is over")
@@ -577,9 +542,6 @@ def _left(end: float | None) -> float:
 
 
 class _Network(httpcore.NetworkBackend):
-    def __init__(self) -> None:
-        self._sockets = httpcore.SyncBackend()
-
     def connect_tcp(
         self,
         host: str,
@@ -588,39 +550,39 @@ class _Network(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        left = _left(timeout)
-        return _Stream(self._sockets.connect_tcp(host, port, left, local_address, socket_options))
+        connect = httpcore.SyncBackend().connect_tcp
+        return _Stream(connect(host, port, _left(timeout), local_address, socket_options))
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose reads and writes end together, and whose answers begin as HTTP."""
+    """A connection whose reads and writes end at one moment, and whose answers begin as HTTP."""
+
+    _OPENING = b"HTTP/1."
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
         self._opening: bytes | None = None
-        self.heard = False  # anything since the last question
+        self.was_read = False  # since the last question
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = self._inner.read(max_bytes, _left(timeout))
-        self.heard = True
+        self.was_read = True
         if self._opening is not None:
             # HTTP/0.9 has no head: the parser would wait for the end of a first line for ever.
             self._opening += data[:80]
-            if not self._opening.startswith(_OPENING[: len(self._opening)]):
-                raise NotHttp(self._opening.decode(errors="replace"))
-            if len(self._opening) >= len(_OPENING):
+            if not self._opening.startswith(self._OPENING[: len(self._opening)]):
+                raise _NotHttp(self._opening.decode(errors="replace"))
+            if len(self._opening) >= len(self._OPENING):
                 self._opening = None
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        for start in range(
-            0, len(buffer), _TRANSPORT_PIECE
-        ):  # so that a slow reader meets the end too
-            self._inner.write(buffer[start : start + _TRANSPORT_PIECE], _left(timeout))
-        self._opening, self.heard = b"", False
+        for start in range(0, len(buffer), _WRITTEN):  # so that a slow reader meets the end too
+            self._inner.write(buffer[start : start + _WRITTEN], _left(timeout))
+        self._opening, self.was_read = b"", False
 
     def close(self) -> None:
-        # So that a thread that waits for an answer here does not wait any longer.
+        # So that a thread that waits for an answer does not wait any longer.
         with suppress(OSError, AttributeError):
             self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         self._inner.close()

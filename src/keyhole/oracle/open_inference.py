@@ -25,8 +25,8 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.oracle.connection import connected, names_address, without_password
 from keyhole.oracle.http import Garbled, Limits, as_object, shown
-from keyhole.oracle.options import connected, names_address, without_password
 from keyhole.oracle.protocol import OracleError, check_sequences
 
 _DIGITS = 25  # bytes that a float64 takes in JSON, at most

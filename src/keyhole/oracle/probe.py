@@ -13,8 +13,8 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
+from keyhole.oracle.connection import connected, names_address, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
-from keyhole.oracle.options import connected, names_address, without_password
 from keyhole.oracle.protocol import OracleError
 
 _FEWER = (1_000, 20, 5)  # log-probabilities to ask for where all of them are refused

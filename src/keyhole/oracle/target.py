@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.options import expect_authorized, names_address, without_password
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import load, plant
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
+from keyhole.oracle.connection import connected, without_password
 from keyhole.oracle.http import Garbled, as_object
 from keyhole.oracle.open_inference import (
     IDS,
@@ -32,7 +33,6 @@ from keyhole.oracle.open_inference import (
     stated,
     words,
 )
-from keyhole.oracle.options import connected, without_password
 from keyhole.oracle.protocol import OracleError
 
 _BESIDE = ("type", "position", "segment")  # inputs of whole numbers that are no ids

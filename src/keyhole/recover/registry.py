@@ -1,7 +1,7 @@
 """Every attack on a leaked text under the name that people type, and what it reads.
 
-To add one, write the attack in its own module and add one line to ATTACKS. Of several that read the
-same leak, the first is the default.
+To add one, write the attack in its own module and add one entry to ATTACKS. Of several that read
+the same leak, the first is the default.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
-from keyhole.recover.attacks.decoder import DecoderStates
-from keyhole.recover.attacks.encoder import EncoderStates
-from keyhole.recover.attacks.key_values import CachedKeys
-from keyhole.recover.attacks.maps import EncoderMaps
-from keyhole.recover.attacks.sublayer import SubLayerOutput
-from keyhole.recover.attacks.unordered import UnorderedStates
-from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.short_prompt import ShortPrompt
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.decoder import DecoderStates
+from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
+from keyhole.recover.layers.key_values import CachedKeys
+from keyhole.recover.layers.maps import EncoderMaps
+from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
 _COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"
@@ -34,10 +33,10 @@ PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)  # tha
 
 
 @dataclass(frozen=True)
-class Line:
+class Row:
     """One kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
 
-    `exposure` is what people call it; `layers` says which ones are tried of a model, in which
+    `exposure` is of any layer: `layers` says which ones are tried of a model, in which
     `precisions`; `settings` are the attack's hyperparameters there, where a whole search would
     take an audit too long. `permuted` says that the attack is for rows in no order, `short` that
     it reads short texts, so that an audit with texts of its own tries some of those as well.
@@ -46,7 +45,7 @@ class Line:
 
     kind: str
     causal: bool
-    exposure: str
+    exposure: Exposure
     remedy: str
     layers: Callable[[Anatomy], Sequence[int | None]]
     precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", NOISE)
@@ -54,9 +53,6 @@ class Line:
     permuted: bool = False
     short: bool = False
     steps: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.exposure} of {'a causal model' if self.causal else 'an encoder'}"
 
 
 def spread(parts: Anatomy) -> list[int]:
@@ -87,31 +83,34 @@ _LOGITS = (
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
 
 _hidden = partial(
-    Line, "hidden", exposure="hidden states", remedy=_KEEP, layers=spread,
+    Row, "hidden", exposure=Exposure("KH-TEXT-HIDDEN-STATES"), remedy=_KEEP, layers=spread,
     precisions=("float32", "bfloat16", "int8", NOISE, NORMALISED),
 )  # fmt: skip
 _unordered = partial(
-    Line, "hidden", exposure="hidden states in no order", remedy=_KEEP,
+    Row, "hidden", exposure=Exposure("KH-TEXT-HIDDEN-STATES", PERMUTED), remedy=_KEEP,
     layers=lambda parts: [-(-parts.layers // 2)], precisions=(PERMUTED,), permuted=True,
 )  # fmt: skip
-_cached = partial(Line, "kv", exposure="keys and values", remedy=_CACHE, layers=caches)
+_cached = partial(
+    Row, "kv", exposure=Exposure("KH-TEXT-KEYS-AND-VALUES"), remedy=_CACHE, layers=caches
+)
 _inner = partial(
-    Line, "attention", exposure="attention output before the residual", remedy=_INNER,
+    Row, "attention", exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"), remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
 )  # fmt: skip
 _unasked = partial(
-    Line, "pooled", exposure="pooled embedding", remedy=_POOLED, layers=lambda _: [], precisions=(),
+    Row, "pooled", exposure=Exposure("KH-TEXT-EMBEDDING"), remedy=_POOLED,
+    layers=lambda _: [], precisions=(),
 )  # fmt: skip
-_logits = Line("logits", True, "next-token logits", _LOGITS, lambda _: [], ())
+_logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
 
-ATTACKS: Registry[Attack, Line] = Registry(
+ATTACKS: Registry[Attack, Row] = Registry(
     "method",
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
     Entry("encoder-maps", EncoderMaps, (
-        Line(
-            "maps", False, "attention maps", _MAPS, lambda parts: [1, 2][: parts.layers],
-            ("float32",), {"deeper": _BRIEF},
+        Row(
+            "maps", False, Exposure("KH-TEXT-ATTENTION-MAPS"), _MAPS,
+            lambda parts: [1, 2][: parts.layers], ("float32",), {"deeper": _BRIEF},
         ),
     )),
     Entry("sublayer-output", SubLayerOutput, (
@@ -120,8 +119,8 @@ ATTACKS: Registry[Attack, Line] = Registry(
     # Minutes of search: nothing that an audit tries unasked.
     Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("counted-reader", CountedReader, (
-        Line(
-            "pooled", False, "pooled embedding", _POOLED, soon_counted, ("float32",),
+        Row(
+            "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
         _unasked(causal=True), _logits,
@@ -139,7 +138,7 @@ def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:
     """The names of the attacks that read a kind of leak, the default one first."""
     names = [
         entry.name
-        for entry, line in ATTACKS.lines()
-        if (line.kind, line.causal, line.permuted) == (kind, causal, permuted)
+        for entry, row in ATTACKS.rows()
+        if (row.kind, row.causal, row.permuted) == (kind, causal, permuted)
     ]
     return list(dict.fromkeys(names))

@@ -18,7 +18,7 @@ from keyhole.report import junit, markdown, sarif_log
 from keyhole.report.inert import as_code, inert
 from keyhole.report.provenance import slug
 from keyhole.report.sarif_places import in_file
-from keyhole.report.wording import number
+from keyhole.report.words import number
 from keyhole.version import __version__
 
 _SEVERITIES = {
@@ -144,7 +144,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 def _unread(file: Unread, place: int) -> dict[str, Any]:
     return {
-        "ruleId": sarif_log.NOT_CHECKED_ID,
+        "ruleId": sarif_log.NOT_CHECKED,
         "ruleIndex": place,
         "kind": "open",
         "level": "none",

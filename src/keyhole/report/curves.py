@@ -1,7 +1,7 @@
-"""Error against queries as a drawing: logarithmic axes, the floor marked. Numbers only.
+"""Error against queries as a drawing: logarithmic axes, the lower bound marked. Numbers only.
 
-No attack can do with fewer queries than its floor, the number of unknowns over the numbers in an
-answer. The template draws what this places, in the colours of the page.
+No attack can do with fewer queries than the lower bound, the number of unknowns over the numbers in
+an answer. The template draws what this places, in the colours of the page.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MOST = 300  # points that are drawn: more cannot be told apart
 
 @dataclass(frozen=True)
 class Curve:
-    """What a template needs to draw a trace; `floor` is where the floor's line stands."""
+    """What a template needs to draw a trace; `bound` is where the lower bound's line stands."""
 
     across: Axis
     up: Axis
     points: tuple[tuple[float, float], ...]
-    floor: float | None
+    bound: float | None
     about: str
 
     width: int = WIDTH
@@ -47,12 +47,13 @@ def curve(finding: Finding) -> Curve | None:
     if not trace:
         return None
     queries, errors = zip(*trace, strict=True)
-    floor = finding.floor if finding.floor and 0 < finding.floor <= _LARGEST else None
-    across = Axis.around([*queries, *([floor] if floor else [])], _LEFT, WIDTH - _RIGHT)
+    bound = finding.lower_bound
+    bound = bound if bound and 0 < bound <= _LARGEST else None
+    across = Axis.around([*queries, *([bound] if bound else [])], _LEFT, WIDTH - _RIGHT)
     up = Axis.around(errors, HEIGHT - _BOTTOM, _TOP)
     return Curve(
         across, up, tuple((across.place(x), up.place(y)) for x, y in trace),
-        across.place(floor) if floor else None, _about(trace, floor),
+        across.place(bound) if bound else None, _about(trace, bound),
     )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def _thinned(trace: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     return [*trace[:-1:step], *trace[-1:]]
 
 
-def _about(trace: Sequence[tuple[int, float]], floor: int | None) -> str:
+def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
     """The drawing in words, for whoever does not see it."""
     (first, high), (last, low) = trace[0], trace[-1]
     words = (
@@ -69,4 +70,4 @@ def _about(trace: Sequence[tuple[int, float]], floor: int | None) -> str:
         if len(trace) == 1
         else f"Error {high:.1e} after {first:,} queries, {low:.1e} after {last:,}"
     )
-    return f"{words}; the floor is {floor:,}." if floor else f"{words}."
+    return f"{words}; the lower bound is {bound:,}." if bound else f"{words}."

@@ -15,6 +15,7 @@ from keyhole.assess import Assessment, Card, FleetAssessment, Item, Severity, as
 from keyhole.core import Audit, Fleet
 from keyhole.core.progress import duration
 from keyhole.core.text import visible
+from keyhole.report import words
 from keyhole.report.pages import fill
 from keyhole.report.terminal import STYLES
 
@@ -86,7 +87,7 @@ def render_fleet(
     meant = assess_fleet(fleet) if assessment is None else assessment
     made = rows(meant, pages)
     return fill(
-        "fleet.html", fleet=fleet, rows=made, verdict=meant.verdict, duration=duration,
+        "fleet.html", fleet=fleet, rows=made, verdict=meant.verdict, duration=duration, words=words,
         heads=[card.family.value for card in made[0].families] if made else [],
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ def fleet_table(fleet: Fleet, assessment: FleetAssessment | None = None) -> Grou
         view.add_column(card.family.value)
     view.add_column("seconds", justify="right", no_wrap=True)
     for row in made:
-        worst = row.verdict if row.worst is None else row.worst.finding.exposure
+        worst = row.verdict if row.worst is None else words.exposure(row.worst.finding.exposure)
         view.add_row(
             # Text: what came from a target is never taken for markup.
             Text(visible(row.name)),

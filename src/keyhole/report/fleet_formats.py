@@ -9,7 +9,7 @@ from typing import Any
 
 from keyhole.assess import FleetAssessment
 from keyhole.core import dump
-from keyhole.report import json_form, junit, markdown, sarif, sarif_log
+from keyhole.report import json_form, junit, markdown, sarif, sarif_log, words
 from keyhole.report.fleet import Row, rows
 from keyhole.report.inert import as_code, inert
 from keyhole.report.provenance import slug
@@ -68,7 +68,11 @@ def as_markdown(assessment: FleetAssessment) -> str:
         markdown.Table("Targets", "targets", _TARGETS, [_target(row) for row in made]),
         markdown.Table("Given away", "findings", markdown.HEAD, found),
     ]
-    gone = [f"{row.name}: {item.of}" for row in made for item in row.assessment.gone]
+    gone = [
+        f"{row.name}: {words.in_full(item.finding.exposure)}"
+        for row in made
+        for item in row.assessment.gone
+    ]
     return markdown.fitted(top, tables, markdown.folded("gone since the baseline", gone))
 
 

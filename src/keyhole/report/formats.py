@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keyhole.assess import Assessment
-from keyhole.report import cyclonedx, json_form, junit, markdown, sarif
+from keyhole.report import json_form, junit, markdown, sarif
 from keyhole.report.page import render
 
 FORMATS: dict[str, Callable[[Assessment], str]] = {
@@ -17,7 +17,6 @@ FORMATS: dict[str, Callable[[Assessment], str]] = {
     "json": json_form.render,
     "sarif": sarif.render,
     "sarif-github": sarif.render_alerts,
-    "cyclonedx": cyclonedx.render,
     "markdown": markdown.render,
     "junit": junit.render,
 }

@@ -13,21 +13,21 @@ class Group:
     """What was tried on one part of the target to one end, the worst first."""
 
     family: Family
-    surface: str
+    part: str
     items: tuple[Item, ...]
 
     @property
     def title(self) -> str:
         """Of what, in words."""
-        return f"{self.family} of {self.surface}" if self.surface else str(self.family)
+        return f"{self.family} of {self.part}" if self.part else str(self.family)
 
 
 def groups(items: Iterable[Item]) -> list[Group]:
     """By family, in the order of the cards; in a family, the part with the worst finding first."""
     gathered: dict[tuple[Family, str], list[Item]] = {}
     for item in items:
-        gathered.setdefault((item.family, item.finding.surface), []).append(item)
-    made = [Group(family, surface, tuple(mine)) for (family, surface), mine in gathered.items()]
+        gathered.setdefault((item.family, item.finding.part), []).append(item)
+    made = [Group(family, part, tuple(mine)) for (family, part), mine in gathered.items()]
     order = list(Family)
     return sorted(made, key=lambda group: order.index(group.family))  # stable: the worst first
 

@@ -14,7 +14,7 @@ from keyhole.core.text import percent
 
 if TYPE_CHECKING:  # a report is made without what trains
     from keyhole.harden.evaluate import Evaluation
-    from keyhole.harden.hardening import Hardening
+    from keyhole.harden.run import Hardening
 
 
 def hardening(result: Hardening) -> Group:

@@ -11,6 +11,7 @@ from typing import Any
 
 from keyhole.assess import Assessment, Card, Decision, Item
 from keyhole.core import dump
+from keyhole.report import words
 
 SCHEMA = "urn:keyhole:schema:audit:1"
 _FILE = "schemas/audit-1.schema.json"
@@ -80,8 +81,8 @@ def _row(item: Item) -> dict[str, Any]:
         "id": item.id,
         "rule": item.rule.id,
         "family": item.family.value,
-        "exposure": item.finding.exposure,
-        "surface": item.finding.surface,
+        "exposure": words.exposure(item.finding.exposure),
+        "part": item.finding.part,
         "outcome": item.finding.outcome.value,
         "severity": item.severity.value,
         "score": item.score,

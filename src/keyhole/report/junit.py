@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from keyhole.assess import Assessment, Item, Ruling
-from keyhole.assess.rules import rule_of_skip
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome, Skip
-from keyhole.report import provenance, wording
+from keyhole.core.exposure import NOT_CHECKED
+from keyhole.report import provenance, words
 from keyhole.report.inert import inert
 
 
@@ -82,7 +82,7 @@ def _cases(assessment: Assessment) -> list[tuple[str, Case]]:
     """Every check, with the endpoint or model that it is about."""
     audit = assessment.audit
     made = [
-        (item.finding.surface or audit.target, _case(item, assessment)) for item in assessment.items
+        (item.finding.part or audit.target, _case(item, assessment)) for item in assessment.items
     ]
     return [*made, *((audit.target, _skipped(skip, assessment)) for skip in audit.skips)]
 
@@ -99,9 +99,10 @@ def _case(item: Item, assessment: Assessment) -> Case:
         *([f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []),
     )  # fmt: skip
     return Case(
-        _classname(item.family, finding.surface), f"{finding.exposure} ({finding.attack})",
+        _classname(item.family, finding.part),
+        f"{words.exposure(finding.exposure)} ({finding.attack})",
         finding.seconds, end, item.severity.value,
-        f"{item.severity}: {wording.outcome(finding)}", details,
+        f"{item.severity}: {words.outcome(finding)}", details,
     )  # fmt: skip
 
 
@@ -124,19 +125,21 @@ def _unknown(assessment: Assessment) -> str:
 
 
 def _skipped(skip: Skip, assessment: Assessment) -> Case:
-    rule, decision = rule_of_skip(skip), assessment.decision
+    decision, known = assessment.decision, skip.exposure.rule != NOT_CHECKED
     ignored = decision is not None and any(
-        ruled.name == skip.exposure and ruled.ruling is Ruling.IGNORED for ruled in decision.rulings
+        ruled.name == skip.exposure.id and ruled.ruling is Ruling.IGNORED
+        for ruled in decision.rulings
     )
     return Case(
-        _classname(rule.family if rule else "skipped", ""), f"{skip.exposure} ({skip.attack})", 0.0,
+        _classname(skip.exposure.family if known else "skipped", ""),
+        f"{words.skip(skip)} ({skip.attack})", 0.0,
         _unknown(assessment) if skip.unchecked and not ignored else "skipped",
         "unknown" if skip.unchecked else "not tried", skip.reason, (),
     )  # fmt: skip
 
 
-def _classname(family: str, surface: str) -> str:
-    return f"keyhole.{family}.{provenance.slug(surface)}" if surface else f"keyhole.{family}"
+def _classname(family: str, part: str) -> str:
+    return f"keyhole.{family}.{provenance.slug(part)}" if part else f"keyhole.{family}"
 
 
 def _sums(cases: Sequence[Case]) -> dict[str, str]:

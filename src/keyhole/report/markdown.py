@@ -14,7 +14,7 @@ from itertools import accumulate
 from keyhole.assess import Assessment, Card, Item
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome
-from keyhole.report import provenance, wording
+from keyhole.report import provenance, words
 from keyhole.report.inert import as_code
 
 MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
@@ -92,8 +92,8 @@ def _decision(assessment: Assessment) -> list[str]:
     if decision is None:
         return []
     end = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
-    words, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
-    return [f"By the policy {source} this **{end}**: {words}", ""]
+    rule, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
+    return [f"By the policy {source} this **{end}**: {rule}", ""]
 
 
 def row(item: Item, of: str = "") -> str:
@@ -106,8 +106,8 @@ def row(item: Item, of: str = "") -> str:
         ignored = f"<br>ignored until {item.ignored.until}: {reason}"
     return (
         f"| {SIGNS[item.severity.value]} {item.severity}{state} | "
-        f"{of}{as_code(item.of, CELL)}<br>{item.rule.id}{ignored} | {wording.outcome(finding)} | "
-        f"{cost(finding)} | {as_code(finding.remedy, CELL)} |"
+        f"{of}{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
+        f"{words.outcome(finding)} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
     )
 
 
@@ -129,13 +129,21 @@ def _left_out(count: int, noun: str) -> list[str]:
 
 
 def _unchecked(assessment: Assessment) -> list[str]:
-    unchecked = [i.of for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
-    unchecked += [skip.exposure for skip in assessment.audit.skips if skip.unchecked]
+    findings = [item.finding for item in assessment.items]
+    unchecked = [
+        words.in_full(finding.exposure)
+        for finding in findings
+        if finding.outcome is Outcome.UNCHECKED
+    ]
+    unchecked += [words.skip(skip) for skip in assessment.audit.skips if skip.unchecked]
     return folded("could not be checked, which is not clean", unchecked)
 
 
 def _gone(assessment: Assessment) -> list[str]:
-    return folded("gone since the baseline", [item.of for item in assessment.gone])
+    return folded(
+        "gone since the baseline",
+        [words.in_full(item.finding.exposure) for item in assessment.gone],
+    )
 
 
 def folded(about: str, names: Sequence[str]) -> list[str]:

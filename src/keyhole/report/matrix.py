@@ -6,16 +6,15 @@ one chip for each finding. All of them are links.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from keyhole.assess import Assessment, Item
 from keyhole.core import Readings
 from keyhole.core.text import percent
+from keyhole.report import words
 
 WHOLE = "model"  # the column of what is made by no single layer
-_LAYER = re.compile(r" of layer (\d+)$")
 _SHADES = 5
 
 
@@ -38,7 +37,7 @@ class Cell:
 
 
 @dataclass
-class Surface:
+class Part:
     """One part of the target: its matrix, where text was read of it, and chips for the rest."""
 
     name: str
@@ -54,30 +53,29 @@ def shade(share: float) -> int:
     return 0 if share <= 0 else min(_SHADES, 1 + int(share * _SHADES))
 
 
-def surfaces(assessment: Assessment) -> list[Surface]:
+def parts(assessment: Assessment) -> list[Part]:
     """One for each part of the target, the worst first."""
-    made: dict[str, Surface] = {}
+    made: dict[str, Part] = {}
     for item in assessment.items:
-        surface = made.setdefault(item.finding.surface, Surface(item.finding.surface))
+        part = made.setdefault(item.finding.part, Part(item.finding.part))
         if item.finding.texts:
-            _place(surface, item, item.finding.texts)
+            _place(part, item, item.finding.texts)
         else:
-            surface.chips.append(item)
-    for surface in made.values():
-        surface.columns.sort(key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0))
+            part.chips.append(item)
+    for part in made.values():
+        part.columns.sort(key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0))
     return list(made.values())
 
 
-def _place(surface: Surface, item: Item, texts: Sequence[Readings]) -> None:
-    match = _LAYER.search(item.finding.exposure)
-    kind, column = item.finding.exposure, WHOLE
-    if match:
-        kind, column = kind[: match.start()], str(int(match.group(1)))
-    if column not in surface.columns:
-        surface.columns.append(column)
-    rows = surface.kinds.setdefault(kind, {})
+def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
+    exposure = item.finding.exposure
+    column = WHOLE if exposure.layer is None else str(exposure.layer)
+    kind = words.exposure(replace(exposure, layer=None))
+    if column not in part.columns:
+        part.columns.append(column)
+    rows = part.kinds.setdefault(kind, {})
     for readings in texts:
         row = rows.setdefault(readings.precision, {})
-        rival = row.get(column)  # another attack on the same leak: the one that read more counts
-        if rival is None or rival.readings.known < readings.known:
+        best = row.get(column)  # of several attacks on one leak, the one that read most counts
+        if best is None or best.readings.known < readings.known:
             row[column] = Cell(item, readings)

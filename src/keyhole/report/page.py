@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from markupsafe import escape
+
 from keyhole.assess import Assessment, Item, assess
 from keyhole.assess.measured import Measure, measured
 from keyhole.assess.severity import cost
-from keyhole.core import Audit
-from keyhole.core.text import percent
-from keyhole.report import lengths, matrix, pictures, readings, wording
+from keyhole.core import Audit, Result
+from keyhole.core.text import legible, percent
+from keyhole.report import lengths, matrix, pictures, readings, words
 from keyhole.report.curves import curve
 from keyhole.report.groups import groups, sections
 from keyhole.report.pages import fill
@@ -29,7 +31,7 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         assessment=made,
         sections=sections(made),
         controls=groups(made.controls),
-        surfaces=matrix.surfaces(made),
+        parts=matrix.parts(made),
         measured=measures,
         cost=cost,
         curve=curve,
@@ -38,5 +40,12 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         percent=percent,
         pictures=pictures,
         readings=readings,
-        wording=wording,
+        words=words,
     )
+
+
+def html(result: Result) -> str:
+    """What a notebook shows: the page of an audit, in a frame of its own; of others the summary."""
+    if isinstance(result, Audit):
+        return f'<iframe width="100%" height="600" srcdoc="{escape(render(result))}"></iframe>'
+    return f"<pre>{escape(legible(repr(result)))}</pre>"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -35,25 +34,19 @@ _environment = jinja2.Environment(
 )
 
 
-def fill(
-    template: str, styles: Sequence[str] = (), scripts: Sequence[str] = (), **values: Any
-) -> str:
-    """A template that extends base.html, with the values given; all strings in them are escaped.
-
-    `styles` and `scripts` are those of pieces of our own that stand in it besides.
-    """
+def fill(template: str, **values: Any) -> str:
+    """A template that extends base.html, with the values given; all strings in them are escaped."""
     style, script = _inlined("style.css"), _inlined("script.js")
-    allowed = policy([style, *styles], [script, *scripts])
     page = _environment.get_template(template)
-    return page.render(style=style, script=script, policy=allowed, **values)
+    return page.render(style=style, script=script, policy=policy(style, script), **values)
 
 
-def policy(styles: Sequence[str], scripts: Sequence[str]) -> str:
+def policy(style: str, script: str) -> str:
     """What a browser may do on a page: what is inlined in it, and nothing else."""
     return "; ".join([
         "default-src 'none'",
-        f"style-src {' '.join(_digest(style) for style in styles)}",
-        f"script-src {' '.join(_digest(script) for script in scripts)}",
+        f"style-src {_digest(style)}",
+        f"script-src {_digest(script)}",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",

@@ -9,6 +9,7 @@ from markupsafe import escape
 
 from keyhole.core import Finding
 from keyhole.core.errors import MissingExtra
+from keyhole.report import words
 from keyhole.report.axes import SMALLEST
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def figure(findings: Sequence[Finding]) -> go.Figure | None:
     try:
         import plotly.graph_objects as go
     except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "expected plotly for a figure, got none: pip install 'keyhole[plots]'"
-        ) from missing
+        raise MissingExtra("a figure needs plotly, which is not installed", "plots") from missing
     traced = [finding for finding in findings if finding.trace]
     if not traced:
         return None
@@ -39,7 +38,7 @@ def figure(findings: Sequence[Finding]) -> go.Figure | None:
     for number, finding in enumerate(traced):
         colour = _COLOURS[number % len(_COLOURS)]
         attack = f" ({finding.attack})" if finding.attack else ""
-        label = str(escape(f"{finding.exposure}{attack}"))
+        label = str(escape(f"{words.exposure(finding.exposure)}{attack}"))
         queries, errors = zip(*finding.trace, strict=True)
         drawn.add_scatter(
             x=queries,
@@ -50,8 +49,10 @@ def figure(findings: Sequence[Finding]) -> go.Figure | None:
             marker={"size": 8, "symbol": number % _SYMBOLS},
             hovertemplate="%{x:,} queries<br>error %{y:.1e}<extra></extra>",
         )
-        if finding.floor is not None:
-            drawn.add_vline(x=finding.floor, line={"color": colour, "dash": "dot", "width": 1})
+        if finding.lower_bound is not None:
+            drawn.add_vline(
+                x=finding.lower_bound, line={"color": colour, "dash": "dot", "width": 1}
+            )
     drawn.update_layout(
         template="simple_white",
         height=520,

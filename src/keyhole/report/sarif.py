@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from keyhole.assess import RULES, Assessment, Item, Rule, Severity, State
-from keyhole.assess.rules import OTHERS, rule_of_skip
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome, Skip
-from keyhole.report import provenance, wording
+from keyhole.core.exposure import NOT_CHECKED, rule_of
+from keyhole.report import provenance, words
 from keyhole.report.inert import inert
 from keyhole.report.sarif_log import (
     LEVELS,
-    NOT_CHECKED_ID,
     described,
     driver,
     fingerprints,
@@ -31,7 +30,6 @@ from keyhole.report.sarif_log import (
 )
 from keyhole.report.sarif_places import Places
 
-_ALL_RULES = (*RULES, *OTHERS.values())
 _NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")
 _STATES = {
     State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
@@ -83,7 +81,7 @@ def needs_somebody(result: dict[str, Any]) -> bool:
 
 
 def _driver(assessment: Assessment) -> dict[str, Any]:
-    rules = [*(_rule(rule, assessment) for rule in _ALL_RULES), _NOT_CHECKED]
+    rules = [*(_rule(rule, assessment) for rule in RULES), _NOT_CHECKED]
     return driver(provenance.version(assessment.audit), rules)
 
 
@@ -101,8 +99,12 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
 
 def _invocation(assessment: Assessment) -> dict[str, Any]:
     unchecked = [
-        *(item.of for item in assessment.items if item.finding.outcome is Outcome.UNCHECKED),
-        *(skip.exposure for skip in assessment.audit.skips if skip.unchecked),
+        *(
+            words.in_full(item.finding.exposure)
+            for item in assessment.items
+            if item.finding.outcome is Outcome.UNCHECKED
+        ),
+        *(words.skip(skip) for skip in assessment.audit.skips if skip.unchecked),
     ]
     finished = provenance.finished(assessment.audit)
     return invocation(assessment.exit_code, _ENDS, unchecked, finished)
@@ -112,11 +114,11 @@ def _result(item: Item, places: Places) -> dict[str, Any]:
     finding = item.finding
     result: dict[str, Any] = {
         "ruleId": item.rule.id,
-        "ruleIndex": _ALL_RULES.index(item.rule),
+        "ruleIndex": RULES.index(item.rule),
         "kind": _kind(item),
         "level": LEVELS.get(item.severity, "none") if finding.exposed else "none",
         "message": {"text": said(_sentence(item))},
-        "locations": [places.of(finding.surface, finding.exposure)],
+        "locations": [places.of(finding.exposure)],
         "partialFingerprints": fingerprints(item.id),
         "properties": {
             "id": inert(item.id),
@@ -152,7 +154,8 @@ def _kind(item: Item) -> str:
 
 def _sentence(item: Item) -> str:
     finding = item.finding
-    parts = [f"{item.of}: {wording.outcome(finding)} ({finding.attack}, {cost(finding)})."]
+    name = words.in_full(finding.exposure)
+    parts = [f"{name}: {words.outcome(finding)} ({finding.attack}, {cost(finding)})."]
     if finding.exposed:
         parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
     parts += [finding.reason] if finding.reason else []
@@ -161,16 +164,16 @@ def _sentence(item: Item) -> str:
 
 
 def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
-    rule = rule_of_skip(skip)
+    known = skip.exposure.rule != NOT_CHECKED
     end = "could not check" if skip.unchecked else "not tried"
     return {
-        "ruleId": NOT_CHECKED_ID if rule is None else rule.id,
-        "ruleIndex": len(_ALL_RULES) if rule is None else _ALL_RULES.index(rule),
+        "ruleId": skip.exposure.rule,
+        "ruleIndex": RULES.index(rule_of(skip.exposure)) if known else len(RULES),
         "kind": "open" if skip.unchecked else "notApplicable",
         "level": "none",
-        "message": {"text": said(f"{skip.exposure}: {end}. {skip.reason}")},
-        "locations": [places.of("", skip.exposure)],
-        "partialFingerprints": fingerprints(f"skip {skip.exposure} {skip.attack}"),
+        "message": {"text": said(f"{words.skip(skip)}: {end}. {skip.reason}")},
+        "locations": [places.of(skip.exposure)],
+        "partialFingerprints": fingerprints(f"skip {skip.exposure} {skip.layers} {skip.attack}"),
         # All results of a run have a state or none has; of checks that were not made none changed.
         **({"baselineState": "unchanged"} if compared else {}),
         "properties": {"attack": inert(skip.attack)},

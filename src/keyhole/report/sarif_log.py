@@ -8,6 +8,7 @@ from typing import Any
 
 from keyhole.assess import Severity
 from keyhole.core import dump
+from keyhole.core.exposure import NOT_CHECKED
 from keyhole.report.inert import inert
 
 SCHEMA = (
@@ -22,7 +23,6 @@ SPANS = {
     Severity.CRITICAL: (9.1, 10.0), Severity.HIGH: (7.0, 8.9), Severity.MEDIUM: (4.0, 6.9),
     Severity.LOW: (0.1, 3.9),
 }  # fmt: skip
-NOT_CHECKED_ID = "KH-NOT-CHECKED"
 
 
 def written(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -68,7 +68,7 @@ def not_checked(about: str) -> dict[str, Any]:
     """The rule of a check that was not made, where no other applies: a result needs one."""
     why = "The result says why it was not tried, and what would change that."
     rule = described(
-        NOT_CHECKED_ID, "A check that was not made", about, (why, why), "not-checked",
+        NOT_CHECKED, "A check that was not made", about, (why, why), "not-checked",
         Severity.UNKNOWN,
     )  # fmt: skip
     return {**rule, "name": "NotChecked", "defaultConfiguration": {"level": "none"}}

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from keyhole.core.exposure import Exposure
+from keyhole.report import words
 from keyhole.report.inert import inert
 from keyhole.report.provenance import slug
 
-_LAYER = re.compile(r"\blayer (\d{1,6})\b")
 _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
 
 
@@ -44,13 +45,12 @@ class Places:
         self.all: list[dict[str, Any]] = []
         self._known: dict[tuple[str, str], int] = {}
 
-    def of(self, surface: str, exposure: str) -> dict[str, Any]:
+    def of(self, exposure: Exposure) -> dict[str, Any]:
         """A location: the target, the endpoint where it has several, the layer, the exposure."""
         steps = [("target", self.target)]
-        steps += [("endpoint", inert(surface))] if surface else []
-        layer = _LAYER.search(exposure)
-        steps += [("layer", f"layer {layer[1]}")] if layer else []
-        steps.append(("exposure", inert(exposure)))
+        steps += [("endpoint", inert(exposure.part))] if exposure.part else []
+        steps += [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
+        steps.append(("exposure", inert(words.exposure(exposure))))
         names: list[str] = []
         parent: int | None = None
         logical: list[dict[str, Any]] = []

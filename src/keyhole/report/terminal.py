@@ -16,7 +16,7 @@ from keyhole.assess import Assessment, Item, Severity, assess
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Skip
 from keyhole.core.text import visible
-from keyhole.report import lengths, wording
+from keyhole.report import lengths, words
 from keyhole.report.groups import groups
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
@@ -33,16 +33,16 @@ def table(audit: Audit, assessment: Assessment | None = None) -> Group:
     """
     assessment = assess(audit) if assessment is None else assessment
     parts: list[RenderableType] = [_line(assessment.verdict, "bold")]
-    if words := wording.ruling(assessment):
-        parts.append(_line(words))
+    if ruling := words.ruling(assessment):
+        parts.append(_line(ruling))
     if assessment.items:
-        parts += [_line(f"{wording.counts(assessment)}."), _cards(assessment)]
+        parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))
     if assessment.controls:
         parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
     if assessment.gone:
         parts.append(_line("Gone since the baseline", "bold"))
-        parts += [_line(f"  {item.of}") for item in assessment.gone]
+        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in assessment.gone]
     if audit.skips:
         parts += [_line("Not tried", "bold"), _skips(audit.skips)]
     return Group(*parts, *_by_length(audit))
@@ -60,7 +60,7 @@ def _cards(assessment: Assessment) -> Table:
             str(card.family),
             Text(str(card.level), style=style),
             exposed,
-            _line(wording.brief(card.fix)),
+            _line(words.brief(card.fix)),
         )
     return view
 
@@ -85,8 +85,8 @@ class _Findings:
 def _row(item: Item) -> tuple[str, ...]:
     finding = item.finding
     return (
-        str(item.severity), _line(finding.exposure).plain, wording.outcome(finding),
-        wording.error(finding), cost(finding),
+        str(item.severity), _line(words.exposure(finding.exposure)).plain, words.outcome(finding),
+        words.error(finding), cost(finding),
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _skips(skips: Iterable[Skip]) -> Table:
         view.add_column(overflow="fold")
     for skip in skips:
         word = "could not check" if skip.unchecked else "skipped"
-        view.add_row(word, _line(skip.exposure), _line(skip.reason))
+        view.add_row(word, _line(words.skip(skip)), _line(skip.reason))
     return view
 
 
@@ -133,11 +133,12 @@ def _by_length(audit: Audit) -> list[Text]:
     for finding in audit.findings:
         spans = lengths.spans(finding)
         if spans:
-            heading = f"{finding.exposure}, read exactly, by length ({lengths.whose(finding)})"
+            name = words.exposure(finding.exposure)
+            heading = f"{name}, read exactly, by length ({lengths.whose(finding)})"
             lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
     return lines
 
 
-def _line(words: str, style: str = "") -> Text:
+def _line(text: str, style: str = "") -> Text:
     """One line, as Text: what came from a target neither steers the terminal nor is markup."""
-    return Text(visible(words.replace("\n", " ").replace("\t", " ")), style=style)
+    return Text(visible(text.replace("\n", " ").replace("\t", " ")), style=style)

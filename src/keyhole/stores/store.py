@@ -140,9 +140,7 @@ def library(module: str, package: str = "") -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)
             return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtra(
-            f"expected {package or module} to be installed, got none: pip install 'keyhole[stores]'"
-        ) from error
+        raise MissingExtra(f"{package or module} is not installed", "stores") from error
 
 
 def one_line(error: BaseException) -> str:

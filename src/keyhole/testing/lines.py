@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keyhole.core import Audit, Finding, Outcome, Skip
 from keyhole.core.text import percent, visible
-from keyhole.report import wording
+from keyhole.report import words
 
 _LONGEST = 60  # letters of a text that a line quotes
 UNCHECKED = str(Outcome.UNCHECKED)
@@ -15,7 +15,7 @@ def lines(audit: Audit) -> list[str]:
     findings = sorted(audit.attacks, key=lambda finding: not finding.exposed)
     target = f"{_plain(audit.target)}: "
     made = [
-        f"{finding.outcome}: {'' if finding.surface == audit.target else target}{line(finding)}"
+        f"{finding.outcome}: {'' if finding.part == audit.target else target}{line(finding)}"
         for finding in findings
     ]
     skips = [skip for skip in audit.skips if skip.unchecked]
@@ -24,8 +24,10 @@ def lines(audit: Audit) -> list[str]:
 
 def line(finding: Finding) -> str:
     """What an attack made of one exposure; the fix only where there is something to fix."""
-    surface = f"{finding.surface}, " if finding.surface else ""
-    what = f"{surface}{finding.exposure} ({finding.attack})" if finding.attack else finding.exposure
+    what = words.exposure(finding.exposure)
+    if finding.attack:
+        part = f"{finding.part}, " if finding.part else ""
+        what = f"{part}{what} ({finding.attack})"
     if came_back(finding):
         return _plain(f"{what}: {_came_back(finding)}. Fix: {finding.remedy}")
     kept = finding.outcome is not Outcome.UNCHECKED
@@ -33,7 +35,7 @@ def line(finding: Finding) -> str:
 
 
 def skipped(skip: Skip) -> str:
-    return _plain(f"{skip.exposure}: {skip.reason}")
+    return _plain(f"{words.skip(skip)}: {skip.reason}")
 
 
 def came_back(finding: Finding) -> float:
@@ -48,7 +50,7 @@ def _came_back(finding: Finding) -> str:
         return f"{percent(finding.known)} of tokens came back{_text(finding)}"
     if finding.sought == "prediction":
         return f"{finding.reason.split(';')[0]}{_cut(finding)}"
-    outcome = wording.outcome(finding) if came_back(finding) else "not recovered"
+    outcome = words.outcome(finding) if came_back(finding) else "not recovered"
     parts = [f"the {finding.sought}: {outcome}"]
     if finding.error is not None:
         parts.append(f"error {finding.error:.1e}")
@@ -62,12 +64,12 @@ def _text(finding: Finding) -> str:
         return ""
     exact = finding.texts[0].exact
     worst = max(readings, key=lambda reading: reading.known)
-    words = f" ({exact} of {len(readings)} texts exactly"
+    count = f" ({exact} of {len(readings)} texts exactly"
     if not worst.known:
-        return f"{words})"
+        return f"{count})"
     read = _quoted("".join(piece.text for piece in worst.pieces))
     return (
-        f"{words}; {_quoted(worst.original)} as {read})" if worst.original else f"{words}; {read})"
+        f"{count}; {_quoted(worst.original)} as {read})" if worst.original else f"{count}; {read})"
     )
 
 

@@ -127,9 +127,9 @@ def test_many_problems_at_once_are_as_one_by_one():
 def test_a_few_rows_at_a_time_make_the_same_matrix(monkeypatch):
     problem, X = draw(KINDS[-1])
     whole = invert.hessian(problem, X)
-    monkeypatch.setattr("keyhole.invert.derivatives.hessian_terms._AT_ONCE", 1)
+    monkeypatch.setattr("keyhole.invert.derivatives.hessian._AT_ONCE", 1)
     close(invert.hessian(problem, X), whole, within=1e-14)
-    monkeypatch.setattr("keyhole.invert.derivatives.hessian_terms._NARROW", 1)
+    monkeypatch.setattr("keyhole.invert.derivatives.hessian._NARROW", 1)
     close(invert.hessian(problem, X), whole, within=1e-14)
 
 

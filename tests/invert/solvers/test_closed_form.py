@@ -12,7 +12,7 @@ from torch.autograd.functional import jacobian
 from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.invert.structure import leaked_maps
+from keyhole.invert.solvers import closed_form as leaked_maps
 
 KINDS = {
     "n < d": (4, 8, {}),

@@ -12,8 +12,7 @@ from torch.autograd.functional import jacobian
 from keyhole import invert
 from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.solvers.token_by_token import first_of_each
-from keyhole.invert.structure.token_equations import TokenEquations
+from keyhole.invert.solvers.token_by_token import TokenEquations, first_of_each
 
 
 @pytest.mark.parametrize("heads", [1, 2])

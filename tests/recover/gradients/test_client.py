@@ -74,14 +74,15 @@ def test_it_comes_back_from_a_file(tmp_path):
     update = update_of(model, batch, Protocol(clip=1.0), precision="bfloat16")
     update.save(tmp_path / "g.safetensors")
     again = load_update(tmp_path / "g.safetensors")
-    assert again.digest == update.digest
+    assert again.values.keys() == update.values.keys()
+    assert all(torch.equal(again.values[name], each) for name, each in update.values.items())
     assert (again.protocol, again.precision, again.texts) == (Protocol(clip=1.0), "bfloat16", 3)
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"noise": 1.0}, "expected --clip with --noise"),
+        ({"noise": 1.0}, "--noise needs --clip"),
         ({"clip": 0.0}, "expected --clip above 0"),
         ({"steps": 0}, "expected --local-steps of 1 or more"),
         ({"rate": -1.0}, "expected --rate above 0"),
@@ -93,9 +94,9 @@ def test_wrong_rules_are_refused(wrong, words):
 
 
 def test_wrong_updates_are_refused():
-    with pytest.raises(InputError, match="expected finite numbers"):
+    with pytest.raises(InputError, match="must be finite"):
         Update({"w": torch.tensor([float("nan")])}, "causal", 1)
-    with pytest.raises(InputError, match="expected a task among"):
+    with pytest.raises(InputError, match="task must be"):
         Update({"w": torch.ones(1)}, "images", 1)
-    with pytest.raises(InputError, match="expected the gradient"):
+    with pytest.raises(InputError, match="at least one parameter"):
         Update({}, "causal", 1)

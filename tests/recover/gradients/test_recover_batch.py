@@ -89,17 +89,17 @@ def test_the_judge_finds_one_wrong_token_and_one_wrong_class(family, head):
     target = Target.of(model, words)
     for precision in ("float32", "bfloat16"):
         update = update_of(model, batch, precision=precision)
-        assert all(judge(target, update, batch).verified)
+        assert all(each.verified for each in judge(target, update, batch))
         for place in range(1, 4):
             text = list(batch.texts[1])
             text[place] = 5 + (text[place] + 1) % 190
             wrong = replace(batch, texts=(batch.texts[0], tuple(text), batch.texts[2]))
-            assert not any(judge(target, update, wrong).verified)
+            assert not any(each.verified for each in judge(target, update, wrong))
         if batch.labels:
             wrong = replace(batch, labels=(1 - batch.labels[0], *batch.labels[1:]))
-            assert not any(judge(target, update, wrong).verified)
+            assert not any(each.verified for each in judge(target, update, wrong))
         fewer = Batch(batch.texts[:2], batch.labels[:2])
-        assert not any(judge(target, update, fewer).verified)
+        assert not any(each.verified for each in judge(target, update, fewer))
 
 
 def test_a_spliced_update_is_not_vouched_for():

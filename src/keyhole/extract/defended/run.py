@@ -12,8 +12,8 @@ from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.defences import DefencesTried, HonestClient, Trial, Tried, trials
 from keyhole.extract.judge import NEARLY
+from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import Notice, session, unheard
-from keyhole.oracle.options import without_password
 from keyhole.oracle.protocol import Counted, Oracle, identity_of
 from keyhole.oracle.target import open_target
 

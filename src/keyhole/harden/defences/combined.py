@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.harden.defences.attack_masks import AttackMasks
-from keyhole.harden.defences.defence import Batch, Defence
+from keyhole.harden.defences.defence import Batch, Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
 
 
@@ -41,3 +41,46 @@ class Combined:
     ) -> Iterator[Tensor]:
         for method in self.methods:
             yield from method.losses(model, batch, labels, stream)
+
+
+# A curriculum: defences one after the other, each from a share of the steps on.
+#
+# A model that has learnt nothing yet learns little from masks that undo its answers: on tasks that
+# are hard for it, it never begins. So it may be trained plainly first, and against growing shares
+# or with growing weights then. The rate rises and falls once, over all stages.
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Each defence with the share of all steps from which on it is used, the first from 0."""
+
+    stages: tuple[tuple[float, Defence], ...]
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.stages]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+            raise InputError(
+                f"expected stages that begin at rising shares from 0 to below 1, got {starts}"
+            )
+
+    @classmethod
+    def plain_first(cls, share: float, defence: Defence) -> Defence:
+        """Plain training for a share of the steps, then the defence; 0 is the defence alone."""
+        if share and isinstance(defence, Plain):
+            raise InputError(f"expected a defence after --plain-first {share:g}, got plain")
+        return cls(((0.0, Plain()), (share, defence))) if share else defence
+
+    def at(self, share: float) -> Defence:
+        """The defence of the stage when that share of all steps was made."""
+        return [defence for start, defence in self.stages if start <= share][-1]
+
+    def losses(
+        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+    ) -> Iterator[Tensor]:
+        """Those of the last stage, for whoever does not say how far the training is."""
+        return self.stages[-1][1].losses(model, batch, labels, stream)
+
+
+def current(defence: Defence, share: float) -> Defence:
+    """The defence to use when that share of all steps was made."""
+    return defence.at(share) if isinstance(defence, Stages) else defence

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -156,3 +157,18 @@ def positive(**values: float) -> None:
     """Refuse negative and missing numbers, with their names."""
     for name, value in values.items():
         expect_number(name, value, least=0)
+
+
+# Plain fine-tuning: the baseline of every comparison.
+#
+# min_θ  E CE(f_θ(x), y)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Cross entropy, nothing else."""
+
+    def losses(
+        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+    ) -> Iterator[Tensor]:
+        yield cross_entropy(answer(model, batch, draw(stream)), labels)

@@ -38,8 +38,8 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.machine import expect_room
 from keyhole.core.result import Result
+from keyhole.invert.derivatives.equations import prepared
 from keyhole.invert.derivatives.hessian import hessian
-from keyhole.invert.derivatives.loss import prepared
 from keyhole.invert.problem import Problem
 
 MOST_NEIGHBOURS = 100_000  # a Hessian and its eigenvalues for each

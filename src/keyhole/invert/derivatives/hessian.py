@@ -8,15 +8,15 @@ need no matrix: J and Jᵀ act through equations.py, and the second derivatives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.hessian_terms import Bend, Expansion
-from keyhole.invert.derivatives.loss import prepared
+from keyhole.invert.derivatives.equations import Equations, Linearised, prepared
 from keyhole.invert.problem import Problem
 
 
@@ -83,3 +83,195 @@ def _product(
         raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
     equations, inputs, _ = prepared(problem, X)
     return product(equations, inputs, P.to(inputs).reshape(inputs.shape)).reshape(P.shape)
+
+
+# The Hessian's terms, summed over all outputs on paper so that one large product is left.
+#
+# *Unmasking Transformers*, Section 4.2: `∇²L = 2JᵀJ + 2 Σ_ij c_ij ∇²c_ij + 2γI`. The paper gives
+# `∇²c_ij` block by block (hessian_blocks.py does as it says). Summed over i and j first, per head,
+# with the residual `c`, `P_j = Wx_j`, `Q_i = Wᵀx_i (+ u)`, `h_j = Vᵀx_j`, `o_i = Σ_j A_ij h_j`,
+#
+#     E_ij = h_j − o_i,   M_ij = 2c_iᵀE_ij,   N_ij = A_ij M_ij,   y_i = 2Vc_i
+#     B_i  = diag(A_i) − A_i A_iᵀ                            first derivative of a softmax row
+#     T_i  = diag(N_i) − A_i N_iᵀ − N_i A_iᵀ                 its second, weighted by 2c
+#     ds_ij = dx_iᵀP_j + Q_iᵀdx_j
+#
+#     dX·∇²L·dX = 2‖J dX‖² + Σ_i ds_iᵀ T_i ds_i + 2 Σ_ij N_ij dx_iᵀ W dx_j
+#                 + 2 Σ_ijl (y_iᵀdx_j) B_i[j,l] ds_il + 2γ‖dX‖²
+#     (J dX)_i  = Σ_j A_ij E_ij ds_ij + Σ_j A_ij Vᵀdx_j
+#
+# Multiplied out, the terms that share a shape join, and the whole is a half plus its transpose.
+# With `D_i = Σ_j A_ij E_ij P_jᵀ`, block (l,l') of the half is
+#
+#     Σ_i Q_i [A_il A_il' ((E_ilᵀE_il' − M_il) Q_i + 2V E_il − y_i)
+#              + δ_ll' A_il (½M_il Q_i + y_i) + δ_il' asked_il]ᵀ
+#     + A_ll' (P_l' − Σ_j A_lj P_j) y_lᵀ + 2A_ll' D_lᵀVᵀ + N_ll' W + (AᵀA)_ll' VVᵀ
+#     + δ_ll' (½ Σ_j asked_lj P_jᵀ + γI)
+#
+#     asked_il = A_il (2D_iᵀE_il + M_il (P_l − Σ_j A_ij P_j)) − A_il PᵀN_i
+#
+# where asked is what the move of query i itself does to key l. The sum over i costs n³d², where JᵀJ
+# of a finished J would cost n³d³; the rest costs n²d². Heads meet only in what comes from JᵀJ. A
+# residual connection adds I to D and D_lᵀ to the last line. With the temperature λ of equations.py
+# the M in the sum over i and in asked carry the factor λ, and A becomes Ã where it mixes values.
+#
+# E is kept as differences: multiplied out as well it would save a batch of products, but where
+# attention is saturated it is zero, and rounding would take its place.
+
+_AT_ONCE = 1 << 20  # numbers that the large product takes in at a time: bounds the memory
+_NARROW = 512  # up to here a matrix is read across as fast as along
+
+
+@dataclass(frozen=True, eq=False)
+class Bend:
+    """What the layer's second derivatives add, weighted by `G = 2c`."""
+
+    M: Tensor  # (R,H,n,n)
+    N: Tensor
+    y: Tensor  # (R,H,n,d)
+    heat: float  # λ
+
+    @classmethod
+    def of(cls, layer: Linearised, G: Tensor) -> Self:
+        wide = G.unsqueeze(-3)
+        M = wide @ layer.H.mT
+        M = M - (layer.A * M).sum(-1, keepdim=True)
+        equations = layer.equations
+        return cls(M, layer.A * M, wide @ equations.V.mT, equations.temperature)
+
+    def product(self, layer: Linearised, P: Tensor) -> Tensor:
+        """`Σ_ij G_ij ∇²c_ij · P`: each factor of JᵀG differentiated along P, with G held fast."""
+        A, equations = layer.A, layer.equations
+        wide = P.unsqueeze(-3)
+        dS = wide @ layer.keys.mT + layer.queries @ wide.mT
+        dA = A * (dS - (A * dS).sum(-1, keepdim=True))  # of Ã; A itself moves λ times as fast
+        dN = self.heat * dA * self.M + A * (self.y @ wide.mT)
+        dN = dN - A * dN.sum(-1, keepdim=True)
+        out = dN @ layer.keys + self.N @ (wide @ equations.W.mT)
+        out = out + dN.mT @ layer.queries + self.N.mT @ (wide @ equations.W)
+        return (out + dA.mT @ self.y).sum(-3)
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """The terms above at one X; without a bend, those of 2JᵀJ alone."""
+
+    layer: Linearised
+    bend: Bend | None
+    E: Tensor  # (R,H,i,j,m)
+    D: Tensor  # Dᵀ, summed over heads: (R,i,d,m)
+    asked: Tensor  # (R,H,i,l,d)
+
+    @classmethod
+    def of(cls, layer: Linearised, bend: Bend | None) -> Self:
+        A, keys = layer.A.unsqueeze(-1), layer.keys
+        E = layer.H.unsqueeze(-3) - (layer.A @ layer.H).unsqueeze(-2)
+        D = torch.einsum("rhijm,rhjd->ridm", A * E, keys)
+        if layer.equations.residual:
+            D = D + torch.eye(D.shape[-1], dtype=D.dtype, device=D.device)
+        asked = 2 * E @ D.mT.unsqueeze(1)
+        if bend is not None:
+            asked.addcmul_(bend.heat * bend.M.unsqueeze(-1), _apart(layer.A, keys))
+            asked -= bend.heat * (bend.N @ keys).unsqueeze(-2)
+        return cls(layer, bend, E, D, A * asked)
+
+    def matrix(self) -> Tensor:
+        """The half and its transpose: (R, n·d, n·d)."""
+        R, _, n, d = self.layer.keys.shape
+        step = max(1, _AT_ONCE // (R * n * n * d))
+        parts = [self._half(slice(start, min(n, start + step))) for start in range(0, n, step)]
+        half = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        half.diagonal(0, 1, 3).add_(self._own_blocks().permute(0, 2, 3, 1))
+        whole = _with_transpose(half.view(R, n * d, n * d))
+        free = self.layer.equations.free
+        if free is None:
+            return whole
+        mask = free.flatten(1)
+        return whole * mask.unsqueeze(-1) * mask.unsqueeze(-2)
+
+    def _half(self, rows: slice) -> Tensor:
+        """Some rows of blocks, all but the last line: (R,l,a,l',b)."""
+        R, heads, n, d = self.layer.keys.shape
+        half = self._summed(0, rows)
+        for h in range(1, heads):
+            half += self._summed(h, rows)
+        half = half.view(R, -1, d, n, d)
+        for h in range(heads):
+            for grid, block in self._products(h, rows):
+                half.addcmul_(grid[:, :, None, :, None], block.unsqueeze(-2))
+            if self.bend is not None:
+                A, keys = self.layer.A[:, h, rows], self.layer.keys[:, h]
+                left = (A.unsqueeze(-1) * _apart(A, keys)).mT
+                half.addcmul_(left.unsqueeze(-1), self.bend.y[:, h, rows, None, None])
+        return half
+
+    def _summed(self, h: int, rows: slice) -> Tensor:
+        """The sum over i, of one head: (R,l,a,l'b)."""
+        layer, E = self.layer, self.E[:, h, :, rows]
+        mine = layer.A[:, h, :, rows].mT.unsqueeze(-1)  # A_il: R,l,i,1
+        inner = mine.new_zeros(())  # R,l,i,l',b
+        for k in range(layer.A.shape[1]):
+            A, Q = layer.A[:, k, None], layer.queries[:, k, None]
+            alike = (E @ self.E[:, k].mT).transpose(1, 2)  # R,l,i,l'
+            valued = 2 * (E @ _shared(layer.equations.V, k, 1).mT).transpose(1, 2)  # R,l,i,b
+            if self.bend is not None and k == h:
+                alike = alike - self.bend.heat * self.bend.M[:, h, :, rows].mT.unsqueeze(-1)
+                if layer.soft is layer.A:
+                    valued = valued - self.bend.y[:, h, None]
+            term = (mine * A * alike).unsqueeze(-1) * Q.unsqueeze(-2)
+            inner = term if k == 0 else inner.add_(term)
+            inner.addcmul_(layer.soft[:, k, None, :, :, None], (mine * valued).unsqueeze(3))
+        if self.bend is not None:
+            self._add_bent(inner, self.bend, h, mine, rows)
+        inner.diagonal(0, 2, 3).add_(self.asked[:, h, :, rows].permute(0, 2, 3, 1))
+        return layer.queries[:, h].mT.unsqueeze(1) @ inner.flatten(-2)
+
+    def _add_bent(self, inner: Tensor, bend: Bend, h: int, mine: Tensor, rows: slice) -> None:
+        """What B_i and T_i have on their diagonals, and `−A_il A_il' y_i` where Ã is not A."""
+        y, Q = bend.y[:, h, None], self.layer.queries[:, h, None]
+        M = bend.heat / 2 * bend.M[:, h, :, rows].mT.unsqueeze(-1)
+        inner.diagonal(rows.start, 1, 3).add_((mine * torch.addcmul(y, M, Q)).permute(0, 2, 3, 1))
+        if self.layer.soft is not self.layer.A:
+            A = self.layer.A[:, h, None, :, :, None]
+            inner.addcmul_(A, (mine * y).unsqueeze(3), value=-1)
+
+    def _products(self, h: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Kronecker products of the third line: pairs (R,l,l') and (R,l or 1,a,b)."""
+        layer, V = self.layer, self.layer.equations.V
+        yield layer.soft[:, h, rows], 2 * self.D[:, rows] @ _shared(V, h, 1).mT
+        if self.bend is not None:
+            yield self.bend.N[:, h, rows], layer.equations.W[:, h, None]
+        for k in range(V.shape[1]):
+            together = layer.soft[:, h, :, rows].mT @ layer.soft[:, k]
+            yield together, (V[:, h] @ V[:, k].mT).unsqueeze(1)
+
+    def _own_blocks(self) -> Tensor:
+        """The last line: (R,l,d,d)."""
+        keys, equations = self.layer.keys, self.layer.equations
+        d = keys.shape[-1]
+        blocks = torch.einsum("rhila,rhlb->riab", self.asked, keys / 2)
+        if equations.residual:
+            blocks = blocks + self.D
+        if self.bend is not None and equations.gamma:
+            blocks = blocks + equations.gamma * torch.eye(d, dtype=keys.dtype, device=keys.device)
+        return blocks
+
+
+def _apart(A: Tensor, keys: Tensor) -> Tensor:
+    """`P_j − Σ_l A_il P_l`: (…,i,j,d)."""
+    return keys.unsqueeze(-3) - (A @ keys).unsqueeze(-2)
+
+
+def _shared(weights: Tensor, head: int, extra: int) -> Tensor:
+    """A head's weights; one problem's without a batch, so that all inputs are one product."""
+    chosen = weights[:, head]
+    return chosen[0] if len(chosen) == 1 else chosen.reshape(-1, *[1] * extra, *chosen.shape[1:])
+
+
+def _with_transpose(half: Tensor) -> Tensor:
+    if half.shape[-1] <= _NARROW:
+        return half + half.mT
+    whole = torch.empty_like(half)
+    for turned, matrix in zip(whole, half, strict=True):
+        turned.copy_(matrix.mT)  # goes in tiles: twice as fast as adding what is read across
+    return whole.add_(half)

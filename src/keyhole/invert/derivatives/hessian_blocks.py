@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.loss import jacobian, prepared
+from keyhole.invert.derivatives.equations import Equations, jacobian, prepared
 from keyhole.invert.problem import Problem
 
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.loss import gradient_of
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.derivatives.equations import Equations, gradient_of
+from keyhole.invert.solvers.multistart import Solver, State
 
 _FIRST, _SECOND, _LEAST = 0.9, 0.999, 1e-12
 

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import two_loops
-from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.loss import gradient_of
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.derivatives.equations import Equations, gradient_of
+from keyhole.invert.solvers.multistart import Solver, State
 
 _ARMIJO = 1e-4
 _HALVINGS = 25

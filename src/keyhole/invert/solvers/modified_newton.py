@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.derivatives.hessian import held, hessian_of
-from keyhole.invert.derivatives.loss import gradient_of
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.solvers.multistart import Solver, State
 
 _EPS = torch.finfo(torch.float64).eps
 _ARMIJO = 1e-4

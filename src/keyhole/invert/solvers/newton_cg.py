@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from keyhole.invert.derivatives.equations import Equations, Linearised
-from keyhole.invert.solvers.damping import LEAST, damped_start, damped_step
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import Solver
+from keyhole.invert.solvers.levenberg_marquardt import LEAST, damped_start, damped_step
+from keyhole.invert.solvers.multistart import Solver, State
 
 
 @dataclass(frozen=True)

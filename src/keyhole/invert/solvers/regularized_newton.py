@@ -37,13 +37,11 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
-from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.derivatives.hessian import held, hessian_of
-from keyhole.invert.derivatives.loss import gradient_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import State
-from keyhole.invert.solvers.solver import solve
+from keyhole.invert.solvers.multistart import State, solve
 
 
 @dataclass(frozen=True)

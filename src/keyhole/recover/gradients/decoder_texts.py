@@ -22,7 +22,7 @@ from torch import Tensor
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.span import Span, normed
+from keyhole.recover.gradients.span import Span, second_inputs
 
 _SAME = 1e-4  # of a row's length: rows nearer than this are one and the same
 _MORE = 2  # times the texts of a batch: prefixes that are followed
@@ -55,12 +55,12 @@ class DecoderTexts:
         active = [_Prefix((), 0, None)]
         ended: list[_Prefix] = []
         for place in range(self.longest):
-            here = self._here(place)
-            if not len(here):
+            # A model without embeddings of positions has the same tokens everywhere.
+            tokens = self.tokens[min(place, len(self.tokens) - 1)]
+            if len(self.tokens) > 1 and place >= len(self.tokens):
                 ended += active
                 break
-            rows, far = self._extended(branches, here, len(active))
-            longer = self._kept(active, here, rows, far)
+            longer = self._longer(branches, active, tokens)
             going = {parent for parent, _, _ in longer}
             ended += [prefix for number, prefix in enumerate(active) if number not in going]
             if not longer:
@@ -73,28 +73,21 @@ class DecoderTexts:
             ended += active
         yield from _distinct(ended)
 
-    def _here(self, place: int) -> Tensor:
-        if len(self.tokens) == 1:
-            return self.tokens[0]
-        return self.tokens[place] if place < len(self.tokens) else self.tokens[0][:0]
-
-    def _extended(self, branches: Branches, here: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Rows (b, c, d) of all tokens behind each prefix, and their distances (b, c)."""
-        chain = torch.zeros(count, dtype=torch.bool, device=here.device)
-        given = branches.expose(Exposure("hidden", 1), chain, ids=here.expand(count, -1))["values"]
-        rows = normed(self.target.parts, given)
-        return rows, self.span.distance(rows)
-
-    def _kept(
-        self, active: Sequence[_Prefix], here: Tensor, rows: Tensor, far: Tensor
+    def _longer(
+        self, branches: Branches, active: Sequence[_Prefix], tokens: Tensor
     ) -> list[tuple[int, int, _Prefix]]:
         """(prefix, node, longer prefix) of those in the span, the nearest ones first."""
+        chain = torch.zeros(len(active), dtype=torch.bool, device=tokens.device)
+        ids = tokens.expand(len(active), -1)
+        states = branches.expose(Exposure("hidden", 1), chain, ids=ids)["values"]
+        rows = second_inputs(self.target.parts, states)  # (b, c, d)
+        far = self.span.distance(rows)
         inside = (far <= self.span.tolerance).nonzero()
         near: list[list[int]] = inside[far[inside[:, 0], inside[:, 1]].argsort()].tolist()
         longer: list[tuple[int, int, _Prefix]] = []
         for parent, node in near[: _MORE * self.texts]:
             prefix, row = active[parent], rows[parent, node]
-            ids = (*prefix.ids, int(here[node]))
+            ids = (*prefix.ids, int(tokens[node]))
             same = prefix.row is not None and bool((row - prefix.row).norm() <= _SAME * row.norm())
             proven = prefix.proven if same else len(ids)
             if len(ids) - proven > _REPEATED:

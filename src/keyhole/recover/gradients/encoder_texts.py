@@ -8,7 +8,7 @@ is read once what the second attention receives lies in the span of that one's g
 
 DAGER combines all tokens that may stand at each position, which grows with the power of a text's
 length. Here a text starts from one token whose place is clear, and from those at the other
-positions that resemble it by their gradients (places.py); contexts.py makes a change cheap. What
+positions that resemble it by their gradients (`Places`); `Contexts` makes a change cheap. What
 texts that are read had of a token is no longer looked for.
 """
 
@@ -22,15 +22,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.models.anatomy import Anatomy
+from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
 
 _WON = 0.999  # of the misfit: a sweep that leaves more is the last
 _NEAR = 5e-3  # the misfit from which on what is clear may change as well
 _CLEAR = 0.7  # of a token's share: it stands there
-_TOGETHER = 0.65  # how much a token resembles a text's others, at least
+_ALIKE = 0.65  # how much a token resembles a text's others, at least
+_RANK = 1e-9  # of the largest singular value: what counts as dependent
+_WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
+_GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step by step
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,12 @@ class EncoderTexts:
 
     def __post_init__(self) -> None:
         known, count = self.places.tokens, len(self.tokens)
+        self._exact = self.span.tolerance**2  # the misfit of a text that is right
         self._numbers = {int(id_): number for number, id_ in enumerate(known)}
         before, after = self.target.frame()
         self._before = [self._numbers[id_] for id_ in before if id_ in self._numbers]
         self._after = [self._numbers[id_] for id_ in after if id_ in self._numbers]
-        self._may = torch.stack([torch.isin(known, here) for here in self.tokens], 1)
+        self._may = torch.stack([torch.isin(known, tokens) for tokens in self.tokens], 1)
         self._ends = [
             place
             for place in range(len(before), count - len(self._after) + 1)
@@ -149,13 +156,13 @@ class EncoderTexts:
         return read
 
     def _guess(self, number: int, place: int) -> tuple[Tensor, Tensor]:
-        """At each position the likeliest token beside the start, and where (n,) it is clear."""
-        beside = self.places.beside(number)[:, None].clamp(min=0)
-        score = self._left * beside.square() + self._may * 1e-9
+        """At each position the likeliest token of the start's text, and where (n,) it is clear."""
+        alike = self.places.resemblance(number)[:, None].clamp(min=0)
+        score = self._left * alike.square() + self._may * 1e-9
         guess = score.argmax(0)
         guess[place] = number
         at = torch.arange(len(guess), device=guess.device)
-        clear = (self._left[guess, at] > _CLEAR) & (beside[guess, 0] > _TOGETHER)
+        clear = (self._left[guess, at] > _CLEAR) & (alike[guess, 0] > _ALIKE)
         clear[place] = True
         guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
         return guess, clear
@@ -184,15 +191,16 @@ class EncoderTexts:
     def _kicked(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
         """Two tokens changed at once, where one alone does not help: exchanged, or both others."""
         inside = self._inside(text)
-        for one, other in combinations(inside, 2):
-            exchanged = _with(_with(text, one, int(text[other])), other, int(text[one]))
-            if self._may[text[other], one] and self._may[text[one], other]:
+        for left, right in combinations(inside, 2):
+            exchanged = _with(_with(text, left, int(text[right])), right, int(text[left]))
+            if self._may[text[right], left] and self._may[text[left], right]:
                 reached = float(self.contexts.misfit(exchanged))
                 if reached < misfit:
                     return exchanged, reached
         free = [at for at in inside if not clear[at]]
         for at in free:
-            numbers, misfits = self._changed(text, at, self.search.few)
+            numbers = self._likeliest[at][: self.search.few]
+            misfits = self.contexts.changed(text, at, numbers)
             for number in numbers[misfits.argsort()[: self.search.kicks]].tolist():
                 changed = _with(text, at, number)
                 for other in free:
@@ -205,28 +213,21 @@ class EncoderTexts:
         """The positions between the special tokens."""
         return list(range(len(self._before), len(text) - len(self._after)))
 
-    def _changed(self, text: Tensor, at: int, few: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens at a position, and the misfits of the text with each of them."""
-        numbers = self._likeliest[at][:few]
-        return numbers, self.contexts.changed(text, at, numbers)
-
     def _best(self, text: Tensor, at: int, few: int) -> tuple[int, float]:
-        """The one of them that fits best, and its misfit."""
-        numbers, misfits = self._changed(text, at, few)
+        """Of the `few` likeliest tokens at a position the one that fits best, and its misfit."""
+        numbers = self._likeliest[at][:few]
         if not len(numbers):
             return int(text[at]), math.inf
+        misfits = self.contexts.changed(text, at, numbers)
         best = int(misfits.argmin())
         return int(numbers[best]), float(misfits[best])
-
-    @property
-    def _exact(self) -> float:
-        """The misfit of a text that is right."""
-        return self.span.tolerance**2
 
     def _fits(self, ids: list[int]) -> bool:
         """Does every row that the second attention would receive lie in its span?"""
         given = torch.tensor([ids], device=self.target.parts.device)
-        far = self.span.distance(second_inputs(self.target, given)[0])
+        with torch.no_grad():
+            states = capture(self.target.model, Exposure("hidden", 1), ids=given)["values"]
+            far = self.span.distance(second_inputs(self.target.parts, states)[0])
         return bool((far <= self.span.tolerance).all())
 
 
@@ -237,14 +238,13 @@ def _with(text: Tensor, place: int, number: int) -> Tensor:
     return changed
 
 
-# What an encoder's first attention gives for a text, and for all texts one token away from it.
+# What the first attention gives for a text, and for all texts one token away from it.
 #
 # At position i head h gives c_i = Σ_j e_ij v_j / Σ_j e_ij with e_ij = exp(q_i·k_j/√k), and the
-# heads side by side are the input of the attention's output map. Whether a text is in the batch
-# shows in whether its c_i lie in the span of that map's gradient, so only their products with
-# directions R of the span's complement matter: v_j R takes the place of v_j. A token that changes
-# at one position takes one term out of both sums and puts another in, at all other positions, which
-# is some thousand times cheaper than running the layer.
+# heads side by side are the input of the attention's output map. A text of the batch has its c_i in
+# the span of that map's gradient, so only their products with directions R of the span's complement
+# matter: v_j R takes the place of v_j. A token that changes at one position takes one term out of
+# both sums and puts another in, at all other positions: a thousand times cheaper than the layer.
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,17 +258,19 @@ class Contexts:
 
     def misfit(self, text: Tensor) -> Tensor:
         """The mean squared distance of a text's rows from the span."""
-        places = torch.arange(len(text), device=text.device)
-        scores = torch.einsum("ihk,jhk->hij", self.queries[text, places], self.keys[text, places])
-        rows = torch.einsum("hij,jhr->ir", scores.softmax(-1), self.values[text, places])
+        queries, keys, values = self._of(text)
+        scores = torch.einsum("ihk,jhk->hij", queries, keys)
+        rows = torch.einsum("hij,jhr->ir", scores.softmax(-1), values)
         return rows.square().sum(-1).mean()
+
+    def _of(self, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        places = torch.arange(len(text), device=text.device)
+        return self.queries[text, places], self.keys[text, places], self.values[text, places]
 
     def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
         """The same (c,) of the text with each of some tokens in turn at one position."""
-        places = torch.arange(len(text), device=text.device)
-        queries, keys = self.queries[text, places], self.keys[text, places]
-        values = self.values[text, places]
-        others = places != place
+        queries, keys, values = self._of(text)
+        others = torch.arange(len(text), device=text.device) != place
         scores = torch.einsum("ihk,jhk->hij", queries, keys)
         highest = scores.amax(-1, keepdim=True)
         weights = (scores - highest).exp() * others
@@ -321,7 +323,7 @@ def contexts_of(
 
 # Where tokens stand: the gradient's sums over each token and over each position.
 #
-# With x(v, p) = (ŵ_v + û_p)/s + b (inputs.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of the first
+# With x(v, p) = (ŵ_v + û_p)/s + b (span.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of the first
 # maps is
 #
 #     G = Σ_v α_v ŵ_vᵀ + Σ_p β_p û_pᵀ + γ bᵀ,  α_v = Σ_p δ_vp / s(v, p),  β_p = Σ_v δ_vp / s(v, p).
@@ -338,10 +340,6 @@ def contexts_of(
 # in every head the tokens of one text share a direction nearly, because one loss made them. Cosines
 # of the value map's α, head by head, are therefore near 1 within a text and near 0 between texts.
 
-_RANK = 1e-9  # of the largest singular value: what counts as dependent
-_WHOLE = 0.8  # of a token's share: it stands there, and nowhere else
-_GROWING = (3, 6, 10)  # tokens of a text that its direction is taken from, step by step
-
 
 @dataclass(frozen=True, eq=False)
 class Places:
@@ -354,7 +352,7 @@ class Places:
     shares: Tensor
     directions: Tensor
 
-    def beside(self, number: int) -> Tensor:
+    def resemblance(self, number: int) -> Tensor:
         """How much each token (t,) resembles those that stand in one text with token `number`.
 
         The mean cosine over heads with the token's own direction, then with the common one of the
@@ -371,7 +369,7 @@ class Places:
             for token in ranked[: int(once.sum())]:
                 nearest.setdefault(int(at[token]), token)
             members = [number, *list(nearest.values())[:count]]
-            common = torch.nn.functional.normalize(self.directions[members].mean(0), dim=-1)
+            common = normalize(self.directions[members].mean(0), dim=-1)
         return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
 
 
@@ -383,12 +381,13 @@ def places_of(
     `values` (d, d) are the rows of the value map among them.
     """
     if inputs.places is None:
-        raise ValueError("expected a model with embeddings of positions")
+        reason = "an encoder without embeddings of positions: gradients do not say where tokens are"
+        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
     table = torch.cat([inputs.words[tokens], inputs.places[:count], inputs.offset[None]])
     inverse = torch.linalg.pinv(table.mT, rtol=_RANK)
     sums = inverse @ rows.mT
     own, at = sums[: len(tokens)], sums[len(tokens) : len(tokens) + count]
     shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
     each = (inverse @ values.mT)[: len(tokens)].unflatten(-1, (heads, -1))
-    unit = torch.nn.functional.normalize(each, dim=-1)
+    unit = normalize(each, dim=-1)
     return Places(tokens, shares, unit)

@@ -1,48 +1,64 @@
 """The judge of a recovered batch: the client's update is made again from it, and compared.
 
-A batch counts only if its own update differs from the leaked one by no more than the leak's errors
-(errors.py). In units of those the mean of the squared differences is 1 or less for the right batch,
-over millions of numbers. A text's own part of the update has to stand out from the errors, or else
-the text might be another one: its length in units of the errors is compared with what chance gives.
+A batch counts only if its own update differs from the leaked one by no more than the leak's
+errors: rounding, stated noise, float32 itself, and the last bits of weights. In units of those the
+mean of the squared differences is 1 or less for the right batch, over millions of numbers. A text's
+own part of the update has to stand out from the errors, or else the text might be another one: its
+length in units of the errors is compared with what chance gives.
 
-Where the errors are larger than float32's, one wrong token might hide in them. So each token has a
-rival, the one with the nearest embedding, in its place: the update with the rival has to fit worse
+Where the errors are larger than float32's, one wrong token might hide in them. So each token has an
+alternative, the one with the nearest embedding, in its place: the update with it has to fit worse
 by odds of V·e¹⁰ : 1 (errors being Gaussian). One that does not leaves its text unverified.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keyhole.core import Status
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.update import Batch, Update, gradient, made, noise_of
-from keyhole.recover.verdict import ODDS
+from keyhole.recover.gradients.update import (
+    Batch,
+    Update,
+    clean_update,
+    clipped_share,
+    gradient,
+)
+from keyhole.recover.judge import ODDS, Verdict
+from keyhole.recover.recovery import Mark
 
 _LIMIT = 1.1  # the mean squared difference in units of the errors, at most
 _FINE = 5e-4  # of the update's size: errors below it hide no token
-_BLOCKS = 2  # that rivals are compared in: more would only be stronger
+_BLOCKS = 2  # that alternatives are compared in: more would only be stronger
+_FLOAT32 = 3e-5  # of the update's root mean square: what differs between machines
+_BITS = {"bfloat16": 8, "float16": 11}
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """`residual` and `errors` are relative to the update's size; `verified` is of each text."""
+_OUTCOMES = {
+    Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
+    Mark.LIKELY: (
+        Status.INEXACT, "all its rows lie in the span, but the batch does not give the update again"
+    ),
+    Mark.UNKNOWN: (Status.UNSOLVED, "not all its rows lie in the span"),
+}  # fmt: skip
 
-    residual: float
-    errors: float
-    verified: tuple[bool, ...]
-    passes: int
 
+def judge(
+    target: Target, update: Update, batch: Batch, in_span: Sequence[bool] = ()
+) -> list[Verdict]:
+    """Compare a batch's own update with the leaked one: what each text is worth, as a whole.
 
-def judge(target: Target, update: Update, batch: Batch) -> Fit:
-    """Compare a batch's own update with the leaked one."""
+    A text that is not verified is likely if it is `in_span`. Residual and precision are those of
+    the batch, relative to the update's size.
+    """
     errors = Errors.of(update, target.model)
-    given = made(target.model, batch, update.protocol)
+    given = clean_update(target.model, batch, update.protocol)
     count, misfit, far, size, error = 0, 0.0, 0.0, 0.0, 0.0
     for name in update.values:
         leaked, own = update.values[name].to(target.parts.device).double(), given[name].double()
@@ -52,13 +68,51 @@ def judge(target: Target, update: Update, batch: Batch) -> Fit:
         misfit += float((off / variance).sum())
         far, size = far + float(off.sum()), size + float(leaked.square().sum())
         error += float((variance * live).sum())
-    residual, relative = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
-    texts = len(batch.texts)
-    if texts != update.texts or misfit > _LIMIT * count:
-        return Fit(residual, relative, (False,) * texts, 1)
-    proofs = _Proofs(target, update, batch, errors, given)
-    verified = tuple(proofs.holds(number, relative > _FINE) for number in range(texts))
-    return Fit(residual, relative, verified, 1 + proofs.passes)
+    residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
+    fits = len(batch.texts) == update.texts and misfit <= _LIMIT * count
+    proofs = _Proofs(target, update, batch, errors, given) if fits else None
+    verdicts: list[Verdict] = []
+    for number, ids in enumerate(batch.texts):
+        verified, passes = proofs.holds(number, precision > _FINE) if proofs else (False, 0)
+        likely = bool(in_span) and in_span[number]
+        mark = Mark.VERIFIED if verified else Mark.LIKELY if likely else Mark.UNKNOWN
+        status, reason = _OUTCOMES[mark]
+        marks = (mark,) * len(ids)
+        verdicts.append(Verdict(status, reason, verified, residual, precision, marks, passes))
+    return verdicts
+
+
+@dataclass(frozen=True, eq=False)
+class Errors:
+    """The error of every number of an update; `least` is the deviation that float32 leaves."""
+
+    update: Update
+    model: Any
+    least: float
+
+    @classmethod
+    def of(cls, update: Update, model: Any) -> Errors:
+        total = sum(float(each.float().square().sum()) for each in update.values.values())
+        numbers = sum(int((each != 0).sum()) for each in update.values.values())
+        return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
+
+    def variance(self, name: str) -> Tensor:
+        """Of each number of one tensor."""
+        return self.coarse(name) + self.least**2
+
+    def coarse(self, name: str) -> Tensor:
+        """The part that is more than float32's: rounding, noise, and the bits of weights."""
+        protocol = self.update.protocol
+        weight = self.model.get_parameter(name).detach()
+        leaked = self.update.values[name].to(weight.device).double()
+        variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
+        if self.update.precision in _BITS:
+            step = torch.exp2(torch.frexp(leaked).exponent.double() - _BITS[self.update.precision])
+            variance += torch.where(leaked == 0, 0.0, step.square() / 12)
+        if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
+            last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
+            variance += protocol.steps * last.square() / 12
+        return variance
 
 
 @dataclass(eq=False)
@@ -70,7 +124,6 @@ class _Proofs:
     batch: Batch
     errors: Errors
     given: Mapping[str, Tensor]
-    passes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         model, parts = self.target.model, self.target.parts
@@ -84,35 +137,28 @@ class _Proofs:
             for name in self._names
         }
 
-    def holds(self, number: int, coarse: bool) -> bool:
-        """Would the update show it if this text were another one?"""
+    def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
+        """Would the update show it if this text were another one? And the passes that took."""
+        odds = 2 * (math.log(self.target.vocabulary) + ODDS)
         own = self._part(self.batch[number], number)
-        if (
-            self._worse(own, {name: torch.zeros_like(each) for name, each in own.items()})
-            < self._odds
-        ):
-            return False
+        nothing = {name: torch.zeros_like(each) for name, each in own.items()}
+        if self._worse(own, nothing) < odds:
+            return False, 1
         text = self.batch.texts[number]
         for place in range(len(text)) if coarse else ():
-            rival = (*text[:place], self._nearest(text[place]), *text[place + 1 :])
-            other = self._part(Batch((rival,), self.batch[number].labels), number)
-            if self._worse(own, other) < self._odds:
-                return False
-        return True
-
-    @property
-    def _odds(self) -> float:
-        return 2 * (math.log(self.target.vocabulary) + ODDS)
+            ids = (*text[:place], self._nearest(text[place]), *text[place + 1 :])
+            other = self._part(Batch((ids,), self.batch[number].labels), number)
+            if self._worse(own, other) < odds:
+                return False, place + 2
+        return True, 1 + (len(text) if coarse else 0)
 
     def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
         """What one text adds to the update, with the number of the text that it stands for."""
-        self.passes += 1
         protocol = self.update.protocol
         own = gradient(self.target.model, self._weights, text)
         share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
         if protocol.clip is not None:
-            length = float(torch.stack([each.norm() for each in own.values()]).norm())
-            share *= min(1.0, protocol.clip / max(length, 1e-30))
+            share *= clipped_share(own, protocol.clip)
         if self.update.task == "causal" and protocol.clip is None:
             predicted = [len(each) - 1 for each in self.batch.texts]
             share *= predicted[number] / sum(predicted)
@@ -135,42 +181,3 @@ class _Proofs:
         far = (table - table[token]).square().sum(-1)
         far[token] = torch.inf
         return int(far.argmin())
-
-
-# How exact an update is: rounding, stated noise, float32 itself, and the last bits of weights.
-
-_FLOOR = 3e-5  # of the update's root mean square: what float32 may differ by between machines
-_BITS = {"bfloat16": 8, "float16": 11}
-
-
-@dataclass(frozen=True, eq=False)
-class Errors:
-    """The standard deviation of the error of every number of an update, tensor by tensor."""
-
-    update: Update
-    model: Any
-    floor: float
-
-    @classmethod
-    def of(cls, update: Update, model: Any) -> Errors:
-        total = sum(float(each.float().square().sum()) for each in update.values.values())
-        numbers = sum(int((each != 0).sum()) for each in update.values.values())
-        return cls(update, model, _FLOOR * math.sqrt(total / max(1, numbers)))
-
-    def variance(self, name: str) -> Tensor:
-        """Of each number of one tensor; `coarse` parts alone, without what float32 leaves."""
-        return self.coarse(name) + self.floor**2
-
-    def coarse(self, name: str) -> Tensor:
-        """The part that is more than float32's: rounding, noise, and the bits of weights."""
-        protocol = self.update.protocol
-        weight = self.model.get_parameter(name).detach()
-        leaked = self.update.values[name].to(weight.device).double()
-        variance = torch.full_like(leaked, noise_of(protocol, self.update.texts) ** 2)
-        if self.update.precision in _BITS:
-            step = torch.exp2(torch.frexp(leaked).exponent.double() - _BITS[self.update.precision])
-            variance += torch.where(leaked == 0, 0.0, step.square() / 12)
-        if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
-            last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
-            variance += protocol.steps * last.square() / 12
-        return variance

@@ -12,7 +12,7 @@ squares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,81 +22,74 @@ from keyhole.core.errors import InputError
 from keyhole.models.capture import hooks
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target
+from keyhole.recover.gradients.span import inputs_last
 from keyhole.recover.gradients.update import Batch, Update
 
 Texts = Sequence[Sequence[int]]
+Given = Callable[[Tensor], Tensor | None]
 
 
-def labels_of(target: Target, update: Update, names: dict[int, str], texts: Texts) -> list[int]:
-    """The class of each text."""
+def labelled(target: Target, update: Update, given: Given, texts: Texts) -> Batch:
+    """The whole batch: texts with their classes, or with their last tokens.
+
+    `given` is the gradient of a parameter, None where it was not handed over.
+    """
+    sign = -1.0 if update.protocol.steps > 1 else 1.0  # weights move against the gradient
+    if update.task == "classification":
+        return Batch(tuple(map(tuple, texts)), tuple(_classes(target, given, texts, sign)))
+    ends = _last_tokens(target, given, texts, sign)
+    return Batch(tuple((*text, end) for text, end in zip(texts, ends, strict=True)))
+
+
+def _classes(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
     head = _head(target.model)
-    inputs, _ = _inputs(target, head, texts)
-    given = update.values.get(names[id(head.weight)])
-    if given is None:
-        raise InputError("expected the gradient of the head, which classes show in, got none")
+    leaked = given(head.weight)
+    if leaked is None:
+        raise InputError("this update has no gradient of the head, which classes show in")
     # A causal model's head is applied at every position, and answers at the last one.
-    deltas = _deltas(
-        torch.stack([each[-1] if each.ndim > 1 else each for each in inputs]), given, head
-    )
-    return (_sign(update) * deltas).argmin(-1).tolist()
+    inputs = [each[-1] if each.ndim > 1 else each for each in _inputs(target, head, texts)]
+    return (sign * _deltas(torch.stack(inputs), leaked, head)).argmin(-1).tolist()
 
 
-def last_tokens(target: Target, update: Update, names: dict[int, str], texts: Texts) -> list[int]:
+def _last_tokens(target: Target, given: Given, texts: Texts, sign: float) -> list[int]:
     """The token after each text: the one that its last position was to predict."""
-    map_ = _last_map(target)
-    given = update.values.get(names[id(map_.weight)])
+    linear = _last_map(target)
+    leaked = given(linear.weight)
     norm = target.parts.closing_norm(target.parts.layers)
-    if given is None or norm is None:
-        raise InputError("expected the gradient of the last block, got none")
-    inputs, states = _inputs(target, map_, texts, before=norm)
-    deltas = _sign(update) * _deltas(torch.cat(inputs), given, map_)
+    if leaked is None or norm is None:
+        raise InputError("this update has no gradient of the last block, where last tokens show")
+    deltas = sign * _deltas(torch.cat(_inputs(target, linear, texts)), leaked, linear)
     ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
     head = unembedding(target.model)
+    table = head.weight.detach().double()
     tokens: list[int] = []
-    for end, rows in zip(ends.tolist(), states, strict=True):
+    for end, rows in zip(ends.tolist(), _inputs(target, norm, texts), strict=True):
         state = rows[-1].detach()
         jacobian = torch.autograd.functional.jacobian(norm, state).double()
         with torch.no_grad():
             likely = head(norm(state)).double().softmax(-1)
-        table = head.weight.detach().double()
         wanted = (likely @ table - table) @ jacobian
-        alike = torch.nn.functional.cosine_similarity(wanted, deltas[end][None])
-        tokens.append(int(alike.argmax()))
+        tokens.append(int(torch.cosine_similarity(wanted, deltas[end][None]).argmax()))
     return tokens
 
 
-def _inputs(
-    target: Target, map_: nn.Module, texts: Texts, before: nn.Module | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What a map (and, if asked for, a later module) receives for each text, in float64."""
+def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
+    """What a module receives for each text."""
     taken: list[Tensor] = []
-    states: list[Tensor] = []
 
-    def take(_m: nn.Module, args: tuple[Any, ...]) -> None:
+    def take(_module: nn.Module, args: tuple[Any, ...]) -> None:
         taken.append(args[0][0])
 
-    def take_state(_m: nn.Module, args: tuple[Any, ...]) -> None:
-        states.append(args[0][0])
-
-    wanted = [(map_.register_forward_pre_hook, take)]
-    if before is not None:
-        wanted.append((before.register_forward_pre_hook, take_state))
-    with torch.no_grad(), hooks(*wanted):
+    with torch.no_grad(), hooks((module.register_forward_pre_hook, take)):
         for text in texts:
             target.model(input_ids=torch.tensor([list(text)], device=target.parts.device))
-    return taken, states
+    return taken
 
 
-def _sign(update: Update) -> float:
-    """Weights move against the gradient."""
-    return -1.0 if update.protocol.steps > 1 else 1.0
-
-
-def _deltas(inputs: Tensor, given: Tensor, map_: nn.Module) -> Tensor:
+def _deltas(inputs: Tensor, leaked: Tensor, linear: nn.Module) -> Tensor:
     """The δ (rows, outputs) behind a gradient, by least squares."""
     inputs = inputs.double()
-    given = given.to(inputs.device).double()
-    rows = given.mT if isinstance(map_, nn.Linear) else given
+    rows = inputs_last(leaked.to(inputs.device).double(), linear).mT
     return torch.linalg.pinv(inputs.mT, rtol=1e-9) @ rows
 
 
@@ -104,9 +97,9 @@ def _head(model: Any) -> nn.Linear:
     """The map that gives a classifier's answers."""
     classes = int(model.config.num_labels)
     maps = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    fitting = [map_ for map_ in maps if map_.out_features == classes]
+    fitting = [linear for linear in maps if linear.out_features == classes]
     if not fitting:
-        raise InputError(f"expected a classifier of {classes} classes, got none")
+        raise InputError(f"this model has no linear head of {classes} classes")
     return fitting[-1]
 
 
@@ -120,15 +113,6 @@ def _last_map(target: Target) -> Any:
     def note(module: nn.Module, _args: Any) -> None:
         called.append(module)
 
-    with torch.no_grad(), hooks(*((map_.register_forward_pre_hook, note) for map_ in maps)):
+    with torch.no_grad(), hooks(*((linear.register_forward_pre_hook, note) for linear in maps)):
         target.model(input_ids=torch.tensor([[0, 0]], device=target.parts.device))
     return called[-1]
-
-
-def labelled(target: Target, update: Update, names: dict[int, str], texts: Texts) -> Batch:
-    """The whole batch: texts with their classes, or with their last tokens."""
-    if update.task == "classification":
-        classes = labels_of(target, update, names, texts)
-        return Batch(tuple(map(tuple, texts)), tuple(classes))
-    ends = last_tokens(target, update, names, texts)
-    return Batch(tuple((*text, end) for text, end in zip(texts, ends, strict=True)))

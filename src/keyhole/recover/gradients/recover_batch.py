@@ -23,22 +23,19 @@ from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import Loaded, identity, task_of
-from keyhole.recover.attack import Target
+from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.decoder_texts import DecoderTexts
 from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search, contexts_of, places_of
-from keyhole.recover.gradients.judge import Errors, Fit, judge
+from keyhole.recover.gradients.judge import Errors, judge
 from keyhole.recover.gradients.labels import labelled
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
-    all_tokens,
     first_inputs,
     inputs_last,
-    map_rows,
     position_table,
     span_of,
     tokens_in,
-    used_rows,
 )
 from keyhole.recover.gradients.update import (
     Batch,
@@ -49,244 +46,13 @@ from keyhole.recover.gradients.update import (
     task_for,
     update_of,
 )
-from keyhole.recover.recovery import Mark, TextRecovery
-from keyhole.recover.solvable import solvable
+from keyhole.recover.judge import Verdict
+from keyhole.recover.recovery import TextRecovery
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
+LONGEST = 512  # tokens of a text that a gradient is made of
 METHOD = "GradientSpans"
-
-
-@dataclass(eq=False)
-class _Knowledge:
-    """What the update shows before any text is put together."""
-
-    target: Target
-    update: Update
-    names: dict[int, str]
-    errors: Errors
-
-    def maps(self, number: int) -> list[nn.Module]:
-        """The maps that block `number` (from 1) applies to its input, each once."""
-        attention = self.target.parts.attentions[number - 1]
-        return list(dict.fromkeys((attention.query, attention.key, attention.value)))
-
-    def rows(self, maps: Sequence[nn.Module]) -> Tensor:
-        """The gradients of maps of the same inputs, one under the other, in float64."""
-        parts = [map_rows(self.update, self.names, map_) for map_ in maps]
-        given = [rows for rows in parts if rows is not None]
-        if not given:
-            raise InputError("expected the gradient of the first attentions, got none of them")
-        return torch.cat(given)
-
-    def span(self, maps: Sequence[nn.Module]) -> Span:
-        """The span of the maps' inputs."""
-        named = [(self.names[id(map_.get_parameter("weight"))], map_) for map_ in maps]
-        variances = [
-            inputs_last(self.errors.coarse(name), map_)
-            for name, map_ in named
-            if name in self.update.values
-        ]
-        return span_of(self.rows(maps), torch.cat(variances))
-
-    def used(self) -> Tensor | None:
-        """Tokens (v,) with a row of their own in the gradient; None where that does not show.
-
-        A table that is tied to the head has a row for every token; one with noise as well.
-        """
-        given = self.update.values.get(self.names.get(id(self.target.parts.tokens.weight), ""))
-        if given is None or self.update.protocol.noise:
-            return None
-        used = used_rows(given).to(self.target.parts.device)
-        return None if bool(used.all()) else used
-
-    def positions(self) -> int | None:
-        """How long the longest text is, where the positions' own gradient shows it."""
-        known = position_table(self.target.parts)
-        if known is None or self.update.protocol.noise:
-            return None
-        table, first = known
-        given = self.update.values.get(self.names.get(id(table.weight), ""))
-        return None if given is None else int(used_rows(given)[first:].sum()) or None
-
-
-def recover_batch(
-    model: Any, tokenizer: Any, update: Update, *, search: Search | None = None
-) -> BatchRecovery:
-    """The texts behind an update, verified by making the update again from them."""
-    started = time.perf_counter()
-    target = Target.of(model, tokenizer)
-    _check(target, update)
-    try:
-        with solvable(model):
-            return _recovered(target, update, search or Search(), started)
-    except Unsuccessful as end:
-        return replace(_nothing(end.reason, started), status=end.status)
-
-
-def _recovered(target: Target, update: Update, search: Search, started: float) -> BatchRecovery:
-    model = target.model
-    names = {id(each): name for name, each in model.named_parameters()}
-    known = _Knowledge(target, update, names, Errors.of(update, model))
-    first, second = known.span(known.maps(1)), known.span(known.maps(2))
-    used = known.used()
-    if not first.rank or not second.rank or (used is None and (first.blurred or second.blurred)):
-        return _blurred(first, second, started)  # of few tokens the right ones may still stand out
-    if not first.says:
-        return _too_many(target, first, used, started)
-    inputs, tokens = _tokens(target, first, used, known.positions())
-    if not tokens:
-        return _nothing("no token's input lies in the span of the gradient", started)
-    if not second.says:
-        return _too_many(target, second, _flags(target, tokens), started)
-    texts = _texts(known, second, inputs, tokens, search)
-    if not texts:
-        return _nothing("no text of these tokens fits the gradient", started, tokens)
-    batch = labelled(target, update, names, [ids for ids, _ in texts])
-    fit = judge(target, update, batch)
-    fits = [fits and second.sharp for _, fits in texts]
-    return _result(target, update, batch, fit, fits, all_tokens(tokens), started)
-
-
-def _check(target: Target, update: Update) -> None:
-    if task_for(target.model) != update.task:
-        raise InputError(
-            f"expected a model with a head for {update.task}, got {type(target.model).__name__}"
-        )
-    whose = identity(target.model, head=True)
-    if update.model is not None and update.model != whose:
-        raise InputError(f"expected gradients of the model {whose}, got those of {update.model}")
-    shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
-    for name, each in update.values.items():
-        if shapes.get(name) != tuple(each.shape):
-            raise InputError(
-                f"expected {name} of shape {shapes.get(name)}, got {tuple(each.shape)}: "
-                "is it another model's?"
-            )
-    if target.parts.layers < 2:
-        raise InputError("expected a model of two blocks or more, got one")
-
-
-def _tokens(
-    target: Target, span: Span, used: Tensor | None, positions: int | None
-) -> tuple[FirstInputs, list[Tensor]]:
-    """Tokens that may stand at each position; tables grow until texts end before they do."""
-    count = positions or _POSITIONS
-    while True:
-        inputs = first_inputs(target.parts, count)
-        tokens = tokens_in(inputs, span, used)
-        ended = len(tokens) < inputs.positions or inputs.positions < count
-        if ended or positions is not None or inputs.places is None:
-            return inputs, tokens
-        count *= 2
-
-
-def _texts(
-    known: _Knowledge, span: Span, inputs: FirstInputs, tokens: list[Tensor], search: Search
-) -> list[tuple[list[int], bool]]:
-    """Texts, and whether all rows of each lie in the span."""
-    target, count = known.target, known.update.texts
-    if target.parts.causal:
-        # Rows of one text are independent: no text is longer than the span has dimensions.
-        longest = min(span.rank, target.parts.longest)
-        prefixes = DecoderTexts(target, span, tokens, count, longest)
-        return [(ids, True) for ids in prefixes][:count]
-    together = all_tokens(tokens)
-    values = known.rows([target.parts.attentions[0].value])
-    places = places_of(
-        known.rows(known.maps(1)), values, target.parts.heads, inputs, together, len(tokens)
-    )
-    outer = known.span([target.parts.attentions[0].output])
-    contexts = contexts_of(
-        target.parts, inputs, together, len(tokens), outer.some_directions(_DIRECTIONS)
-    )
-    read = EncoderTexts(target, span, contexts, tokens, places, count, search)
-    return [(text.ids, text.fits) for text in read if text.ids]
-
-
-def _flags(target: Target, tokens: Sequence[Tensor]) -> Tensor:
-    flags = torch.zeros(target.vocabulary, dtype=torch.bool, device=target.parts.device)
-    flags[all_tokens(tokens)] = True
-    return flags
-
-
-def _too_many(target: Target, span: Span, used: Tensor | None, started: float) -> BatchRecovery:
-    """The span is all there is; the tokens may show in their table's own gradient."""
-    width = target.parts.width
-    reason = f"the batch has as many tokens as the model is wide ({width}), or more: its span "
-    reason += f"has {span.rank} dimensions and says nothing"
-    ids: list[int] = []
-    if used is not None:
-        ids = used.nonzero()[:, 0].tolist()
-        reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"
-    status = Status.INEXACT if ids else Status.NOT_IDENTIFIABLE
-    return BatchRecovery(
-        status, reason, METHOD, (), (), tuple(ids), 0, time.perf_counter() - started
-    )
-
-
-def _blurred(first: Span, second: Span, started: float) -> BatchRecovery:
-    """Rounding or noise leaves too little of a span."""
-    ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
-    return _nothing(f"the update's own errors hide what it is made of: {ranks}", started)
-
-
-def _nothing(reason: str, started: float, tokens: Sequence[Tensor] = ()) -> BatchRecovery:
-    ids = tuple(all_tokens(tokens).tolist()) if tokens else ()
-    status = Status.INEXACT if ids else Status.UNSOLVED
-    return BatchRecovery(status, reason, METHOD, (), (), ids, 0, time.perf_counter() - started)
-
-
-def _result(
-    target: Target,
-    update: Update,
-    batch: Batch,
-    fit: Fit,
-    fits: Sequence[bool],
-    tokens: Tensor,
-    started: float,
-) -> BatchRecovery:
-    verified = sum(fit.verified)
-    fitting = sum(fits)
-    words = f"{len(batch.texts)} of {update.texts} texts, {fitting} in the span"
-    reason = f"{words}; {verified} verified: their update differs by {fit.residual:.1e} of its "
-    reason += f"size, the leak's errors are {fit.errors:.1e}"
-    status = Status.INEXACT if fitting or verified else Status.UNSOLVED
-    status = Status.RECOVERED if verified == update.texts else status
-    seconds = time.perf_counter() - started
-    texts = tuple(
-        _text(target, ids, fit, sure, inside, seconds / len(batch.texts))
-        for ids, sure, inside in zip(batch.texts, fit.verified, fits, strict=True)
-    )
-    everything = tuple(sorted({*tokens.tolist(), *(id_ for ids in batch.texts for id_ in ids)}))
-    return BatchRecovery(
-        status, reason, METHOD, texts, batch.labels, everything, fit.passes,
-        seconds, fit.residual, fit.errors,
-    )  # fmt: skip
-
-
-def _text(
-    target: Target, ids: Sequence[int], fit: Fit, sure: bool, inside: bool, seconds: float
-) -> TextRecovery:
-    """One text of the batch, marked as a whole."""
-    mark = Mark.VERIFIED if sure else Mark.LIKELY if inside else Mark.UNKNOWN
-    status = {
-        Mark.VERIFIED: Status.RECOVERED, Mark.LIKELY: Status.INEXACT, Mark.UNKNOWN: Status.UNSOLVED,
-    }[mark]  # fmt: skip
-    reasons = {
-        Mark.VERIFIED: "the batch gives the leaked update again",
-        Mark.LIKELY: "all its rows lie in the span, but the batch does not give the update again",
-        Mark.UNKNOWN: "not all its rows lie in the span",
-    }
-    return TextRecovery(
-        status=status, reason=reasons[mark], method=METHOD, ids=list(ids), text=target.decode(ids),
-        verified=sure, passes=0, seconds=seconds, marks=(mark,) * len(ids), residual=fit.residual,
-        precision=fit.errors, pieces=target.pieces(ids),
-    )  # fmt: skip
-
-
-# What the recovery of a batch from an update returns.
-
 _ADVICE = {
     Status.RECOVERED: "Treat these gradients as the texts themselves.",
     Status.INEXACT: "Part of the batch is known, as its texts' marks say. Treat it as given away.",
@@ -346,9 +112,207 @@ class BatchRecovery(Result):
         return restored(cls, data, more=True)
 
 
-# `keyhole lab capture --expose gradient` and `keyhole recover` on such files, as functions.
+class _Leaked:
+    """An update by the modules of its model: what it shows before any text is put together."""
 
-LONGEST = 512  # tokens of a text that a gradient is made of
+    def __init__(self, target: Target, update: Update) -> None:
+        self.target, self.update = target, update
+        self._names = {id(weight): name for name, weight in target.model.named_parameters()}
+        self._errors = Errors.of(update, target.model)
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        """The gradient of a parameter; None where it was not handed over."""
+        return self.update.values.get(self._names.get(id(weight), ""))
+
+    def inputs(self, number: int) -> list[nn.Module]:
+        """The maps that block `number` (from 1) applies to its input, each once."""
+        attention = self.target.parts.attentions[number - 1]
+        return list(dict.fromkeys((attention.query, attention.key, attention.value)))
+
+    def rows(self, maps: Sequence[nn.Module]) -> Tensor:
+        """The gradients (outputs, inputs) of maps of the same inputs, one under the other."""
+        given = [(map_, self.of(map_.get_parameter("weight"))) for map_ in maps]
+        device = self.target.parts.device
+        rows = [
+            inputs_last(tensor.to(device).double(), map_)
+            for map_, tensor in given
+            if tensor is not None
+        ]
+        if not rows:
+            raise InputError("this update has no gradient of the first attentions, which are read")
+        return torch.cat(rows)
+
+    def span(self, maps: Sequence[nn.Module]) -> Span:
+        weights = [(map_, map_.get_parameter("weight")) for map_ in maps]
+        variances = [
+            inputs_last(self._errors.coarse(self._names[id(weight)]), map_)
+            for map_, weight in weights
+            if self.of(weight) is not None
+        ]
+        return span_of(self.rows(maps), torch.cat(variances))
+
+    def used(self, table: nn.Embedding) -> Tensor | None:
+        """Which rows (v,) of a table the batch used: those whose gradient is not zero.
+
+        None where that does not show: a table that is tied to the head has a gradient for every
+        token, and one with noise as well.
+        """
+        given = self.of(table.weight)
+        if given is None or self.update.protocol.noise:
+            return None
+        used = (given != 0).any(-1).to(self.target.parts.device)
+        return None if bool(used.all()) else used
+
+
+def recover_batch(
+    model: Any, tokenizer: Any, update: Update, *, search: Search | None = None
+) -> BatchRecovery:
+    """The texts behind an update, verified by making the update again from them."""
+    started = time.perf_counter()
+    target = Target.of(model, tokenizer)
+    _check(target, update)
+    try:
+        with solvable(model):
+            recovery = _recovered(_Leaked(target, update), search or Search())
+    except Unsuccessful as end:
+        recovery = _no_texts(end.reason, status=end.status)
+    seconds = time.perf_counter() - started
+    texts = tuple(replace(text, seconds=seconds / len(recovery.texts)) for text in recovery.texts)
+    return replace(recovery, texts=texts, seconds=seconds)
+
+
+def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
+    target, update = leaked.target, leaked.update
+    first, second = (leaked.span(leaked.inputs(number)) for number in (1, 2))
+    used = leaked.used(target.parts.tokens)
+    # Of few tokens the right ones may still stand out from errors.
+    if not first.rank or not second.rank or (used is None and (first.blurred or second.blurred)):
+        ranks = f"{first.rank} and {second.rank} dimensions of the first two spans stand out"
+        return _no_texts(f"the update's own errors hide what it is made of: {ranks}")
+    if not first.says:
+        return _too_many(target, first, [] if used is None else used.nonzero()[:, 0].tolist())
+    inputs, tokens = _tokens(leaked, first, used)
+    if not tokens:
+        return _no_texts("no token's input lies in the span of the gradient")
+    every = torch.cat(tokens).unique()
+    if not second.says:
+        return _too_many(target, second, every.tolist())
+    texts = _texts(leaked, second, inputs, tokens, every, search)
+    if not texts:
+        return _no_texts("no text of these tokens fits the gradient", every.tolist())
+    batch = labelled(target, update, leaked.of, [ids for ids, _ in texts])
+    in_span = [fits and second.sharp for _, fits in texts]
+    verdicts = judge(target, update, batch, in_span)
+    return _result(target, update, batch, verdicts, sum(in_span), every)
+
+
+def _check(target: Target, update: Update) -> None:
+    if task_for(target.model) != update.task:
+        raise InputError(
+            f"expected a model with a head for {update.task}, got {type(target.model).__name__}"
+        )
+    whose = identity(target.model, head=True)
+    if update.model is not None and update.model != whose:
+        raise InputError(f"expected gradients of the model {whose}, got those of {update.model}")
+    shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
+    for name, each in update.values.items():
+        if shapes.get(name) != tuple(each.shape):
+            raise InputError(
+                f"expected {name} of shape {shapes.get(name)}, got {tuple(each.shape)}: "
+                "is it another model's?"
+            )
+    if target.parts.layers < 2:
+        raise InputError("gradients are read in models of two blocks or more, and this has one")
+
+
+def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
+    """Tokens that may stand at each position; tables grow until texts end before they do."""
+    parts, known = leaked.target.parts, None
+    table = position_table(parts)
+    if table is not None:  # its own gradient may show how long the longest text is
+        places = leaked.used(table[0])
+        known = None if places is None else int(places[table[1] :].sum()) or None
+    count = known or _POSITIONS
+    while True:
+        inputs = first_inputs(parts, count)
+        tokens = tokens_in(inputs, span, used)
+        ended = len(tokens) < inputs.positions or inputs.positions < count
+        if ended or known is not None or inputs.places is None:
+            return inputs, tokens
+        count *= 2
+
+
+def _texts(
+    leaked: _Leaked,
+    span: Span,
+    inputs: FirstInputs,
+    tokens: list[Tensor],
+    every: Tensor,
+    search: Search,
+) -> list[tuple[list[int], bool]]:
+    """Texts, and whether all rows of each lie in the span."""
+    target, count = leaked.target, leaked.update.texts
+    parts = target.parts
+    if parts.causal:
+        # Rows of one text are independent: no text is longer than the span has dimensions.
+        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.longest))
+        return [(ids, True) for ids in prefixes][:count]
+    values = leaked.rows([parts.attentions[0].value])
+    rows = leaked.rows(leaked.inputs(1))
+    places = places_of(rows, values, parts.heads, inputs, every, len(tokens))
+    directions = leaked.span([parts.attentions[0].output]).some_directions(_DIRECTIONS)
+    contexts = contexts_of(parts, inputs, every, len(tokens), directions)
+    read = EncoderTexts(target, span, contexts, tokens, places, count, search)
+    return [(text.ids, text.fits) for text in read if text.ids]
+
+
+def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
+    """The span is all there is; the tokens may show in their table's own gradient."""
+    reason = (
+        f"the batch has as many tokens as the model is wide ({target.parts.width}), or more: its "
+        f"span has {span.rank} dimensions and says nothing"
+    )
+    if ids:
+        reason += f"; {len(ids)} tokens are in it, in an order and in texts that are not known"
+    return _no_texts(reason, ids, Status.NOT_IDENTIFIABLE)
+
+
+def _no_texts(
+    reason: str, ids: Sequence[int] = (), status: Status = Status.UNSOLVED
+) -> BatchRecovery:
+    status = Status.INEXACT if ids else status
+    return BatchRecovery(status, reason, METHOD, (), (), tuple(ids), 0, 0.0)
+
+
+def _result(
+    target: Target,
+    update: Update,
+    batch: Batch,
+    verdicts: Sequence[Verdict],
+    in_span: int,
+    tokens: Tensor,
+) -> BatchRecovery:
+    verified = sum(verdict.verified for verdict in verdicts)
+    residual, precision = verdicts[0].residual, verdicts[0].precision
+    reason = (
+        f"{len(batch.texts)} of {update.texts} texts, {in_span} in the span; {verified} verified: "
+        f"their update differs by {residual:.1e} of its size, the leak's errors are {precision:.1e}"
+    )
+    status = Status.INEXACT if in_span or verified else Status.UNSOLVED
+    status = Status.RECOVERED if verified == update.texts else status
+    texts = tuple(
+        TextRecovery(
+            status=verdict.status, reason=verdict.reason, method=METHOD, ids=list(ids),
+            text=target.decode(ids), verified=verdict.verified, passes=0, seconds=0.0,
+            marks=verdict.marks, residual=residual, precision=precision, pieces=target.pieces(ids),
+        )
+        for ids, verdict in zip(batch.texts, verdicts, strict=True)
+    )  # fmt: skip
+    everything = tuple(sorted({*tokens.tolist(), *(id_ for ids in batch.texts for id_ in ids)}))
+    passes = 1 + sum(verdict.forwards for verdict in verdicts)
+    return BatchRecovery(
+        status, reason, METHOD, texts, batch.labels, everything, passes, 0.0, residual, precision
+    )
 
 
 def capture_update(
@@ -370,8 +334,8 @@ def capture_update(
     """
     expect_seed(seed)
     loaded = opened(model, device, allow_pickle)
-    longest = min(LONGEST, anatomy(loaded.model).longest)
-    batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
+    max_length = min(LONGEST, anatomy(loaded.model).longest)
+    batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
     update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
     update.save(out)
     return update

@@ -6,14 +6,27 @@ linearly independent, the row space is the span of the inputs: an input lies in 
 almost surely does not. Departure: the gradients of the query, key and value maps, which all receive
 the same x_i, are stacked, so that inputs whose query gets no gradient are seen as well.
 
-Numbers are rounded, so the span is that of the singular vectors above a floor: the largest singular
-value that the errors alone would have. For independent errors of sizes σ_ij that is the length of
-the largest row of σ plus that of the largest column nearly (Bandeira and van Handel, 2016).
+Numbers are rounded, so the span is that of the singular vectors above a lower bound: the largest
+singular value that the errors alone would have. For independent errors of sizes σ_ij that is nearly
+the length of the largest row of σ plus that of the largest column (Bandeira and van Handel, 2016).
+
+The first attention's input for token v at position p is a norm of the sum of two embeddings,
+
+    x(v, p) = (ŵ_v + û_p) / s(v, p) + b,     s(v, p)² = |w̃_v + ũ_p|² / e + ε,
+
+with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm), ŵ and û the
+same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens at all
+positions follow from two small tables, without running the model. Rotary models have no û.
+
+A token v at position p is in the batch only if x(v, p) lies in the span of the first attention's
+gradient. All tokens are tried at all positions, along a few random directions of the span's
+complement first, and along all of them where those leave it open. Embeddings of positions are added
+to those of tokens, so the span of several texts holds other pairs as well: from x(a, p), x(a, q)
+and x(b, p), nearly, x(b, q). `Places` in encoder_texts.py tells those apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,37 +35,33 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import Anatomy
-from keyhole.models.capture import Exposure, capture
-from keyhole.recover.attack import Target
-from keyhole.recover.gradients.update import Update
 
 _FLOAT32 = 3e-7  # of the largest singular value: what adding up in float32 leaves
-_ABOVE = 1.1  # of the floor: what counts as a direction of the span
-_ROOM = 3  # directions that must be left for the span to say anything
+_ABOVE = 1.1  # of the lower bound: what counts as a direction of the span
+_LEFT = 3  # directions that must be left for the span to say anything
 _BLURRED = 0.4  # a tolerance that many other inputs meet as well
 _SHARP = 1e-3  # a tolerance that nothing else meets by chance
-TIGHT = 1e-4  # of a row's length: how far from the span it may be in float32
+_TIGHT = 1e-4  # of a row's length: how far from the span it may be in float32
+_DIRECTIONS = 16  # random ones that nearly all tokens are told apart by
+_SOME = 1000  # tokens whose inputs say how long one is; after a norm all are nearly as long
+_WIDE = 4.0  # times the tolerance that those may err by
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """An orthonormal `basis` (d, r) of the inputs' span, and of its complement, `rest` (d, d − r).
+    """The dimensions of the inputs' span, and an orthonormal basis `rest` (d, d − r) of the others.
 
     `tolerance` is how far from the span, relative to its length, an input may seem to be.
     """
 
-    basis: Tensor
+    rank: int
     rest: Tensor
     tolerance: float
 
     @property
-    def rank(self) -> int:
-        return self.basis.shape[1]
-
-    @property
     def says(self) -> bool:
         """Is anything outside of it? With as many inputs as the layer is wide, nothing is."""
-        return self.rest.shape[1] >= _ROOM
+        return self.rest.shape[1] >= _LEFT
 
     @property
     def blurred(self) -> bool:
@@ -82,35 +91,17 @@ def span_of(rows: Tensor, variance: Tensor) -> Span:
     _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
     noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
-    floor = max(_ABOVE * noise, _FLOAT32 * largest)
-    rank = int((values > floor).sum())
+    least = max(_ABOVE * noise, _FLOAT32 * largest)
+    rank = int((values > least).sum())
     last = float(values[rank - 1]) if rank else largest
     # Wedin (1972): errors of that size turn the span by their share of its smallest value.
-    tolerance = max(TIGHT, min(0.5, noise / max(last, 1e-30)))
-    return Span(directions[:rank].mT, directions[rank:].mT, tolerance)
+    tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
+    return Span(rank, directions[rank:].mT, tolerance)
 
 
-def map_rows(update: Update, names: dict[int, str], map_: nn.Module) -> Tensor | None:
-    """The gradient (outputs, inputs) of one linear map; None where it was not handed over."""
-    weight = map_.get_parameter("weight")
-    given = update.values.get(names.get(id(weight), ""))
-    return None if given is None else inputs_last(given.to(weight.device).double(), map_)
-
-
-def inputs_last(tensor: Tensor, map_: nn.Module) -> Tensor:
+def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
     """A tensor of a map's weights with its inputs along the last axis: GPT-2's hold them first."""
-    return tensor if isinstance(map_, nn.Linear) else tensor.mT
-
-
-# What the first two attentions receive: rows that a gradient may or may not be made of.
-#
-# The first one's input for token v at position p is a norm of the sum of two embeddings,
-#
-#     x(v, p) = (ŵ_v + û_p) / s(v, p) + b,     s(v, p)² = |w̃_v + ũ_p|² / e + ε,
-#
-# with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm), ŵ and û
-# the same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens
-# at all positions follow from two small tables, without running the model. Rotary models have no û.
+    return tensor if isinstance(linear, nn.Linear) else tensor.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,19 +158,12 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         offset = offset @ wider + onward.bias.detach().double()
     epsilon = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", 0.0)
     return FirstInputs(
-        made, put if _absolute(parts) else None, offset, words.square().sum(-1) / size,
+        made, None if parts.rotary else put, offset, words.square().sum(-1) / size,
         places.square().sum(-1) / size, words @ places.mT / size, float(epsilon),
     )  # fmt: skip
 
 
-def second_inputs(target: Target, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What the second attention receives for texts (b, n)."""
-    with torch.no_grad():
-        states = capture(target.model, Exposure("hidden", 1), ids=ids, mask=mask)["values"]
-        return normed(target.parts, states)
-
-
-def normed(parts: Anatomy, states: Tensor) -> Tensor:
+def second_inputs(parts: Anatomy, states: Tensor) -> Tensor:
     """States after the first block as the second attention takes them."""
     norm = parts.opening_norm(2)
     return states if norm is None else norm(states)
@@ -196,15 +180,10 @@ def _first_norm(parts: Anatomy) -> nn.Module:
         ) from error
 
 
-def _absolute(parts: Anatomy) -> bool:
-    """Does the model add an embedding of the position?"""
-    return not parts.rotary
-
-
 def position_table(parts: Anatomy) -> tuple[nn.Embedding, int] | None:
     """The embeddings of positions and the number of the first one; None where there are none."""
     base = cast("Any", parts.base)
-    if not _absolute(parts):
+    if parts.rotary:
         return None
     if parts.family == "gpt2":
         return base.wpe, 0
@@ -226,19 +205,6 @@ def _positions(parts: Anatomy, count: int) -> Tensor:
     return places if types is None else places + types.weight.detach()[0].double()
 
 
-# Which tokens are in a batch, and which of them may stand where: the test of the first span.
-#
-# A token v at position p is in the batch only if x(v, p) lies in the span of the first attention's
-# gradient. All tokens are tried at all positions, along a few random directions of the span's
-# complement first, and along all of them where those leave it open. Embeddings of positions are
-# added to those of tokens, so the span of several texts holds other pairs as well: from x(a, p),
-# x(a, q) and x(b, p), nearly, x(b, q). places.py tells those apart.
-
-_DIRECTIONS = 16  # random ones that nearly all tokens are told apart by
-_SOME = 1000  # tokens whose inputs say how long one is; after a norm all are nearly as long
-_WIDE = 4.0  # times the tolerance that those may err by
-
-
 def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:
     """The tokens (c,) whose input at each position lies in the span.
 
@@ -256,19 +222,9 @@ def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) ->
         far = (rows / scales + inputs.offset @ directions).norm(dim=-1)
         near = far <= _WIDE * span.tolerance * length
         near = near if allowed is None else near & allowed
-        here = near.nonzero()[:, 0]
-        here = here[span.distance(inputs.at(here, place)) <= span.tolerance]
-        if not len(here):
+        found = near.nonzero()[:, 0]
+        found = found[span.distance(inputs.at(found, place)) <= span.tolerance]
+        if not len(found):
             break
-        tokens.append(here)
+        tokens.append(found)
     return tokens
-
-
-def used_rows(gradient: Tensor) -> Tensor:
-    """Which tokens (v,) have a row in the gradient of their table that is not zero."""
-    return (gradient != 0).any(-1)
-
-
-def all_tokens(tokens: Sequence[Tensor]) -> Tensor:
-    """Those that may stand anywhere, each once, in order."""
-    return torch.cat(list(tokens)).unique()

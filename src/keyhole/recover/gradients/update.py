@@ -7,9 +7,8 @@ public, so the update states them; it has no field for the texts.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,18 +17,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.data import NO_LABEL, Example, opening
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
-from keyhole.recover.base_leak import FORMAT
+from keyhole.recover.leaks import FORMAT
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
+Weights = Mapping[str, Tensor]
+_IGNORED = -100  # a token whose prediction is no part of the loss
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,12 @@ class Protocol:
         expect_count("--local-steps", self.steps)
         expect_number("--rate", self.rate, above=0)
         if self.noise and self.clip is None:
-            raise InputError(
-                "expected --clip with --noise: the noise of a gradient is measured in the length "
-                "that each text's own is clipped to"
-            )
+            raise InputError("--noise needs --clip: it is measured in the length clipped to")
+
+    def noise_in(self, texts: int) -> float:
+        """The standard deviation of the noise in each number of an update of so many texts."""
+        strength = self.noise * (self.clip or 0.0) / texts
+        return strength * self.rate if self.steps > 1 else strength
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,42 +80,33 @@ class Update:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise InputError(f"expected a task among {', '.join(TASKS)}, got {self.task!r:.40}")
+        _expect_choice("task", self.task, TASKS)
         expect_count("the number of texts", self.texts)
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise InputError(f"expected a precision among {known}, got {self.precision!r:.40}")
+        _expect_choice("precision", self.precision, PRECISIONS)
         if not self.values:
-            raise InputError("expected the gradient of one parameter or more, got none")
+            raise InputError("an update must hold the gradient of at least one parameter")
         for name, tensor in self.values.items():
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise InputError(f"expected finite numbers in the gradient of {name}, got others")
+                raise InputError(f"the gradient of {name} must be finite floating-point numbers")
 
     @property
     def what(self) -> str:
         """What was handed over, in words."""
         return "difference of weights" if self.protocol.steps > 1 else "gradient"
 
-    @property
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits of what is in it, whatever its file is called."""
-        sum_ = hashlib.sha256(json.dumps(self._about(), sort_keys=True).encode())
-        for name, tensor in sorted(self.values.items()):
-            sum_.update(f"{name} {tuple(tensor.shape)}".encode())
-            sum_.update(tensor.float().cpu().contiguous().numpy().tobytes())
-        return sum_.hexdigest()[:16]
-
     def save(self, path: str | Path) -> None:
         """Write it as .safetensors: a whole file or none."""
-        about = {"keyhole": FORMAT, "leak": KIND, "about": json.dumps(self._about())}
-        write_tensors(path, self.values, about)
-
-    def _about(self) -> dict[str, Any]:
-        return {
+        about = {
             "task": self.task, "texts": self.texts, "protocol": asdict(self.protocol),
             "precision": self.precision, "model": self.model,
         }  # fmt: skip
+        metadata = {"keyhole": FORMAT, "leak": KIND, "about": json.dumps(about)}
+        write_tensors(path, self.values, metadata)
+
+
+def _expect_choice(name: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        raise InputError(f"{name} must be {' or '.join(known)}, not {value!r:.40}")
 
 
 def is_update(path: str | Path) -> bool:
@@ -140,11 +135,6 @@ def load_update(path: str | Path) -> Update:
         ) from error
 
 
-# A batch of texts as tokens, with their classes, and the loss that a client takes of it.
-
-_IGNORED = -100  # a token whose prediction is no part of the loss
-
-
 @dataclass(frozen=True)
 class Batch:
     """Token ids of each text, and each one's class where the task has classes."""
@@ -154,7 +144,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if not self.texts or not all(self.texts):
-            raise InputError("expected texts of one token or more, got none")
+            raise InputError("a batch must hold texts of one token or more")
 
     def __getitem__(self, number: int) -> Batch:
         """The batch of one of its texts."""
@@ -162,81 +152,52 @@ class Batch:
 
     def padded(self, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and mask (b, n), padding after the texts."""
-        longest = max(map(len, self.texts))
-        ids = [[*text, *[pad] * (longest - len(text))] for text in self.texts]
-        mask = [[1] * len(text) + [0] * (longest - len(text)) for text in self.texts]
+        length = max(map(len, self.texts))
+        ids = [[*text, *[pad] * (length - len(text))] for text in self.texts]
+        mask = [[1] * len(text) + [0] * (length - len(text)) for text in self.texts]
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def loss(model: Any, weights: Mapping[str, Tensor], batch: Batch, task: str, pad: int) -> Tensor:
-    """The mean cross-entropy: of the texts' classes, or of all tokens but the first of each."""
-    device = next(iter(weights.values())).device
-    ids, mask = batch.padded(pad, device)
-    given = {"input_ids": ids, "attention_mask": mask}
-    logits = functional_call(model, dict(weights), kwargs=given).logits
-    if task == "classification":
-        labels = torch.tensor(batch.labels, device=device)
-        return torch.nn.functional.cross_entropy(logits, labels)
-    following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
-
-
-def expect_batch(batch: Batch, task: str, classes: int) -> None:
-    """Refuse a batch that has no loss of this kind."""
-    if task == "causal":
-        short = [text for text in batch.texts if len(text) < 2]
-        if short:
-            raise InputError("expected texts of two tokens or more to predict one, got a shorter")
-        return
-    if classes < 2:
-        raise InputError(f"expected a classifier of two classes or more, got {classes}")
-    wrong = [label for label in batch.labels if not 0 <= label < classes]
-    if wrong:
-        raise InputError(f"expected classes from 0 to {classes - 1}, got {wrong[0]}")
-
-
-# The client: how an update is made of a batch of texts, by the rules of the exchange.
-#
-# The same function makes a leak to try the attack on and tells the judge what a proposed batch
-# would have given: what is compared is computed in one way. Dropout is off.
-
-Weights = Mapping[str, Tensor]
-
-
-def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], longest: int) -> Batch:
+def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int) -> Batch:
     """Texts as the model takes them; those that come without a class get the model's own answer."""
     texts: list[tuple[int, ...]] = []
     for example in examples:
-        given = opening(example.text, longest)
-        ids = tokenizer(given, truncation=True, max_length=longest)["input_ids"]
+        given = opening(example.text, max_length)
+        ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
         if ids == tokenizer("")["input_ids"]:
             raise InputError(f"expected a text with a token in it, got {example.text[:40]!r}")
         texts.append(tuple(ids))
-    task = task_for(model)
+    if task_for(model) == "causal":
+        if min(map(len, texts), default=2) < 2:
+            raise InputError("texts must have two tokens or more: the second is predicted")
+        return Batch(tuple(texts))
+    classes = int(model.config.num_labels)
+    if classes < 2:
+        raise InputError(f"a classifier needs two classes or more, and this one has {classes}")
     labels: list[int] = []
-    if task == "classification":
-        for example, text in zip(examples, texts, strict=True):
-            label = example.label
-            if label == NO_LABEL:
-                device = anatomy(model).device
-                with torch.no_grad():
-                    answers = model(input_ids=torch.tensor([text], device=device)).logits
-                label = int(answers[0].argmax())
-            labels.append(label)
-    batch = Batch(tuple(texts), tuple(labels))
-    expect_batch(batch, task, int(getattr(model.config, "num_labels", 0)))
-    return batch
+    for example, text in zip(examples, texts, strict=True):
+        label = example.label
+        if label == NO_LABEL:
+            with torch.no_grad():
+                answers = model(input_ids=torch.tensor([text], device=anatomy(model).device)).logits
+            label = int(answers[0].argmax())
+        if not 0 <= label < classes:
+            raise InputError(f"expected classes from 0 to {classes - 1}, got {label}")
+        labels.append(label)
+    return Batch(tuple(texts), tuple(labels))
 
 
 def task_for(model: Any) -> str:
-    """What the loss of a model is: that of its head."""
+    """The task that the model's head is for: its loss is taken."""
     task = head_of(model)
     if task not in TASKS:
-        raise InputError(
-            "expected a model with a head for classes or for next tokens, which a loss needs, got "
-            f"{type(model).__name__}"
-        )
+        kind = type(model).__name__
+        raise InputError(f"expected a model with a head for classes or next tokens, got {kind}")
     return task
+
+
+# The client. The same function makes a leak to try the attack on and tells the judge what a
+# proposed batch would have given: what is compared is computed in one way. Dropout is off.
 
 
 def update_of(
@@ -248,95 +209,81 @@ def update_of(
     precision: str = "float32",
     seed: int = 0,
 ) -> Update:
-    """What a client hands over for a batch; `hide` leaves some parameters out."""
+    """What a client hands over for a batch; `hide` may leave out the `embeddings`."""
     protocol = protocol or Protocol()
-    if precision not in PRECISIONS:
-        raise InputError(f"expected --precision {' or '.join(PRECISIONS)}, got {precision}")
-    given = noised(made(model, batch, protocol), protocol, len(batch.texts), seed)
-    absent = hidden_parameters(model, hide)
-    values = {
-        name: tensor.to(PRECISIONS[precision]).cpu()
-        for name, tensor in given.items()
-        if name not in absent
-    }
-    task = task_for(model)
+    _expect_choice("--precision", precision, PRECISIONS)
+    for what in hide:
+        _expect_choice("--hide", what, HIDDEN)
+    values = clean_update(model, batch, protocol)
+    strength = protocol.noise_in(len(batch.texts))
+    if strength:
+        stream = torch.Generator().manual_seed(seed)
+        for name, tensor in values.items():
+            noise = torch.randn(tensor.shape, generator=stream)
+            values[name] = tensor + strength * noise.to(tensor)
+    if hide:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                values.pop(f"{name}.weight", None)
+    rounded = {name: tensor.to(PRECISIONS[precision]).cpu() for name, tensor in values.items()}
     whose = identity(model, head=True)
-    return Update(values, task, len(batch.texts), protocol, precision, whose)
+    return Update(rounded, task_for(model), len(batch.texts), protocol, precision, whose)
 
 
-def made(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tensor]:
+def clean_update(model: Any, batch: Batch, protocol: Protocol) -> dict[str, Tensor]:
     """An update before noise: the gradient, or the difference of weights after several steps."""
-    start = {name: each.detach() for name, each in model.named_parameters()}
-    gradients = _gradients(model, start, batch, protocol.clip)
+    start = {name: weight.detach() for name, weight in model.named_parameters()}
+    gradients = _clipped(model, start, batch, protocol.clip)
     if protocol.steps == 1:
         return gradients
     weights = start
     for step in range(protocol.steps):
         if step:
-            gradients = _gradients(model, weights, batch, protocol.clip)
+            gradients = _clipped(model, weights, batch, protocol.clip)
         weights = {
-            name: each - protocol.rate * gradients[name] if name in gradients else each
-            for name, each in weights.items()
+            name: weight - protocol.rate * gradients[name] if name in gradients else weight
+            for name, weight in weights.items()
         }
     return {name: weights[name] - start[name] for name in gradients}
 
 
-def noised(
-    values: dict[str, Tensor], protocol: Protocol, texts: int, seed: int
-) -> dict[str, Tensor]:
-    """The noise of DP-SGD: Gaussian, as strong for every number."""
-    strength = noise_of(protocol, texts)
-    if not strength:
-        return values
-    stream = torch.Generator().manual_seed(seed)
-    return {
-        name: tensor + strength * torch.randn(tensor.shape, generator=stream).to(tensor)
-        for name, tensor in values.items()
-    }
-
-
-def noise_of(protocol: Protocol, texts: int) -> float:
-    """The standard deviation of the noise in each number of an update."""
-    if protocol.clip is None or not protocol.noise:
-        return 0.0
-    return protocol.noise * protocol.clip / texts * (protocol.rate if protocol.steps > 1 else 1.0)
-
-
-def _gradients(model: Any, weights: Weights, batch: Batch, clip: float | None) -> dict[str, Tensor]:
+def _clipped(model: Any, weights: Weights, batch: Batch, clip: float | None) -> dict[str, Tensor]:
+    """The mean of the texts' gradients, each scaled down to the length `clip`."""
     if clip is None:
         return gradient(model, weights, batch)
     total: dict[str, Tensor] = {}
     for number in range(len(batch.texts)):
         own = gradient(model, weights, batch[number])
-        length = float(torch.stack([each.norm() for each in own.values()]).norm())
-        share = min(1.0, clip / max(length, 1e-30)) / len(batch.texts)
-        for name, each in own.items():
-            total[name] = total[name] + share * each if name in total else share * each
+        share = clipped_share(own, clip) / len(batch.texts)
+        for name, tensor in own.items():
+            total[name] = total[name] + share * tensor if name in total else share * tensor
     return total
 
 
+def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
+    """What a text's gradient is scaled by so that it is no longer than `clip`."""
+    length = float(torch.stack([tensor.norm() for tensor in gradients.values()]).norm())
+    return min(1.0, clip / max(length, 1e-30))
+
+
 def gradient(model: Any, weights: Weights, batch: Batch) -> dict[str, Tensor]:
-    """The gradient of the batch's loss for each parameter that it depends on."""
-    pad = getattr(model.config, "pad_token_id", None) or 0
-    leaves = {name: each.detach().requires_grad_() for name, each in weights.items()}
-    value = loss(model, leaves, batch, task_for(model), int(pad))
+    """The gradient of the mean cross-entropy for each parameter that it depends on.
+
+    That is of the texts' classes, or of all tokens but the first of each.
+    """
+    pad = int(getattr(model.config, "pad_token_id", None) or 0)
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    ids, mask = batch.padded(pad, next(iter(leaves.values())).device)
+    given = {"input_ids": ids, "attention_mask": mask}
+    logits = functional_call(model, leaves, kwargs=given).logits
+    if task_for(model) == "classification":
+        loss = cross_entropy(logits, torch.tensor(batch.labels, device=ids.device))
+    else:
+        following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
     # None for what the loss does not depend on, whatever the library's types say.
-    given = cast(
+    tensors = cast(
         "tuple[Tensor | None, ...]",
-        torch.autograd.grad(value, list(leaves.values()), allow_unused=True),
+        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
     )
-    return {name: each for name, each in zip(leaves, given, strict=True) if each is not None}
-
-
-def hidden_parameters(model: Any, hide: Sequence[str]) -> set[str]:
-    """The names of the parameters that are not handed over."""
-    for what in hide:
-        if what not in HIDDEN:
-            raise InputError(f"expected --hide {' or '.join(HIDDEN)}, got {what}")
-    if not hide:
-        return set()
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    }
+    return {name: each for name, each in zip(leaves, tensors, strict=True) if each is not None}

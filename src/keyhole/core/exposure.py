@@ -1,0 +1,253 @@
+"""What a target exposes, as a value, and the rules that exposures fall under.
+
+An exposure is its fields: nobody reads a sentence to learn the rule, the layer or the part of the
+target. Words for people are made from them at the very end (report/words.py), so a copy-edit
+changes no id, gate or baseline. A rule's id stands in pipelines, policies and baselines: once
+published it is not given to anything else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from keyhole.core.errors import InputError
+
+
+class Family(StrEnum):
+    """What is lost."""
+
+    WEIGHTS = "weights"
+    INPUTS = "inputs"
+    TEXT = "text"
+    PREDICTIONS = "predictions"
+
+    @property
+    def question(self) -> str:
+        return _QUESTIONS[self]
+
+
+_QUESTIONS = {
+    Family.WEIGHTS: "Can the model be copied from its answers?",
+    Family.INPUTS: "Can the vectors that went in be computed from what comes out?",
+    Family.TEXT: "Can the text be read back from what is exposed?",
+    Family.PREDICTIONS: "Can a prediction be flipped without touching the text?",
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of exposure: `name` in a few words, `about` in a sentence, `guide` to read on.
+
+    `counted` is what a finding's `queries` are, one and several, where not the family's.
+    """
+
+    id: str
+    family: Family
+    name: str
+    about: str
+    guide: str
+    counted: tuple[str, str] | None = None
+
+    @property
+    def units(self) -> tuple[str, str]:
+        return self.counted or _UNITS[self.family]
+
+
+_UNITS = {
+    Family.WEIGHTS: ("query", "queries"),
+    Family.INPUTS: ("output of the layer", "outputs of the layer"),
+    Family.TEXT: ("text", "texts"),
+    Family.PREDICTIONS: ("pass of the model", "passes of the model"),
+}
+_W, _I, _T, _P = Family.WEIGHTS, Family.INPUTS, Family.TEXT, Family.PREDICTIONS
+
+RULES = (
+    Rule(
+        "KH-WEIGHTS-LAST-LAYER", _W, "Last layer from log-probabilities",
+        "Log-probabilities of next tokens are linear in the last layer: enough of them give its "
+        "width and its weights up to a change of basis.",
+        "docs/servers.md",
+    ),
+    Rule(
+        "KH-WEIGHTS-VECTOR-PROMPTS", _W, "Vectors accepted as prompts",
+        "A server that takes vectors in place of tokens can be asked anything, which is what "
+        "extraction needs.",
+        "docs/servers.md",
+    ),
+    Rule(
+        "KH-WEIGHTS-ROUNDED-SCORES", _W, "Weights from rounded or noisy scores",
+        "Scores that are rounded, clipped or noisy still determine the weights, to the accuracy "
+        "that is left, at a few more queries.",
+        "docs/defences.md",
+    ),
+    Rule(
+        "KH-WEIGHTS-SIGNS", _W, "Weights from labels alone",
+        "The sign of a score, or the label, locates the decision boundary; bisection along many "
+        "lines gives the weights up to their scale.",
+        "docs/choosing.md",
+    ),
+    Rule(
+        "KH-WEIGHTS-SCORES", _W, "Weights from scores",
+        "A score is one equation in the weights: about as many chosen queries as there are "
+        "unknowns give all of them.",
+        "docs/choosing.md",
+    ),
+    Rule(
+        "KH-WEIGHTS-VECTORS", _W, "Weights from vectors",
+        "An endpoint that returns vectors gives many equations with every answer, and so its "
+        "weights in very few queries.",
+        "docs/choosing.md",
+    ),
+    Rule(
+        "KH-INPUTS-ATTENTION-MAPS", _I, "Input from a layer's output and attention maps",
+        "With its attention maps, what goes into a layer is the solution of linear equations.",
+        "docs/inversion.md",
+    ),
+    Rule(
+        "KH-INPUTS-LAYER-OUTPUT", _I, "Input from a layer's output",
+        "Whoever has the weights and the output of an attention layer can search for the input "
+        "by Newton's method, and prove that it is the one.",
+        "docs/inversion.md",
+    ),
+    Rule(
+        "KH-TEXT-TOKEN-IDS", _T, "Token ids stored as they are",
+        "A saved state holds the ids of the tokens: no attack is needed to read the text.",
+        "docs/servers.md",
+    ),
+    Rule(
+        "KH-TEXT-GRADIENT", _T, "Text from a gradient",
+        "The gradient of a batch spans the states of its tokens: the texts of a client's update "
+        "can be read from it.",
+        "docs/gradients.md", ("update", "updates"),
+    ),
+    Rule(
+        "KH-TEXT-KEYS-AND-VALUES", _T, "Text from cached keys and values",
+        "Keys and values are a linear image of the states before them: a cache is as good as the "
+        "text.",
+        "docs/text.md",
+    ),
+    Rule(
+        "KH-TEXT-ATTENTION-MAPS", _T, "Text from attention maps",
+        "Which token looks at which depends on what the tokens are: maps of early layers give the "
+        "text.",
+        "docs/text.md",
+    ),
+    Rule(
+        "KH-TEXT-ATTENTION-OUTPUT", _T, "Text from an attention block's output",
+        "What an attention block adds to the states, before the residual.",
+        "docs/text.md",
+    ),
+    Rule(
+        "KH-TEXT-LOG-PROBABILITIES", _T, "Text from next-token scores",
+        "A whole vector of next-token logits or log-probabilities determines the last hidden "
+        "state, and that the prompt.",
+        "docs/text.md",
+    ),
+    Rule(
+        "KH-TEXT-EMBEDDING", _T, "Text from embeddings",
+        "One vector for a text: short texts, and long ones of a known kind, are read back from it "
+        "and verified by encoding them again.",
+        "docs/embeddings.md",
+    ),
+    Rule(
+        "KH-TEXT-HIDDEN-STATES", _T, "Text from hidden states",
+        "A state for every token: with public weights each token is found by comparing its state "
+        "with those of all candidates.",
+        "docs/text.md",
+    ),
+    Rule(
+        "KH-TEXT-ANSWERS", _T, "Answers of an endpoint of texts",
+        "What a deployed model answers, and whether it is more than a label.",
+        "docs/servers.md",
+    ),
+    Rule(
+        "KH-PREDICTIONS-CUTS", _P, "Predictions flipped by cutting attention",
+        "Whoever can mask a small share of the attention changes what a classifier says, without "
+        "touching the text.",
+        "docs/disrupt.md",
+    ),
+    *(
+        Rule(
+            f"KH-{family.upper()}-OTHER", family, f"Another exposure of {family}", family.question,
+            "docs/choosing.md",
+        )
+        for family in Family
+    ),
+)  # fmt: skip
+NOT_CHECKED = "KH-NOT-CHECKED"  # of a skip that is about no rule: the whole target, its routes
+_BY_ID = {rule.id: rule for rule in RULES}
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """One thing that a target gives out.
+
+    `rule` is the id of its rule; `variant` a short stable key that tells it from the rule's other
+    exposures, such as `low-rank`; `layer` the layer that it comes from, where it comes from one;
+    `defences` what is done to it before anybody sees it, such as `decimals-3`; `name` what the
+    target itself calls it (a route, an output, a file); `part` which part of the target it is of,
+    where a target has several.
+    """
+
+    rule: str
+    variant: str = ""
+    layer: int | None = None
+    defences: tuple[str, ...] = ()
+    name: str = ""
+    part: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rule not in _BY_ID and self.rule != NOT_CHECKED:
+            raise InputError(f"{self.rule[:60]} is not the id of a rule")
+
+    @property
+    def family(self) -> Family:
+        return rule_of(self).family
+
+    @property
+    def id(self) -> str:
+        """Its fields in one word that stays the same from audit to audit, safe in an address."""
+        family, _, kind = self.rule.removeprefix("KH-").partition("-")
+        layer = "" if self.layer is None else f"layer-{self.layer}"
+        return slug(family, self.part, kind, self.variant, self.name, layer, *self.defences)
+
+    def __str__(self) -> str:
+        return self.id
+
+    def narrows(self, other: Exposure) -> bool:
+        """Is it the other exposure with more done to it before anybody sees it?"""
+        alike = replace(self, defences=()) == replace(other, defences=())
+        return alike and set(other.defences) < set(self.defences)
+
+
+def rule_of(exposure: Exposure) -> Rule:
+    """The rule that an exposure falls under; one that is about no rule (`NOT_CHECKED`) has none."""
+    return _BY_ID[exposure.rule]
+
+
+def slug(*parts: str) -> str:
+    """Letters and digits of any script, in lower case, with hyphens."""
+    words = [re.sub(r"[\W_]+", "-", part.lower())[:80].strip("-") for part in parts]
+    return "-".join(word for word in words if word)
+
+
+def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
+    """Families, or ids of rules with * for anything; one line for whatever is none of them."""
+    for name in names:
+        if name not in list(Family) and not any(fnmatchcase(rule, name) for rule in _BY_ID):
+            raise InputError(
+                f"{where} takes families ({', '.join(Family)}) and ids of rules (such as "
+                f"{RULES[0].id} or KH-TEXT-*), got {name[:60]}"
+            )
+    return tuple(names)
+
+
+def is_chosen(exposure: Exposure, only: Sequence[str]) -> bool:
+    """Is it of the families and rules that somebody wants checked? Nothing chosen is all."""
+    return not only or any(
+        name == exposure.family.value or fnmatchcase(exposure.rule, name) for name in only
+    )

@@ -1,1 +1,0 @@
-"""Proofs in ball arithmetic that an input has the given output."""

@@ -1,0 +1,108 @@
+"""Addresses as people write them, who may ask there, and the connection that options ask for.
+
+`http://user:password@host/…` is an address and a secret in one. `parted` takes them apart: what
+stands in identities, ledgers, findings and error messages is the address alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import ssl
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import unquote, urlsplit
+
+from keyhole.core.endpoint import EndpointOptions, authorizes
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_file
+from keyhole.oracle.http import Http, Limits
+
+
+def connected(
+    options: EndpointOptions,
+    url: str,
+    *,
+    limits: Limits | None = None,
+    retries: int = 8,
+    key: bool = True,
+    headers: Mapping[str, str] | None = None,
+) -> Http:
+    """A connection to `url`; without `key` no secret is sent but what stands in `url` itself.
+
+    `headers` are values that come before those of the environment.
+    """
+    limits = limits or Limits()
+    if options.timeout is not None:
+        limits = replace(limits, seconds=options.timeout)
+    public, password = parted(url)
+    if password and authorizes(options.headers or {}):
+        raise InputError(
+            "the address holds a password and --header Authorization another: give one of them"
+        )
+    more = password | dict(headers or {})
+    values = options.secrets() if key else {}
+    if authorizes(more):
+        values.pop("Authorization", None)  # the environment's key is for who says nothing
+    values |= more
+    return Http(
+        public, limits, retries=retries, headers=values, rate=options.rate, trust=_trust(options)
+    )
+
+
+def _trust(options: EndpointOptions) -> ssl.SSLContext | None:
+    """Whose certificates count; None for those of the usual authorities."""
+    if options.insecure:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        return context
+    if options.ca is None:
+        return None
+    expect_file(options.ca, "a file of certificates")
+    try:
+        return ssl.create_default_context(cafile=str(options.ca))
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise InputError(f"expected certificates in PEM in {options.ca}, got {error}") from error
+
+
+def names_address(name: str) -> bool:
+    return name.lower().startswith(("http://", "https://"))
+
+
+def without_password(name: str) -> str:
+    """The same with nothing before the host: what may be shown."""
+    scheme, mark, rest = name.partition("://")
+    host, slash, path = rest.partition("/")
+    if "@" in path and "@" not in host and not host.rpartition(":")[2].isdigit() and ":" in host:
+        host, slash, path = rest.rpartition("@")[2].partition("/")  # a password with a slash in it
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}" if mark else name
+
+
+def parted(url: str) -> tuple[str, dict[str, str]]:
+    """The address, and the header that carries the user and the password it was written with."""
+    public = without_password(url)
+    if public == url:
+        return url, {}
+    try:
+        user, password = urlsplit(url).username or "", urlsplit(url).password or ""
+    except ValueError:
+        return public, {}
+    pair = f"{unquote(user)}:{unquote(password)}".encode()
+    return public, {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+def expect_authorized(url: str, authorized: bool) -> None:
+    """Refuse to ask somebody else's machine unless one may."""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        public = without_password(url)
+        raise InputError(f"expected a URL such as http://localhost:8080, got {public}") from None
+    this_machine = host == "localhost"
+    with suppress(ValueError):
+        this_machine = ipaddress.ip_address(host).is_loopback
+    if not this_machine and not authorized:
+        raise InputError(
+            f"{host} is another machine: give --authorized if you may test that server"
+        )

@@ -1,0 +1,219 @@
+"""The sentences and numbers that every form of the report shares."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from markupsafe import Markup
+
+from keyhole.assess import Assessment, Policy
+from keyhole.core import Finding, Outcome, Skip, Status
+from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.text import legible, percent
+
+# What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
+# layer 3" where it comes from a layer, `{name}` what the target calls it.
+EXPOSURES: dict[tuple[str, ...], str] = {
+    ("KH-WEIGHTS-SCORES", ""): "any answer",
+    ("KH-WEIGHTS-SCORES", "full"): "full scores",
+    ("KH-WEIGHTS-SCORES", "budget"): "scores under a budget",
+    ("KH-WEIGHTS-SCORES", "low-rank"): "full scores, low-rank head",
+    ("KH-WEIGHTS-SCORES", "heads"): "scores of several heads",
+    ("KH-WEIGHTS-SCORES", "transformer"): "scores of a small Transformer",
+    ("KH-WEIGHTS-ROUNDED-SCORES", ""): "rounded scores",
+    ("KH-WEIGHTS-ROUNDED-SCORES", "", "decimals-3"): "scores rounded to 3 decimals",
+    ("KH-WEIGHTS-ROUNDED-SCORES", "", "decimals-3", "norm-10"):
+        "scores rounded to 3 decimals, inputs of norm 10 at most",
+    ("KH-WEIGHTS-ROUNDED-SCORES", "defended"): "scores behind a defence: {name}",
+    ("KH-WEIGHTS-SIGNS", ""): "signs",
+    ("KH-WEIGHTS-SIGNS", "labels"): "labels",
+    ("KH-WEIGHTS-VECTORS", "last-token"): "the last token's vector",
+    ("KH-WEIGHTS-VECTORS", "every-token"): "every token's vector",
+    ("KH-WEIGHTS-LAST-LAYER", ""): "last layer from {name}",
+    ("KH-WEIGHTS-VECTOR-PROMPTS", ""): "prompts of vectors: {name}",
+    ("KH-INPUTS-LAYER-OUTPUT", ""): "a layer's output",
+    ("KH-INPUTS-LAYER-OUTPUT", "", "decimals-3"): "a layer's output to 3 decimals",
+    ("KH-INPUTS-LAYER-OUTPUT", "causal"): "a causal layer's output",
+    ("KH-INPUTS-LAYER-OUTPUT", "causal", "decimals-3"): "a causal layer's output to 3 decimals",
+    ("KH-INPUTS-ATTENTION-MAPS", ""): "a layer's output and attention maps",
+    ("KH-INPUTS-ATTENTION-MAPS", "causal"): "a causal layer's output and attention maps",
+    ("KH-TEXT-HIDDEN-STATES", ""): "hidden states{of_layer}",
+    ("KH-TEXT-HIDDEN-STATES", "", "rotated"): "hidden states{of_layer}, rotated",
+    ("KH-TEXT-HIDDEN-STATES", "permuted"): "hidden states in no order{of_layer}",
+    ("KH-TEXT-HIDDEN-STATES", "route"): "token states: {name}",
+    ("KH-TEXT-HIDDEN-STATES", "served"): "text from {name}",
+    ("KH-TEXT-HIDDEN-STATES", "file"): "hidden states{of_layer} in {name}",
+    ("KH-TEXT-KEYS-AND-VALUES", ""): "keys and values{of_layer}",
+    ("KH-TEXT-KEYS-AND-VALUES", "", "rotated"): "keys and values{of_layer}, rotated",
+    ("KH-TEXT-KEYS-AND-VALUES", "", "scrambled"): "keys and values{of_layer}, scrambled",
+    ("KH-TEXT-KEYS-AND-VALUES", "", "mixed"): "keys and values{of_layer}, mixed",
+    ("KH-TEXT-KEYS-AND-VALUES", "", "encrypted"): "keys and values{of_layer}, encrypted",
+    ("KH-TEXT-KEYS-AND-VALUES", "route"): "cache files: {name}",
+    ("KH-TEXT-KEYS-AND-VALUES", "file"): "keys and values{of_layer} in {name}",
+    ("KH-TEXT-ATTENTION-MAPS", ""): "attention maps{of_layer}",
+    ("KH-TEXT-ATTENTION-MAPS", "file"): "attention maps{of_layer} in {name}",
+    ("KH-TEXT-ATTENTION-OUTPUT", ""): "attention output before the residual{of_layer}",
+    ("KH-TEXT-ATTENTION-OUTPUT", "file"): "attention output{of_layer} in {name}",
+    ("KH-TEXT-LOG-PROBABILITIES", ""): "next-token logits",
+    ("KH-TEXT-LOG-PROBABILITIES", "route"): "log-probabilities: {name}",
+    ("KH-TEXT-LOG-PROBABILITIES", "last-state"): "last state from {name}",
+    ("KH-TEXT-LOG-PROBABILITIES", "file"): "next-token logits in {name}",
+    ("KH-TEXT-EMBEDDING", ""): "pooled embedding",
+    ("KH-TEXT-EMBEDDING", "stored"): "stored embedding",
+    ("KH-TEXT-EMBEDDING", "route"): "embedding: {name}",
+    ("KH-TEXT-EMBEDDING", "file"): "pooled embedding in {name}",
+    ("KH-TEXT-GRADIENT", ""): "gradient of a batch of texts",
+    ("KH-TEXT-TOKEN-IDS", ""): "token ids in {name}",
+    ("KH-TEXT-ANSWERS", ""): "answers to texts",
+    ("KH-TEXT-ANSWERS", "whose"): "whose answers they are",
+    ("KH-TEXT-ANSWERS", "token-vectors"): "a vector for each token: output {name}",
+    ("KH-TEXT-ANSWERS", "labels"): "labels: output {name}",
+    ("KH-TEXT-ANSWERS", "classes"): "a number for each class: output {name}",
+    ("KH-TEXT-ANSWERS", "vector"): "a vector for the text: output {name}",
+    ("KH-TEXT-ANSWERS", "score"): "one score: output {name}",
+    ("KH-TEXT-OTHER", ""): "the text",
+    ("KH-PREDICTIONS-CUTS", ""): "attention cut",
+    ("KH-PREDICTIONS-CUTS", "head"): "{name} of each head's attention cut",
+    ("KH-PREDICTIONS-CUTS", "head-released"): "{name} of each head's attention cut, as released",
+    ("KH-PREDICTIONS-CUTS", "head-schedule"):
+        "{name} of each head's attention cut, released schedule",
+    ("KH-PREDICTIONS-CUTS", "head-random"): "{name} of each head's attention cut at random",
+    ("KH-PREDICTIONS-CUTS", "model"): "{name} of all attention cut",
+    ("KH-PREDICTIONS-CUTS", "model-schedule"): "{name} of all attention cut, released schedule",
+    ("KH-PREDICTIONS-CUTS", "model-random"): "{name} of all attention cut at random",
+    ("KH-PREDICTIONS-CUTS", "attack"): "the attack {name}",
+    ("KH-PREDICTIONS-CUTS", "transferred"): "masks found on {name}",
+    ("KH-PREDICTIONS-CUTS", "lowered"): "masks that lower a wrong label",
+    ("KH-PREDICTIONS-CUTS", "raised"): "masks that lead to a wrong label",
+    (NOT_CHECKED, "target"): "the target",
+    (NOT_CHECKED, "model"): "the whole model",
+    (NOT_CHECKED, "demo"):
+        "the text and the predictions of the classifier that ships with Keyhole",
+    (NOT_CHECKED, "routes"): "what routes return",
+    (NOT_CHECKED, "others"): "all but {name}",
+}  # fmt: skip
+_UNNAMED = {"KH-PREDICTIONS-CUTS": "a share", "KH-TEXT-ANSWERS": "without a name"}
+
+
+def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
+    """What people call an exposure; of several `layers` where those were left out."""
+    words = EXPOSURES.get((given.rule, given.variant, *given.defences))
+    if words is None:  # of a method that somebody added
+        parts = [given.variant or given.rule, given.name, *given.defences]
+        words = ", ".join(part.replace("{", "").replace("}", "") for part in parts if part)
+        words += "{of_layer}"
+    numbers = layers or (() if given.layer is None else (given.layer,))
+    of_layer = f" of layer{'' if len(numbers) == 1 else 's'} {spans(numbers)}" if numbers else ""
+    return words.format(of_layer=of_layer, name=given.name or _UNNAMED.get(given.rule, ""))
+
+
+def in_full(given: Exposure, layers: Sequence[int] = ()) -> str:
+    """The exposure, and of what: two parts of a target may expose the same."""
+    words = exposure(given, layers)
+    return f"{words}, {given.part}" if given.part else words
+
+
+def skip(given: Skip) -> str:
+    return in_full(given.exposure, given.layers) if given.layers else exposure(given.exposure)
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Numbers in order as people write them: 2–5, 7–11."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        row = [number for _, number in run]
+        parts.append(f"{row[0]}–{row[-1]}" if len(row) > 1 else str(row[0]))
+    return ", ".join(parts)
+
+
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
+
+
+def counts(assessment: Assessment) -> str:
+    """How many of the checks that count came to what."""
+    total, exposed = len(assessment.items), len(assessment.exposed)
+    unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
+    kept = total - exposed - unchecked
+    if not total:
+        return "no check was made"
+    parts = [f"{exposed} of {total} checks gave something away"]
+    parts += [f"{kept} came back empty"] if kept else []
+    parts += [f"{unchecked} had no result"] if unchecked else []
+    return ", ".join(parts)
+
+
+def apart(assessment: Assessment) -> str:
+    """What is not in the counts: controls, and what was not tried."""
+    parts = (
+        (len(assessment.controls), "control", "controls"),
+        (len(assessment.audit.skips), "check not made", "checks not made"),
+    )
+    words = ", ".join(number(*part) for part in parts if part[0])
+    return f"not counted: {words}" if words else ""
+
+
+def number(count: int, single: str, several: str) -> str:
+    return f"{count:,} {single if count == 1 else several}"
+
+
+def outcome(finding: Finding) -> str:
+    """What became of the secret, in a word or two."""
+    if finding.outcome is Outcome.UNCHECKED:
+        return "could not check"
+    if finding.sought == "prediction":
+        return f"{percent(finding.known)} flipped"
+    if finding.estimate is not None:
+        return f"{finding.estimate.share} of texts"
+    if finding.status is Status.RECOVERED:
+        return "recovered"
+    if finding.status is Status.WITHIN:
+        return "recovered within a domain"
+    if finding.sought == "text":
+        cell = finding.texts[0] if finding.texts else None
+        if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
+            return f"{cell.exact} of {len(cell.readings)} texts"
+        return f"{percent(finding.known)} of tokens"
+    if finding.status is Status.INEXACT:
+        return "nearly recovered"
+    if finding.known and finding.sought == "weights":
+        return f"{percent(finding.known)} known"
+    return "not recovered"
+
+
+def brief(remedy: str) -> str:
+    """The first sentence of a remedy: a card has no room for the others."""
+    return _SENTENCE.split(remedy, maxsplit=1)[0]
+
+
+def error(finding: Finding) -> str:
+    return "–" if finding.error is None else f"{finding.error:.1e}"
+
+
+def lower_bound(finding: Finding) -> str:
+    return "–" if finding.lower_bound is None else f"{finding.lower_bound:,}"
+
+
+def unbroken(text: str) -> Markup:
+    """Escaped, with every option in one piece: a browser may end a line after its hyphens."""
+    parts = _OPTION.split(legible(text))  # an option at every second place
+    return Markup().join(
+        Markup('<span class="option">{}</span>').format(part) if number % 2 else part
+        for number, part in enumerate(parts)
+    )
+
+
+def ruling(assessment: Assessment) -> str:
+    """What a policy or a baseline says of the audit; nothing where neither was given."""
+    decision = assessment.decision
+    states = Counter(item.state for item in assessment.items if item.state is not None)
+    if decision is None or (decision.source == Policy().source and not states):
+        return ""
+    ends = {0: "passes", 1: "fails", 3: "cannot be judged"}
+    changes = [f"{count} {state}" for state, count in states.items()]
+    changes += [f"{len(assessment.gone)} gone"] if assessment.gone else []
+    since = f" Since the baseline: {', '.join(changes)}." if changes else ""
+    return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"

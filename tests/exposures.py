@@ -1,0 +1,41 @@
+"""Exposures by what people call them, so that tests can be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from keyhole.core import Finding, Skip
+from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.report import words
+
+_BY_WORDS = {
+    template.format(of_layer="", name="").strip(): Exposure(key[0], key[1], defences=key[2:])
+    for key, template in words.EXPOSURES.items()
+    if key[0] != NOT_CHECKED
+}
+_SHARE = re.compile(r"^(\d+%) ")
+_LAYER = re.compile(r" of layer (\d+)")
+
+
+def called(name: str, part: str = "", rule: str = "KH-WEIGHTS-OTHER") -> Exposure:
+    """The exposure of that name; of a name that nobody knows, another exposure of weights."""
+    share, layer = _SHARE.match(name), _LAYER.search(name)
+    plain = _SHARE.sub("", _LAYER.sub("", name))
+    found = _BY_WORDS.get(plain) or Exposure(rule, name)
+    made = replace(
+        found, layer=int(layer[1]) if layer else None, name=share[1] if share else "", part=part
+    )
+    assert found.rule == rule or words.exposure(made) == name
+    return made
+
+
+def names(given: Iterable[Finding | Skip]) -> list[str]:
+    """What people call the exposures of findings, or of what was skipped."""
+    return [words.skip(one) if isinstance(one, Skip) else words.exposure(one.exposure)
+            for one in given]  # fmt: skip
+
+
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
+    return {words.exposure(finding.exposure): finding for finding in findings}
