@@ -61,7 +61,7 @@ def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
 
 
 WRONG = {
-    "a format of one target": (["--output=cyclonedx=x"], "with one of json, sarif, sarif-github"),
+    "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),
     "its own file": (["--output=json=out/a-b.json"], "twice"),
     "two on stdout": (["--output=sarif=-", "--json"], "expected one thing to print"),
     "no baseline": (["--baseline=none"], "there is no such folder"),

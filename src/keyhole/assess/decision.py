@@ -74,11 +74,10 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
-    """A check that would apply and could not be made; ignored by its exposure's id or rule."""
+    """A check that would apply and could not be made; ignored by the id of its exposure."""
     name = skip.exposure.id
     for ignore in policy.ignores:
-        named = any(fnmatchcase(word, ignore.finding) for word in (name, skip.exposure.rule))
-        if ignore.until >= today and named:
+        if ignore.until >= today and fnmatchcase(name, ignore.finding):
             return Ruled(name, Ruling.IGNORED, _because(ignore))
     return Ruled(name, Ruling.UNCHECKED, skip.reason)
 
