@@ -156,8 +156,8 @@ def cases(place):
             r"\d+ texts are in texts.jsonl: the same command goes on", journal="texts.jsonl",
         ),
         "capture": Case(
-            ("lab", "capture", place / "model", "--data", place / "texts.txt", "--expose", "hidden:1",
-             "--out", "leaks"),
+            ("lab", "capture", place / "model", "--data", place / "texts.txt",
+             "--expose", "hidden:1", "--out", "leaks"),
             tuple(f"leaks/leak-{number:04d}.safetensors" for number in range(24)),
             records("leaks/capture.journal"),
             r"\d+ leaks are in leaks: the same command goes on",
@@ -168,11 +168,13 @@ def cases(place):
         ),
         "harden": Case(
             ("harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
-             "--epochs", 5, "--batch", 8, "--resume", "kept", "--out", "new"),
+             "--epochs", 5, "-o", "batch=8", "--resume", "kept", "--out", "new"),
             ("new/hardening.json", "new/model.safetensors"), epochs("kept"),
             "whole epochs are in kept: the same command resumes", taken_over=epochs_resumed,
         ),
-        "plant": Case(("lab", "plant", "target.safetensors", "-o", "dim=256"), ("target.safetensors",)),
+        "plant": Case(
+            ("lab", "plant", "target.safetensors", "-o", "dim=256"), ("target.safetensors",)
+        ),
         "report": Case(("report", place / "audit.json"), ("keyhole-report.html",)),
     }  # fmt: skip
 

@@ -55,8 +55,8 @@ def test_rows_without_length_and_order(keyhole):
     assert read.returncode == 1, read.stderr
     recovery = json.loads(read.stdout)
     assert (recovery["method"], recovery["verified"]) == ("UnorderedStates", True)
-    wrong = keyhole("lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1", "--degrade", "cut",
-                    "--out", "other.safetensors")  # fmt: skip
+    wrong = keyhole("lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1",
+                    "--degrade", "cut", "--out", "other.safetensors")  # fmt: skip
     assert wrong.returncode == 2
     assert "expected a form among normalised, permuted, subset:K, truncated:K, " in (wrong.stderr)
 

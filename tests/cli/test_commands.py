@@ -168,7 +168,18 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
 
 
 def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
-    planted = ("--kind", "inversion", "-o", "dim=4", "-o", "tokens=4", "-o", "scale=0.3", "-o", "maps=true")
+    planted = (
+        "--kind",
+        "inversion",
+        "-o",
+        "dim=4",
+        "-o",
+        "tokens=4",
+        "-o",
+        "scale=0.3",
+        "-o",
+        "maps=true",
+    )
     here("lab", "plant", "p.safetensors", *planted)
     done = here("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1

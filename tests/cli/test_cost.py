@@ -16,7 +16,19 @@ def here(tmp_path, monkeypatch, capsys):
 
 
 def test_words_and_json(here):
-    words = ("head", "-o", "width=64", "-o", "rank=8", "--rate", 50, "--price", 0.01, "--daily", 100)
+    words = (
+        "head",
+        "-o",
+        "width=64",
+        "-o",
+        "rank=8",
+        "--rate",
+        50,
+        "--price",
+        0.01,
+        "--daily",
+        100,
+    )
     assert "100 queries a day hold it for 10.2 days" in here(*words).stdout
     data = json.loads(here(*words, "--json").stdout)
     assert (data["queries"], data["floor"], data["money"]) == (1024, 1024, 10.24)

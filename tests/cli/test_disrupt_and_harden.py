@@ -52,7 +52,14 @@ def test_disrupt_writes_json_and_a_page(keyhole, place, tmp_path):
     arguments = ("--share", 0.2, "--examples", 6, "--out", tmp_path / "f.json", "--json")
     page = tmp_path / "f.html"
     done = keyhole(
-        "disrupt", "my-classifier", "--data", "dev.tsv", *arguments, "--output", f"html={page}", cwd=place
+        "disrupt",
+        "my-classifier",
+        "--data",
+        "dev.tsv",
+        *arguments,
+        "--output",
+        f"html={page}",
+        cwd=place,
     )
     data = json.loads(done.stdout)
     assert json.loads((tmp_path / "f.json").read_text()) == data
@@ -288,7 +295,16 @@ def test_any_head_and_any_family_through_the_commands(keyhole, tmp_path, family,
     """What text is read back of is a list of families; flips take all that can be cut."""
     written(tmp_path / "model", family, task)
     view = ("model", "--data", "t.txt", "--json")
-    options = ("--share", 0.05, "--output", "html=p.html", "-o", "continuation=2", "-o", "spare=padding")
+    options = (
+        "--share",
+        0.05,
+        "--output",
+        "html=p.html",
+        "-o",
+        "continuation=2",
+        "-o",
+        "spare=padding",
+    )
     cut = json.loads(keyhole("disrupt", *view, *options).stdout)
     assert all(len(one["before"]) == 2 for one in cut["outcomes"])
     assert cut["own_answers"]
@@ -331,7 +347,10 @@ def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
 
 WRONG = {
     "a random head": (["disrupt", "base", "--task", "classification"], "expected a trained head"),
-    "no such class": (["disrupt", "my-classifier", "-o", "target=7"], "a target from 0 to 1, got 7"),
+    "no such class": (
+        ["disrupt", "my-classifier", "-o", "target=7"],
+        "a target from 0 to 1, got 7",
+    ),
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
     "bad count": (
         ["disrupt", "my-classifier", "--examples", "0"],

@@ -34,8 +34,8 @@ REACHED = [
     ("tolerant", "head", ["-o", "answer_error=1e-3", "-o", "bound=2", "-o", "margin=0.3",
                           "-o", "repeats=2", "-o", "max_norm=5"],
      "Tolerant(tolerance=0.001, bound=2.0, margin=0.3, max_norm=5.0"),
-    ("tolerant-as-published", "head", ["-o", "answer_error=1e-6", "-o", "bound=2", "-o", "margin=0.3",
-                                       "-o", "accuracy=0.01"],
+    ("tolerant-as-published", "head", ["-o", "answer_error=1e-6", "-o", "bound=2",
+                                       "-o", "margin=0.3", "-o", "accuracy=0.01"],
      "TolerantAsPublished(tolerance=1e-06, bound=2.0, margin=0.3, accuracy=0.01"),
     ("sign-only", "signs", ["-o", "accuracy=1e-3", "-o", "values=bisect"],
      "SignOnly(accuracy=0.001, values='bisect'"),
@@ -129,8 +129,8 @@ def test_a_target_may_degrade_its_answers(name, here):
 
 def test_orthogonal_heads_are_planted_with_their_bases(here, tmp_path):
     planted = here(
-        "lab", "plant", "t.safetensors", "--kind", "orthogonal-heads", "-o", "dim=6", "-o", "heads=2",
-        "-o", "bases=b.safetensors",
+        "lab", "plant", "t.safetensors", "--kind", "orthogonal-heads", "-o", "dim=6",
+        "-o", "heads=2", "-o", "bases=b.safetensors",
     )  # fmt: skip
     assert planted.returncode == 0, planted.stderr
     view = ("extract", "t.safetensors", "--method", "orthogonal-heads", "--json")

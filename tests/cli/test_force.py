@@ -28,7 +28,10 @@ EXISTING = {
         "leaks/leak-0001.safetensors",
         (*LEAK, "--text", "b", "--out", "leaks"),
     ),
-    "plant's target": ("t.safetensors", ("lab", "plant", "t.safetensors", "-o", "dim=2", "-o", "rank=9")),
+    "plant's target": (
+        "t.safetensors",
+        ("lab", "plant", "t.safetensors", "-o", "dim=2", "-o", "rank=9"),
+    ),
     "disrupt's result": ("f.json", (*FLIPS, "--out", "f.json")),
     "disrupt's page": ("f.html", (*FLIPS, "--output", "html=f.html")),
     "harden's page": ("f.html", (*TRAINED, "--output", "html=f.html")),

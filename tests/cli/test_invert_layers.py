@@ -13,7 +13,19 @@ from keyhole import invert
 from keyhole.core.files import write_tensors
 from keyhole.lab import stacks
 
-PLANT = ("lab", "plant", "s.safetensors", "--kind", "inversion", "-o", "layers=2", "-o", "dim=4", "-o", "tokens=5")
+PLANT = (
+    "lab",
+    "plant",
+    "s.safetensors",
+    "--kind",
+    "inversion",
+    "-o",
+    "layers=2",
+    "-o",
+    "dim=4",
+    "-o",
+    "tokens=5",
+)
 
 
 @pytest.fixture
@@ -80,5 +92,8 @@ def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
 
 
 def test_layers_are_planted_for_inversion_alone(here):
-    assert "--layers with --kind inversion" in here("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
+    assert (
+        "--layers with --kind inversion"
+        in here("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
+    )
     assert "without --maps and --heads" in here(*PLANT, "-o", "maps=true").stderr

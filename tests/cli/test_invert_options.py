@@ -93,9 +93,7 @@ def test_bounds_are_printed_beside_what_is_measured(tmp_path, here, secret):
     assert "holds: ‖X‖ ≤ R" in words.stdout
     assert "Lemma 4.5" in words.stdout
     assert "Lemma 4.4" in words.stdout
-    data = json.loads(
-        here("lab", "bounds", "p.safetensors", "input.safetensors", "--json").stdout
-    )
+    data = json.loads(here("lab", "bounds", "p.safetensors", "input.safetensors", "--json").stdout)
     expected = invert.bounds(invert.Problem.load(tmp_path / "p.safetensors"), secret)
     assert data == json.loads(json.dumps(expected.to_dict()))
     assert all(data["assumptions"].values())

@@ -168,7 +168,9 @@ def test_a_reader_who_has_enough_is_no_error(place):
 
 @pytest.mark.slow
 def test_serve_says_where_on_stdout(place):
-    with started([*KEYHOLE, "lab", "serve", "t.safetensors", "--port", "18099"], cwd=place) as process:
+    with started(
+        [*KEYHOLE, "lab", "serve", "t.safetensors", "--port", "18099"], cwd=place
+    ) as process:
         assert process.stdout.readline() == (
             "serving t.safetensors at http://127.0.0.1:18099/v2/models/target (Ctrl-C ends it)\n"
         )
