@@ -11,7 +11,7 @@ import pytest
 import tampered
 from command_line import KEYHOLE, finished, inside, interrupted, started
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.report.sarif_log import said
+from keyhole.report.sarif import said
 
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),

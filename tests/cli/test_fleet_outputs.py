@@ -11,7 +11,7 @@ import pytest
 from command_line import inside
 from keyhole import oracle
 from keyhole.core import Fleet
-from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.report.fleet import FLEET_FORMATS
 from published_schemas import audit_errors
 
 NAMES = ("a b", "a-b")  # one name of files for both, but for a number
