@@ -37,8 +37,7 @@ REACHED = [
     ("tolerant-as-published", "head", ["-o", "answer_error=1e-6", "-o", "bound=2",
                                        "-o", "margin=0.3", "-o", "accuracy=0.01"],
      "TolerantAsPublished(tolerance=1e-06, bound=2.0, margin=0.3, accuracy=0.01"),
-    ("sign-only", "signs", ["-o", "accuracy=1e-3", "-o", "values=bisect"],
-     "SignOnly(accuracy=0.001, values='bisect'"),
+    ("sign-only", "signs", ["-o", "accuracy=1e-3"], "SignOnly(accuracy=0.001"),
     ("sign-only-as-published", "signs", ["-o", "accuracy=0.9", "-o", "bound=1", "-o", "margin=0.4"],
      "SignOnlyAsPublished(bound=1.0, margin=0.4, accuracy=0.9"),
     ("nuclear-norm", "head", ["-o", "rank=3", "-o", "oversampling=2"],
@@ -95,7 +94,7 @@ def test_a_rank_beyond_the_dimension_is_an_error(head, here):
     for method in ("low-rank", "nuclear-norm"):
         done = here("extract", "head.safetensors", "--method", method, "-o", "rank=4")
         assert done.returncode == 2
-        assert "expected a rank of at most d = 3, the dimension, got 4" in done.stderr
+        assert "the rank must not exceed the dimension, 3: got 4" in done.stderr
 
 
 def test_options_are_no_second_way_to_set_a_method():

@@ -39,12 +39,13 @@ def run(
     `target` is what the command line takes (a .safetensors file, an address, `demo`,
     `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, for its last layer a language model
     or a server of one) or any oracle; `method` a name of the registry or a method with
-    hyperparameters of your own. `options` are the hyperparameters of a named method, such as
-    rank=4; `bases` may be a .safetensors file that holds one for each head. `reference` is a
-    model's file or folder, with whose last layer the stolen one is compared. `budget` is the most
-    queries to ask; `ledger` the file that remembers every answer, from which a run that was
-    stopped goes on. `endpoint` says how a server is asked, `authorized` that it may be though it is
-    another machine; `notice` is told what a person should know at once.
+    hyperparameters of your own. `options` are the hyperparameters of a named method: what it does
+    not have is refused. The `bases` of orthogonal heads may be a .safetensors file that holds one
+    for each head. `reference` is a model's file or folder, with whose last layer the stolen one is
+    compared. `budget` is the most queries to ask; `ledger` the file that remembers every answer,
+    from which a run that was stopped goes on. `endpoint` says how a server is asked, `authorized`
+    that it may be though it is another machine; `notice` is called with what a person should know
+    at once.
     """
     expect_count("a budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):
@@ -58,30 +59,26 @@ def run(
         name = type(method).__name__
         given = [option for option, value in options.items() if value is not None]
         if given:
-            raise InputError(f"set {given[0]} as a field of the {name} that you give, not apart")
+            raise InputError(f"{given[0]} must be set on the {name} given, not next to it")
     if reference is not None and not isinstance(method, OutputLayer):
-        raise InputError(f"expected --reference with output-layer, got {name}")
+        raise InputError(f"a reference is for output-layer, not for {name}")
     oracle = target
     if isinstance(oracle, str):
-        language_model = isinstance(method, OutputLayer)
         oracle = opened(
             oracle, endpoint or EndpointOptions(), authorized=authorized,
-            language_model=language_model,
+            language_model=isinstance(method, OutputLayer),
         )  # fmt: skip
     notes = [getattr(oracle, "note", "")]
 
-    def heard(line: str) -> None:
-        notes.append(line)
-        notice(line)
+    def note(message: str) -> None:
+        notes.append(message)
+        notice(message)
 
     with session(
-        {"": oracle},
-        budget=budget,
-        ledger=ledger,
-        answer_error=options.get("answer_error"),
-        notice=heard,
-    ) as surfaces:
-        ready = surfaces[""]
+        {"": oracle}, budget=budget, ledger=ledger, answer_error=options.get("answer_error"),
+        notice=note,
+    ) as parts:  # fmt: skip
+        ready = parts[""]
         progress = track("extract", method.expected(ready.dim))
         progress(0, note=name)
         result = method(Counted(ready, progress=progress))

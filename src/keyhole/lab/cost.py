@@ -23,7 +23,7 @@ from typing import Any
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.options import settings, types_of
 from keyhole.extract import FullOutput, LowRank, SignOnly, SingleHead, Tolerant
-from keyhole.extract.low_rank import unknowns
+from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.extract.output_layer import OutputLayer, answers_for
 
 _HOUR, _MILLION = 3600.0, 1e6
@@ -192,7 +192,7 @@ def head(
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
     if exposure == "scores":
         queries = SingleHead().expected(d) if rank is None else LowRank(rank=rank).expected(d) or 0
-        lower_bound = known if rank is None else unknowns(d, rank)
+        lower_bound = known if rank is None else degrees_of_freedom(d, rank)
         name = "single-head" if rank is None else "low-rank"
         extra = 0 if rank is None else 2 * d
         return Estimate(
