@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median
 
 import plotly.graph_objects as go
@@ -22,8 +23,10 @@ import plotly.graph_objects as go
 import show
 import subjects
 from keyhole import oracle
-from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
+from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_defence
+from keyhole.extract.ordinary_questions import usual_norm_of
 from keyhole.models import Loaded
+from keyhole.oracle import Degradation
 from keyhole.recover.defences import DEFENCES, read_behind
 from keyhole.recover.secrets import FORMS
 from show import Row
@@ -36,6 +39,27 @@ EXACT = (
 )  # fmt: skip
 _FLOOR = 1e-6  # where smaller errors are drawn
 _LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
+_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_PARTS = (1.2, 1.0, 0.5, 0.1)
+
+
+def graded(dim: int, seed: int = 0) -> list[Trial]:
+    """The defences that come in degrees, from little to much."""
+    norm = usual_norm_of(dim)
+    none = Degradation(seed=seed)
+    bounded = replace(none, max_norm=2 * norm)  # so long that honest tokens are left as they are
+    usual = replace(none, usual_norm=norm, min_tokens=3)
+    return [
+        *(Trial("rounding", replace(bounded, decimals=k)) for k in (4, 3, 2, 1, 0)),
+        *(Trial("noise, the same for a question", replace(bounded, noise=tau)) for tau in _NOISE),
+        *(Trial("noise, anew each time", replace(bounded, fresh_noise=tau)) for tau in _NOISE),
+        *(Trial("norms clipped", replace(none, max_norm=norm * part)) for part in _PARTS),
+        *(
+            Trial("short and unusual inputs refused, rounding", replace(usual, decimals=k))
+            for k in (4, 3, 2, 1)
+        ),
+        *(Trial("a budget", none, budget=share) for share in (0.25, 0.5, 0.75, 0.95)),
+    ]
 
 
 @dataclass(frozen=True)

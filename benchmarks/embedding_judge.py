@@ -32,7 +32,7 @@ from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import Counted
-from keyhole.recover.embeddings.edits import Rivals, Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Alternatives, Tokens, Vectors, alternatives_to
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.sum_search import SumSearch
@@ -119,9 +119,9 @@ class NearMisses:
         vectors = Vectors(setting.target, WAY, ids)
         text = vectors.inside(ids)
         own = vectors([text])[0]
-        once = rivals_of(vectors, text, own, False)
+        once = alternatives_to(vectors, text, own, False)
         near = nearest(once, own, setting.misses)
-        twice = rivals_of(vectors, near[0], own, False)
+        twice = alternatives_to(vectors, near[0], own, False)
         chosen = dict.fromkeys([*near, *nearest(twice, own, setting.misses)])
         misses = [[*vectors.before, *edit, *vectors.after] for edit in chosen if edit != text]
         return cls(ids, misses, float((once.vectors @ own).max()), {WAY: vectors})
@@ -141,9 +141,9 @@ def near_row(setting: Setting, near: list[NearMisses]) -> Row:
     )
 
 
-def nearest(rivals: Rivals, own: Tensor, count: int) -> list[Tokens]:
-    order = (rivals.vectors @ own).argsort(descending=True)
-    return [rivals.texts[place] for place in order[:count].tolist()]
+def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]:
+    order = (alternatives.vectors @ own).argsort(descending=True)
+    return [alternatives.texts[place] for place in order[:count].tolist()]
 
 
 def nearest_row(setting: Setting, count: int) -> Row:
@@ -165,9 +165,9 @@ def nearest_row(setting: Setting, count: int) -> Row:
             if float(apart.min()) < least:
                 least = float(apart.min())
                 closest = tuple(children.tokens(int(apart.argmin())))
-        rivals = rivals_of(vectors, text, own, False)
-        best = float((rivals.vectors.double() - own.double()).norm(dim=-1).min())
-        met += closest in rivals.texts or best <= least
+        alternatives = alternatives_to(vectors, text, own, False)
+        best = float((alternatives.vectors.double() - own.double()).norm(dim=-1).min())
+        met += closest in alternatives.texts or best <= least
         ratios.append(best / least)
     return Row(
         f"{setting.loaded.name}: the nearest of all texts one edit away is among the rivals",

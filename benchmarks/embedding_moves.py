@@ -41,7 +41,7 @@ class GradientSearch:
     """How many texts are kept and tried in each round, for one vector."""
 
     rounds: int = 40
-    islands: int = 4
+    populations: int = 4
     kept: int = 8
     by_gradient: int = 1400
     by_order: int = 500
@@ -59,9 +59,9 @@ class GradientSearch:
         """The tokens found, and the passes it took."""
         before = encoder.passes
         state = _State(encoder, goal, ngrams, length, seed)
-        pools = [state.anew(self.kept) for _ in range(self.islands)]
+        pools = [state.anew(self.kept) for _ in range(self.populations)]
         best, nearest = pools[0][0], -2.0
-        peaks, still = [-2.0] * self.islands, [0] * self.islands
+        peaks, still = [-2.0] * self.populations, [0] * self.populations
         for number in range(self.rounds):
             heat = self.heat * max(0.0, 1 - number / (0.8 * self.rounds))
             for island, pool in enumerate(pools):
@@ -95,8 +95,8 @@ class GradientSearch:
         few = children[cosines.topk(min(self.exact, len(children))).indices]
         cosines = state.cosines(few)
         state.nearest = few[cosines.argmax()]
-        luck = torch.randn(cosines.shape, generator=state.generator, device=cosines.device)
-        kept = (cosines + heat * luck).topk(min(self.kept, len(few))).indices
+        chance = torch.randn(cosines.shape, generator=state.generator, device=cosines.device)
+        kept = (cosines + heat * chance).topk(min(self.kept, len(few))).indices
         return few[kept], float(cosines.max())
 
 
@@ -211,7 +211,7 @@ def run(
         corpus = read_texts(data / "sst2" / "train.tsv")
         secrets = read_texts(data / "sst2" / "dev.tsv")
         ((least, most),) = subjects.lengths(tokens)
-        longest = CountedReader(corpus=()).longest
+        longest = CountedReader(corpus=()).max_length
         older, ours = GradientSearch(), SumSearch()
 
     def encoded(lines: Sequence[str]) -> list[list[int]]:

@@ -70,7 +70,7 @@ def bag_row(counted: Counted, secrets: list[list[int]]) -> Row:
     goals = counted.encoder.vectors(
         Texts.of(secrets, max(map(len, secrets)), counted.encoder.device)
     )
-    odds = counted.bag.odds(goals)
+    odds = counted.token_odds.odds(goals)
     ranks = [
         int((row > row[token]).sum())
         for row, secret in zip(odds, secrets, strict=True)
@@ -100,7 +100,9 @@ def rows(
         cosines.append(float(torch.cosine_similarity(off, sums, dim=0)))
         _, slopes = encoder.slopes(some[1:2], vectors[:1])
         gains = slopes[0] @ encoder.table.T.to(slopes.dtype)
-        promise = FAR.odds * counted.bag.odds(vectors[0]) + FAR.missing * counted.bag.missing(off)
+        promise = FAR.odds * counted.token_odds.odds(
+            vectors[0]
+        ) + FAR.missing * counted.token_odds.missing(off)
         row = counted.ngrams.framed(some[1:2])[0]
         words = torch.arange(len(promise), device=row.device)
         for place in (p for p in places if guess[p] != secret[p]):

@@ -86,7 +86,7 @@ def run(
     if drawn:
         cases.append(Case("drawn from a language model", read_texts(drawn)))
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    longest = CountedReader(corpus=()).longest
+    longest = CountedReader(corpus=()).max_length
     yield from measured(
         subjects.minilm(encoder, device), cases, secrets, subjects.lengths(tokens),
         SumSearch(passes=passes), longest, texts,

@@ -63,7 +63,7 @@ def opened(tmp_path, encoder):
 def counting(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(texts(190)))
-    return CountedReader(corpus, longest=1, search=SumSearch(passes=1_000))
+    return CountedReader(corpus, max_length=1, search=SumSearch(passes=1_000))
 
 
 def read(audited):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from command_line import inside
+from exposures import called
 from keyhole import report
 from keyhole.assess import assess
 from keyhole.cli.app import command as imported
@@ -51,7 +52,9 @@ def test_given_away_wins_and_unchecked_is_never_clean():
 
 
 def finding(status, **more):
-    return Finding("scores", "SingleHead", status, "why", "remedy", None, 1, 0.0, **more)
+    return Finding(
+        called("full scores"), "SingleHead", status, "why", "remedy", None, 1, 0.0, **more
+    )
 
 
 def audit_of(status):
@@ -122,9 +125,11 @@ def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
     assert mixed.exit_code == 3
     assert "1 of 2 checks had no result" in assess(mixed).verdict
     assert "not a clean bill" in assess(mixed).verdict
-    skipped = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r", unchecked=True),))
+    skipped = Audit(
+        "t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r", unchecked=True),)
+    )
     assert skipped.exit_code == 3
-    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r"),))
+    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r"),))
     assert other_kind.exit_code == 0
 
 

@@ -34,10 +34,10 @@ from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Rout
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
+from keyhole.recover.files.contents import served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.served import served_noise, with_served_noise
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 

@@ -42,11 +42,11 @@ from keyhole.recover.embeddings.pooling import (
     AGREES_QUANTISED,
     Pooling,
     embeddings,
+    encoder_max_length,
     from_known,
     from_settings,
     from_statistics,
     from_texts,
-    longest_text,
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
@@ -105,7 +105,7 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(longest_text(loaded.name), anatomy(loaded.model).longest)
+        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).longest)
         pooling = _pooling(store, loaded, vectors, kept, known, longest)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)

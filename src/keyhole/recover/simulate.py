@@ -235,7 +235,7 @@ def capture(
     if forms:
         run["forms"] = list(forms)
     unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
-    with Journal(unfinished, run, replace=force) as journal:
+    with Journal(unfinished, run, force=force) as journal:
         for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
             if path.name in journal and path.exists():
                 leak = load_leak(path)

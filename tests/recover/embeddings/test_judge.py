@@ -32,7 +32,7 @@ FORMS = {
         degrade(leak, noise=0.01), noise=0.01 * float(leak.values.std())
     ),
 }
-TEXTS = [ids.tolist() for ids in tiny.ids(texts=2, length=8)]
+TEXTS = [ids.tolist() for ids in tiny.ids(texts=2, length=7)]
 
 
 @functools.cache
@@ -47,9 +47,9 @@ def leak_for(ids, whose=None):
 
 
 @functools.cache
-def nearest(number):
+def nearest():
     """The nearest of all texts one edit away."""
-    ids = TEXTS[number]
+    ids = TEXTS[0]
     vectors = Vectors(target(), Exposure("pooled"), ids)
     text = vectors.inside(ids)
     everything = sorted(reference.one_edit_away(text, range(1, 200)))
@@ -59,19 +59,19 @@ def nearest(number):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_right_text_is_verified_and_the_nearest_ones_are_not(form):
-    for number, ids in enumerate(TEXTS):
-        leak = replace(FORMS[form](leak_for(ids)), precision=None)
-        verdict = judge_vector(target(), leak, ids)
-        assert verdict.verified, verdict
-        assert verdict.status is Status.RECOVERED
-        assert set(verdict.marks) == {Mark.VERIFIED}
-        assert len(verdict.marks) == len(ids)
-        assert verdict.similarity > 0.7
-        for other in nearest(number)[:3]:
-            verdict = judge_vector(target(), leak, other)
-            assert not verdict.verified
-            assert Mark.VERIFIED not in verdict.marks
-            assert len(verdict.marks) == len(other)
+    ids = TEXTS[0]
+    leak = replace(FORMS[form](leak_for(ids)), precision=None)
+    verdict = judge_vector(target(), leak, ids)
+    assert verdict.verified, verdict
+    assert verdict.status is Status.RECOVERED
+    assert set(verdict.marks) == {Mark.VERIFIED}
+    assert len(verdict.marks) == len(ids)
+    assert verdict.similarity > 0.7
+    for other in nearest()[:2]:
+        verdict = judge_vector(target(), leak, other)
+        assert not verdict.verified
+        assert Mark.VERIFIED not in verdict.marks
+        assert len(verdict.marks) == len(other)
 
 
 def test_noise_nobody_stated_is_never_vouched_for():
@@ -105,9 +105,9 @@ def test_a_model_without_positions_leaves_the_order_open():
     assert not verdict.verified
     assert verdict.status is Status.NOT_IDENTIFIABLE
     text = whose.decode(ids[1:-1]).split()
-    rival = verdict.reason.rpartition("such as '")[2].rstrip("'").split()
-    assert sorted(rival) == sorted(text)
-    assert rival != text
+    alternative = verdict.reason.rpartition("such as '")[2].rstrip("'").split()
+    assert sorted(alternative) == sorted(text)
+    assert alternative != text
 
 
 def test_a_token_and_its_twin_leave_each_other_open():

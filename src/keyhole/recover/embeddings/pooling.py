@@ -88,7 +88,7 @@ def ways(model: Any, width: int | None = None) -> list[Exposure]:
     return [*(replace(way, unit=True) for way in again), *whole]
 
 
-def longest_text(folder: str | Path) -> int:
+def encoder_max_length(folder: str | Path) -> int:
     """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
 
     Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
@@ -96,12 +96,12 @@ def longest_text(folder: str | Path) -> int:
     path = Path(folder) / "sentence_bert_config.json"
     if not exists(path):
         return MAX_LENGTH
-    longest = _settings(path, "the settings of an encoder").get("max_seq_length")
-    if longest is None:
+    max_length = _settings(path, "the settings of an encoder").get("max_seq_length")
+    if max_length is None:
         return MAX_LENGTH
-    if type(longest) is not int or longest < 1:
-        raise InputError(f"expected max_seq_length as a number in {path}, got {longest!r:.40}")
-    return min(longest, MAX_LENGTH)
+    if type(max_length) is not int or max_length < 1:
+        raise InputError(f"expected max_seq_length as a number in {path}, got {max_length!r:.40}")
+    return min(max_length, MAX_LENGTH)
 
 
 def embeddings(
@@ -138,7 +138,7 @@ def from_known(
 
 
 def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
-    """What sentence-transformers wrote beside an encoder; None where it wrote nothing."""
+    """What sentence-transformers wrote next to an encoder; None where it wrote nothing."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
         return None

@@ -46,7 +46,7 @@ from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.edits import Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.judge import ODDS, Mark, Verdict
 from keyhole.recover.layers.inverse_map import most_similar
 from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of
@@ -420,7 +420,7 @@ def _other_text(
     exposure = Exposure("pooled", pooling="last", steps=leak.exposure.steps)
     vectors = Vectors(target, exposure, ids)
     text = vectors.inside(ids)
-    others = rivals_of(vectors, text, vectors([text])[0], leak.length is not None).texts
+    others = alternatives_to(vectors, text, vectors([text])[0], leak.length is not None).texts
 
     def misfit(texts: Sequence[Tokens]) -> Tensor:
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]
