@@ -13,9 +13,8 @@ The picture is docs/defences.png.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import plotly.graph_objects as go
