@@ -48,7 +48,7 @@ def full() -> Iterator[texts.Part]:
             reason = f"skipped: {missing}"
             yield name, lambda reason=reason: [Row(MINILM, reason)]
             continue
-        ids = texts.encoded(loaded, sentences, anatomy(loaded.model).longest)
+        ids = texts.encoded(loaded, sentences, anatomy(loaded.model).max_length)
         yield from parts(loaded, ids, CHOSEN.partial, EncoderStates())
 
 

@@ -155,7 +155,7 @@ def _invert_updates(
     """The batches behind files of gradients, each as its texts in no order."""
     loaded = opened(model, device, allow_pickle)
     true = [] if truth is None else read_texts(truth)
-    longest = min(LONGEST, anatomy(loaded.model).longest)
+    longest = min(LONGEST, anatomy(loaded.model).max_length)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
@@ -197,7 +197,7 @@ def _originals(loaded: Loaded, truth: Path, count: int) -> list[Original]:
     texts = read_texts(truth)
     if len(texts) != count:
         raise InputError(f"expected {count} texts in {truth}, one for each leak, got {len(texts)}")
-    longest = min(LONGEST, anatomy(loaded.model).longest)
+    longest = min(LONGEST, anatomy(loaded.model).max_length)
     return [Original.of(loaded.tokenizer, text, longest) for text in texts]
 
 

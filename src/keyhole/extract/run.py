@@ -18,7 +18,7 @@ from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
 from keyhole.extract.targets import named_method, opened
 from keyhole.extract.token_answers import compared
-from keyhole.oracle.ledger import Ledger, Notice, session, unheard
+from keyhole.oracle.ledger import Ledger, Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle
 
 
@@ -48,7 +48,7 @@ def run(
     track: Track = untracked,
     endpoint: EndpointOptions | None = None,
     authorized: bool = False,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> Extraction:
     """Read the weights of a target back from its answers.
 

@@ -13,7 +13,7 @@ from keyhole.extract.auto import Kind, choose
 from keyhole.extract.defences import DefencesTried, HonestClient, Trial, Tried, trials
 from keyhole.extract.judge import NEARLY
 from keyhole.oracle.connection import without_password
-from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle, identity_of
 from keyhole.oracle.target import open_target
 
@@ -30,7 +30,7 @@ def against_defences(
     track: Track = untracked,
     endpoint: EndpointOptions | None = None,
     authorized: bool = False,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> DefencesTried:
     """Put every defence in front of a target, attack it as it is best attacked, and measure both.
 

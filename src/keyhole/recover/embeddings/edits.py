@@ -147,7 +147,7 @@ def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool)
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
     if not same_length:
         edits += _shorter(text, quiet)
-        longest = vectors.target.parts.longest - len(vectors.before) - len(vectors.after)
+        longest = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
         if len(text) < longest:
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]

@@ -115,7 +115,7 @@ class CountedReader:
 
     def _longest(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
-        return min(self.longest, encoder.target.parts.longest - frame)
+        return min(self.longest, encoder.target.parts.max_length - frame)
 
 
 def beginnings(lines: Sequence[list[int]], longest: int, seed: int = 0) -> list[list[int]]:
