@@ -44,7 +44,7 @@ def open_chroma(place: Place) -> Generator[Store]:
         except (OSError, shutil.Error) as error:
             raise trouble("a folder that can be copied", place.path, error) from error
         settings = chromadb.Settings(anonymized_telemetry=False, allow_reset=False)
-        client = None
+        client: Any = None
         try:
             client = chromadb.PersistentClient(str(copy), settings)
             yield _chroma_store(client, place)
