@@ -11,36 +11,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import show
-import texts
+import subjects
 from keyhole.extract import AttentionSubLayer, Status, judge
 from keyhole.models import Loaded
 from keyhole.models.sub_layer import sub_layer
 from show import Row
 
-OPTIONS = texts.options(texts=0)
-OPTIONS.add_argument("--seeds", type=texts.listed, default=[0, 1])
-CHOSEN = texts.chosen(OPTIONS)
+OPTIONS = subjects.options(texts=0)
+OPTIONS.add_argument("--seeds", type=subjects.listed, default=[0, 1])
+CHOSEN = subjects.chosen(OPTIONS)
 TOLERANCE = 1e-8
 MOST, MOST_SMALL = 4, 8  # queries for each one of the floor
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    encoder = texts.minilm(CHOSEN)
+def full() -> Iterator[subjects.Part]:
+    encoder = subjects.minilm(CHOSEN)
     for seed in CHOSEN.seeds:
         for residual in (False, True):
             yield "MiniLM", lambda r=residual, s=seed: measure("MiniLM-L6", encoder, 3, r, s)
-    decoder = texts.smollm2(CHOSEN)
+    decoder = subjects.smollm2(CHOSEN)
     for seed in CHOSEN.seeds:
         yield "SmolLM2", lambda s=seed: measure("SmolLM2-135M", decoder, 0, True, s)
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[subjects.Part]:
     for family in ("bert", "llama"):
-        loaded = texts.tiny(family)
+        loaded = subjects.tiny(family)
         yield family, lambda w=family, m=loaded: measure(f"random {w}", m, 1, True, 0, MOST_SMALL)
 
 

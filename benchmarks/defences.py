@@ -3,8 +3,8 @@
 Weights of one head behind a server's defences, for d = 16 and 64 and three seeds: errors are on an
 honest client's questions, relative, of the thief's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
-all-MiniLM-L6-v2 and SmolLM2-135M (texts.py: `--encoder`, `--model`, `--data`): `--texts` of SST-2
-on the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+all-MiniLM-L6-v2 and SmolLM2-135M (`--encoder`, `--model`, `--data`): `--texts` of SST-2 on
+ the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
 `--quick`: small heads, models of random weights.
 
 The picture is docs/defences.png.
@@ -13,25 +13,27 @@ The picture is docs/defences.png.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import plotly.graph_objects as go
 
 import show
-import texts
+import subjects
 from keyhole import oracle
-from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
+from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_defence
+from keyhole.extract.ordinary_questions import usual_norm_of
 from keyhole.models import Loaded
-from keyhole.recover.against_defences import DEFENCES, read_behind
-from keyhole.recover.scrambled import FORMS
+from keyhole.oracle import Degradation
+from keyhole.recover.defences import DEFENCES, read_behind
+from keyhole.recover.secrets import FORMS
 from show import Row
 
-OPTIONS = texts.options(texts=5)
+OPTIONS = subjects.options(texts=5)
 OPTIONS.add_argument("--few", type=int, default=2)
-OPTIONS.add_argument("--dims", type=texts.listed, default=[16, 64])
+OPTIONS.add_argument("--dims", type=subjects.listed, default=[16, 64])
 OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 SEEDS = 3
 EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
@@ -39,6 +41,27 @@ EXACT = (
 )  # fmt: skip
 _FLOOR = 1e-6  # where smaller errors are drawn
 _LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
+_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_PARTS = (1.2, 1.0, 0.5, 0.1)
+
+
+def graded(dim: int, seed: int = 0) -> list[Trial]:
+    """The defences that come in degrees, from little to much."""
+    norm = usual_norm_of(dim)
+    none = Degradation(seed=seed)
+    bounded = replace(none, max_norm=2 * norm)  # so long that honest tokens are left as they are
+    usual = replace(none, usual_norm=norm, min_tokens=3)
+    return [
+        *(Trial("rounding", replace(bounded, decimals=k)) for k in (4, 3, 2, 1, 0)),
+        *(Trial("noise, the same for a question", replace(bounded, noise=tau)) for tau in _NOISE),
+        *(Trial("noise, anew each time", replace(bounded, fresh_noise=tau)) for tau in _NOISE),
+        *(Trial("norms clipped", replace(none, max_norm=norm * part)) for part in _PARTS),
+        *(
+            Trial("short and unusual inputs refused, rounding", replace(usual, decimals=k))
+            for k in (4, 3, 2, 1)
+        ),
+        *(Trial("a budget", none, budget=share) for share in (0.25, 0.5, 0.75, 0.95)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -52,30 +75,30 @@ class Point:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     parts = CHOSEN.parts.split(",")
     if "weights" in parts:
         for d in CHOSEN.dims:
             yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
     if "minilm" in parts:
-        loaded = texts.minilm(CHOSEN)
-        some = texts.sst2(CHOSEN.data, CHOSEN.texts)
+        loaded = subjects.minilm(CHOSEN)
+        some = subjects.sst2(CHOSEN.data, CHOSEN.texts)
         for exposure in ("hidden:3", "kv:1"):
             yield f"MiniLM, {exposure}", lambda e=exposure: leaks(loaded, "MiniLM", some, e)
     if "smollm2" in parts:
-        loaded = texts.smollm2(CHOSEN)
-        some = texts.sst2(CHOSEN.data, CHOSEN.few)
+        loaded = subjects.smollm2(CHOSEN)
+        some = subjects.sst2(CHOSEN.data, CHOSEN.few)
         yield "SmolLM2, kv:0", lambda: leaks(loaded, "SmolLM2", some, "kv:0")
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[subjects.Part]:
     yield "weights", lambda: weights(5, 1)
     words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
-    yield "bert", lambda: leaks(texts.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
-    yield "llama", lambda: leaks(texts.tiny("llama"), "tiny Llama", words, "kv:0")
+    yield "bert", lambda: leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
+    yield "llama", lambda: leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
 
 
 def weights(d: int, seeds: int) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import show
-import texts
+import subjects
 import trained
 from keyhole.data import Example
 from keyhole.disrupt import Rerank
@@ -66,12 +66,12 @@ def reactions() -> list[Example]:
 
 def rxnfp(given: argparse.Namespace) -> Loaded:
     """The classifier, with a tokenizer that splits a reaction as its own code does."""
-    where = Path(given.model or texts._package("rxnfp", INSIDE, "--model"))
+    where = Path(given.model or subjects._package("rxnfp", INSIDE, "--model"))
     loaded = load_model(
         where, task="classification", allow_pickle=True, tokenizer=False, device=given.device
     )
     names = (where / "vocab.txt").read_text("utf-8").splitlines()
-    return replace(loaded, tokenizer=texts._words(names, framed=True, split=texts._SMILES))
+    return replace(loaded, tokenizer=subjects._words(names, framed=True, split=subjects._SMILES))
 
 
 def answered(loaded: Loaded, examples: list[Example], together: int) -> list[Example]:
@@ -118,11 +118,14 @@ def run(quick: bool, given: argparse.Namespace) -> list[Row]:
 
 def tiny() -> Loaded:
     """Random weights that read the same symbols."""
-    loaded = texts.tiny("bert", head="AutoModelForSequenceClassification")
+    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
     text = "".join(example.text for example in reactions())
-    symbols = sorted(set(re.findall(texts._SMILES, text)))
+    symbols = sorted(set(re.findall(subjects._SMILES, text)))
     return replace(
-        loaded, tokenizer=texts._words([*texts.SPECIAL, *symbols], framed=True, split=texts._SMILES)
+        loaded,
+        tokenizer=subjects._words(
+            [*subjects.SPECIAL, *symbols], framed=True, split=subjects._SMILES
+        ),
     )
 
 

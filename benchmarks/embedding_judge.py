@@ -25,20 +25,20 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import show
-import texts
+import subjects
 from keyhole.core import Status
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark, Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import Counted
-from keyhole.recover.embeddings.edits import Rivals, Tokens, Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Alternatives, Tokens, Vectors, alternatives_to
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 
-OPTIONS = texts.options(texts=100)
+OPTIONS = subjects.options(texts=100)
 OPTIONS.add_argument("--nobody", type=int, default=1000)
 OPTIONS.add_argument("--passes", type=int, default=3000)
 OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
@@ -46,7 +46,7 @@ OPTIONS.add_argument("--all", type=int, default=4)
 OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
 OPTIONS.add_argument("--parts", default="stored,nobody")
 OPTIONS.add_argument("--forms", default="", help="only those whose names hold one of these; …; …")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +69,24 @@ class Setting:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
+def full() -> Iterator[subjects.Part]:
+    loaded = replace(subjects.minilm(CHOSEN), name="all-MiniLM-L6-v2")
     yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts), CHOSEN.nobody))
 
 
-def small() -> Iterator[texts.Part]:
-    ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
+def small() -> Iterator[subjects.Part]:
+    ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
     yield from parts(
         Setting(
-            texts.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
+            subjects.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
         )
     )
 
 
-def parts(setting: Setting) -> Iterator[texts.Part]:
+def parts(setting: Setting) -> Iterator[subjects.Part]:
     wanted = CHOSEN.parts.split(",")
     known = vectors_of(setting.target, setting.others)
     chosen = CHOSEN.forms.split(";")
@@ -126,9 +126,9 @@ class NearMisses:
         vectors = Vectors(setting.target, WAY, ids)
         text = vectors.inside(ids)
         own = vectors([text])[0]
-        once = rivals_of(vectors, text, own, False)
+        once = alternatives_to(vectors, text, own, False)
         near = nearest(once, own, setting.misses)
-        twice = rivals_of(vectors, near[0], own, False)
+        twice = alternatives_to(vectors, near[0], own, False)
         chosen = dict.fromkeys([*near, *nearest(twice, own, setting.misses)])
         misses = [[*vectors.before, *edit, *vectors.after] for edit in chosen if edit != text]
         return cls(ids, misses, float((once.vectors @ own).max()), {WAY: vectors})
@@ -150,9 +150,9 @@ def near_row(setting: Setting, near: list[NearMisses]) -> Row:
     )
 
 
-def nearest(rivals: Rivals, own: Tensor, count: int) -> list[Tokens]:
-    order = (rivals.vectors @ own).argsort(descending=True)
-    return [rivals.texts[place] for place in order[:count].tolist()]
+def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]:
+    order = (alternatives.vectors @ own).argsort(descending=True)
+    return [alternatives.texts[place] for place in order[:count].tolist()]
 
 
 def nearest_row(setting: Setting) -> Row:
@@ -174,9 +174,9 @@ def nearest_row(setting: Setting) -> Row:
             if float(apart.min()) < least:
                 least = float(apart.min())
                 closest = tuple(children.tokens(int(apart.argmin())))
-        rivals = rivals_of(vectors, text, own, False)
-        best = float((rivals.vectors.double() - own.double()).norm(dim=-1).min())
-        met += closest in rivals.texts or best <= least
+        alternatives = alternatives_to(vectors, text, own, False)
+        best = float((alternatives.vectors.double() - own.double()).norm(dim=-1).min())
+        met += closest in alternatives.texts or best <= least
         ratios.append(best / least)
     return Row(
         f"{setting.loaded.name}: the nearest of all texts one edit away is among the rivals",
@@ -228,7 +228,7 @@ def right(truth: list[int], ids: list[int], marks: Sequence[Mark]) -> tuple[int,
 
 
 def changed(setting: Setting, change: Change, ids: list[int], way: Exposure = WAY) -> Pooled:
-    leak = cast("Pooled", texts.leak_of(setting.loaded, ids, way))
+    leak = cast("Pooled", subjects.leak_of(setting.loaded, ids, way))
     return change(replace(leak, tokens=None))
 
 

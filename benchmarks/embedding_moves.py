@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
@@ -35,9 +35,9 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
-OPTIONS = texts.options(texts=20)
+OPTIONS = subjects.options(texts=20)
 OPTIONS.add_argument("--tokens", default="10-16", help="how long sentences are")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class GradientSearch:
     """How many texts are kept and tried in each round, for one vector."""
 
     rounds: int = 40
-    islands: int = 4
+    populations: int = 4
     kept: int = 8
     by_gradient: int = 1400
     by_order: int = 500
@@ -63,9 +63,9 @@ class GradientSearch:
         """The tokens found, and the passes it took."""
         before = encoder.passes
         state = _State(encoder, goal, ngrams, length, seed)
-        pools = [state.anew(self.kept) for _ in range(self.islands)]
+        pools = [state.anew(self.kept) for _ in range(self.populations)]
         best, nearest = pools[0][0], -2.0
-        peaks, still = [-2.0] * self.islands, [0] * self.islands
+        peaks, still = [-2.0] * self.populations, [0] * self.populations
         for number in range(self.rounds):
             heat = self.heat * max(0.0, 1 - number / (0.8 * self.rounds))
             for island, pool in enumerate(pools):
@@ -99,8 +99,8 @@ class GradientSearch:
         few = children[cosines.topk(min(self.exact, len(children))).indices]
         cosines = state.cosines(few)
         state.nearest = few[cosines.argmax()]
-        luck = torch.randn(cosines.shape, generator=state.generator, device=cosines.device)
-        kept = (cosines + heat * luck).topk(min(self.kept, len(few))).indices
+        chance = torch.randn(cosines.shape, generator=state.generator, device=cosines.device)
+        kept = (cosines + heat * chance).topk(min(self.kept, len(few))).indices
         return few[kept], float(cosines.max())
 
 
@@ -198,23 +198,23 @@ class _State:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     data = Path(CHOSEN.data)
     corpus = read_texts(data / "sst2" / "train.tsv")
     least, most = map(int, CHOSEN.tokens.split("-"))
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    longest = CountedReader(corpus=()).longest
-    loaded, searches = texts.minilm(CHOSEN), (GradientSearch(), SumSearch())
+    longest = CountedReader(corpus=()).max_length
+    loaded, searches = subjects.minilm(CHOSEN), (GradientSearch(), SumSearch())
     yield from parts(loaded, corpus, secrets, (least, most), longest, *searches, fewer=3)
 
 
-def small() -> Iterator[texts.Part]:
-    loaded = texts.tiny("bert", words=96)
+def small() -> Iterator[subjects.Part]:
+    loaded = subjects.tiny("bert", words=96)
     generator = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
     lines = [" ".join(generator.choices(words, k=generator.randint(2, 3))) for _ in range(120)]
     older = GradientSearch(3, 2, 2, 40, 20, 10, 10, 10, 8)
     yield from parts(loaded, lines[3:], lines[:3], (2, 3), 3, older, SumSearch(passes=400))
@@ -223,7 +223,7 @@ def small() -> Iterator[texts.Part]:
 def parts(
     loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: tuple[int, int],
     longest: int, older: GradientSearch, ours: SumSearch, fewer: float | None = None,
-) -> Iterator[texts.Part]:  # fmt: skip
+) -> Iterator[subjects.Part]:  # fmt: skip
     def tokens(lines: Sequence[str]) -> list[list[int]]:
         stripped = [line.strip() for line in lines if line.strip()]
         return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]

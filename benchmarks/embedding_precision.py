@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 import show
-import texts
+import subjects
 from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled, recover_texts
@@ -29,10 +29,10 @@ from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import Change, changes, vectors_of
 
-OPTIONS = texts.options(texts=50)
+OPTIONS = subjects.options(texts=50)
 OPTIONS.add_argument("--passes", type=int)
 OPTIONS.add_argument("--tokens", default="4-9,10-16", help="how long sentences are")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 FORMS = ("float32", "float16", "8 bits, a scale", "4 bits", "1 bit", "%, stated")
 
 
@@ -48,11 +48,11 @@ class Setting:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    loaded, data = texts.minilm(CHOSEN), Path(CHOSEN.data)
+def full() -> Iterator[subjects.Part]:
+    loaded, data = subjects.minilm(CHOSEN), Path(CHOSEN.data)
     corpus = read_texts(data / "sst2" / "train.tsv")
     known = {line.strip() for line in corpus}
     fresh = [line for line in read_texts(data / "sst2" / "dev.tsv") if line.strip() not in known]
@@ -66,15 +66,15 @@ def full() -> Iterator[texts.Part]:
     yield from parts(Setting(loaded, corpus, secrets, SumSearch(passes=CHOSEN.passes)))
 
 
-def small() -> Iterator[texts.Part]:
-    loaded, chance = texts.tiny("bert", words=96), random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+def small() -> Iterator[subjects.Part]:
+    loaded, chance = subjects.tiny("bert", words=96), random.Random(0)
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
     lines = [" ".join(chance.choices(words, k=chance.randint(1, 3))) for _ in range(120)]
     secrets = {"1–3 tokens": loaded.tokenizer(lines[:2])["input_ids"]}
     yield from parts(Setting(loaded, lines[2:], secrets, SumSearch(passes=400), longest=3))
 
 
-def parts(setting: Setting) -> Iterator[texts.Part]:
+def parts(setting: Setting) -> Iterator[subjects.Part]:
     loaded = setting.loaded
     target = Target.of(loaded.model, loaded.tokenizer)
     some = loaded.tokenizer(list(setting.corpus[:512]))["input_ids"]
@@ -98,7 +98,9 @@ def measure(
     what: str, loaded: Loaded, reader: CountedReader, change: Change, secrets: list[list[int]]
 ) -> Row:
     leaks = [
-        change(replace(cast("Pooled", texts.leak_of(loaded, ids, Exposure("pooled"))), tokens=None))
+        change(
+            replace(cast("Pooled", subjects.leak_of(loaded, ids, Exposure("pooled"))), tokens=None)
+        )
         for ids in secrets
     ]
     started = time.perf_counter()
@@ -108,7 +110,7 @@ def measure(
     exact = sum(recovery.ids == ids for recovery, ids in pairs)
     verified = sum(recovery.verified and recovery.ids == ids for recovery, ids in pairs)
     false = sum(recovery.verified and recovery.ids != ids for recovery, ids in pairs)
-    shared = statistics.mean(texts.f1(recovery.ids[1:-1], ids[1:-1]) for recovery, ids in pairs)
+    shared = statistics.mean(subjects.f1(recovery.ids[1:-1], ids[1:-1]) for recovery, ids in pairs)
     passes = statistics.mean(recovery.passes for recovery in made)
     return Row(
         what,

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.models import Loaded
 from keyhole.recover import Pooled
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Vectors
 from keyhole.recover.embeddings.judge import judge_vector
-from keyhole.recover.rotation import undo_linear, undo_rotation
+from keyhole.recover.secrets import undo_linear, undo_rotation
 from show import Row
 from stored_forms import WAY, rounded, sentences, vectors_of
 
-CHOSEN = texts.chosen(texts.options(texts=20))
+CHOSEN = subjects.chosen(subjects.options(texts=20))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,20 +44,20 @@ class Setting:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    loaded = replace(texts.minilm(CHOSEN), name="all-MiniLM-L6-v2")
+def full() -> Iterator[subjects.Part]:
+    loaded = replace(subjects.minilm(CHOSEN), name="all-MiniLM-L6-v2")
     yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts)))
 
 
-def small() -> Iterator[texts.Part]:
-    ids = [text.tolist() for text in texts.tiny_texts(60, 6, framed=True)]
-    yield from parts(Setting(texts.tiny("bert"), ids[:1], ids[1:], (48,)))
+def small() -> Iterator[subjects.Part]:
+    ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
+    yield from parts(Setting(subjects.tiny("bert"), ids[:1], ids[1:], (48,)))
 
 
-def parts(setting: Setting) -> Iterator[texts.Part]:
+def parts(setting: Setting) -> Iterator[subjects.Part]:
     known = vectors_of(setting.target, setting.others)
     runs = [Vectors(setting.target, WAY, ids) for ids in setting.secrets]
     for count in setting.pairs:

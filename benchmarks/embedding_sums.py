@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import show
-import texts
+import subjects
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
@@ -28,26 +28,26 @@ from keyhole.recover.embeddings.counts import Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from show import Row
 
-OPTIONS = texts.options(texts=40)
+OPTIONS = subjects.options(texts=40)
 OPTIONS.add_argument("--tokens", default="17-24", help="how long sentences are")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     data = Path(CHOSEN.data)
     least, most = map(int, CHOSEN.tokens.split("-"))
     lines = read_texts(data / "sst2" / "train.tsv")
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    yield from parts(texts.minilm(CHOSEN), lines, secrets, (least, most), (2, 3, 5, 8))
+    yield from parts(subjects.minilm(CHOSEN), lines, secrets, (least, most), (2, 3, 5, 8))
 
 
-def small() -> Iterator[texts.Part]:
-    loaded = texts.tiny("bert", words=96)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+def small() -> Iterator[subjects.Part]:
+    loaded = subjects.tiny("bert", words=96)
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
     draw = random.Random(0)
     lines = [" ".join(draw.choices(words, k=draw.randint(4, 6))) for _ in range(120)]
     yield from parts(loaded, lines[4:], lines[:4], (4, 6), (2,))
@@ -56,7 +56,7 @@ def small() -> Iterator[texts.Part]:
 def parts(
     loaded: Loaded, lines: Sequence[str], secrets: Sequence[str], lengths: tuple[int, int],
     wrong: Sequence[int],
-) -> Iterator[texts.Part]:  # fmt: skip
+) -> Iterator[subjects.Part]:  # fmt: skip
     encode = loaded.tokenizer
     corpus = [x for x in encode(list(lines), add_special_tokens=False)["input_ids"] if x]
     encoder = Encoder(Target.of(loaded.model, loaded.tokenizer), half=matrix_half())
@@ -74,7 +74,7 @@ def bag_row(counted: Counted, secrets: list[list[int]]) -> Row:
     goals = counted.encoder.vectors(
         Texts.of(secrets, max(map(len, secrets)), counted.encoder.device)
     )
-    odds = counted.bag.odds(goals)
+    odds = counted.token_odds.odds(goals)
     ranks = [
         int((row > row[token]).sum())
         for row, secret in zip(odds, secrets, strict=True)
@@ -104,7 +104,9 @@ def rows(
         cosines.append(float(torch.cosine_similarity(off, sums, dim=0)))
         _, slopes = encoder.slopes(some[1:2], vectors[:1])
         gains = slopes[0] @ encoder.table.T.to(slopes.dtype)
-        promise = FAR.odds * counted.bag.odds(vectors[0]) + FAR.missing * counted.bag.missing(off)
+        promise = FAR.odds * counted.token_odds.odds(
+            vectors[0]
+        ) + FAR.missing * counted.token_odds.missing(off)
         row = counted.ngrams.framed(some[1:2])[0]
         words = torch.arange(len(promise), device=row.device)
         for place in (p for p in places if guess[p] != secret[p]):

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import show
-import texts
+import subjects
 from keyhole.data import read_texts
 from keyhole.models import Loaded
 from keyhole.recover.attack import Target
@@ -34,12 +34,12 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
 
-OPTIONS = texts.options(texts=100)
+OPTIONS = subjects.options(texts=100)
 OPTIONS.add_argument("--passes", type=int, help="for each text, at most")
-OPTIONS.add_argument("--rows", type=texts.listed, default=[1, 2, 3, 4, 5])
+OPTIONS.add_argument("--rows", type=subjects.listed, default=[1, 2, 3, 4, 5])
 OPTIONS.add_argument("--drawn", type=Path, help="sentences of a language model: a sixth row")
 OPTIONS.add_argument("--tokens", default="4-9,10-16,17-24,25-32", help="how long sentences are")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
 ON_CPU = {(4, 9): 80}  # … and on two cores
 Lengths = tuple[int, int]
@@ -57,13 +57,13 @@ class Case:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     data, on_gpu = Path(CHOSEN.data), CHOSEN.device.startswith("cuda")
     reviews = read_texts(data / "sst2" / "train.tsv")
-    others = [*texts.hellaswag(data), *texts.turns(data)]
+    others = [*subjects.hellaswag(data), *subjects.turns(data)]
     same = [*reviews, *others] if on_gpu else reviews
     cases = [
         Case("same domain", same, percent=PERCENT if on_gpu else ON_CPU),
@@ -77,9 +77,9 @@ def full() -> Iterator[texts.Part]:
     cases = [case for row, case in enumerate(cases, 1) if row in {*CHOSEN.rows, 6}]
     secrets = read_texts(data / "sst2" / "dev.tsv")
     lengths = [_lengths(part) for part in CHOSEN.tokens.split(",")]
-    longest = CountedReader(corpus=()).longest
+    longest = CountedReader(corpus=()).max_length
     search = SumSearch(passes=CHOSEN.passes)
-    yield from parts(texts.minilm(CHOSEN), cases, secrets, lengths, search, longest)
+    yield from parts(subjects.minilm(CHOSEN), cases, secrets, lengths, search, longest)
 
 
 def _lengths(words: str) -> Lengths:
@@ -87,10 +87,10 @@ def _lengths(words: str) -> Lengths:
     return int(least), int(most)
 
 
-def small() -> Iterator[texts.Part]:
-    loaded = texts.tiny("bert", words=96)
+def small() -> Iterator[subjects.Part]:
+    loaded = subjects.tiny("bert", words=96)
     generator = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
     lines = [" ".join(generator.choices(words, k=generator.randint(1, 3))) for _ in range(120)]
     cases = [
         Case("order, first guess", lines[4:]),
@@ -102,7 +102,7 @@ def small() -> Iterator[texts.Part]:
 def parts(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
     search: SumSearch, longest: int,
-) -> Iterator[texts.Part]:  # fmt: skip
+) -> Iterator[subjects.Part]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
 
     def tokens(lines: Sequence[str]) -> list[list[int]]:
@@ -145,7 +145,7 @@ def measure(
     answers = [reading.tokens for reading in readings]
     exact = sum(map(list.__eq__, answers, secrets))
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)
-    shared = statistics.mean(map(texts.f1, answers, secrets))
+    shared = statistics.mean(map(subjects.f1, answers, secrets))
     passes = statistics.mean(reading.passes for reading in readings)
     enough = percent is None or exact >= percent / 100 * len(secrets)
     return Row(

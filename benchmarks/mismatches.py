@@ -22,7 +22,7 @@ from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, PooledEmbedd
 from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from show import Row
-from texts import leak_of
+from subjects import leak_of
 
 Change = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 _SHORT = TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-import texts
+import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Mark
 from keyhole.recover.attack import Attack
-from texts import Change
+from subjects import Change
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def recover(
     change: Change | None = None,
     method: Attack | None = None,
 ) -> Outcome:
-    leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
+    leaks = [subjects.leak_of(loaded, text, Exposure("hidden", layer), change) for text in ids]
     started = time.perf_counter()
     recoveries = invert.recover_texts(loaded.model, loaded.tokenizer, leaks, method=method)
     seconds = (time.perf_counter() - started) / len(ids)

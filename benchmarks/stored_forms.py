@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import texts
+import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled
@@ -31,8 +31,8 @@ def fitting(loaded: Loaded, sentences: Sequence[str], count: int) -> list[list[i
 
 def sentences(loaded: Loaded, data: Path, count: int) -> tuple[list[list[int]], list[list[int]]]:
     """`count` sentences of SST-2 to be judged, and some thousand others that an attacker has."""
-    secrets = fitting(loaded, texts.sst2(data)[: 8 * count], count)
-    return secrets, fitting(loaded, texts.sst2(data, 20_000)[1000:], 4608)
+    secrets = fitting(loaded, subjects.sst2(data)[: 8 * count], count)
+    return secrets, fitting(loaded, subjects.sst2(data, 20_000)[1000:], 4608)
 
 
 def vectors_of(target: Target, lists: list[list[int]], way: Exposure = WAY) -> Tensor:

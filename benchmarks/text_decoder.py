@@ -1,6 +1,6 @@
 """Text from a causal decoder's hidden states and KV cache, and from an encoder's keys and values.
 
-The full run takes SmolLM2-135M-Instruct, all-MiniLM-L6-v2 and SST-2 (see texts.py for `--model`,
+The full run takes SmolLM2-135M-Instruct, all-MiniLM-L6-v2 and SST-2 (see subjects.py for `--model`,
 `--encoder` and `--data`); `--exposures hidden:1,kv:15` and `--texts` shorten it, `--only decoder`
 or `--only encoder` leaves the other out. Fitting is spent once for a model and layer and is printed
 apart from the seconds for each token. `--quick` takes random-weight models instead.
@@ -10,51 +10,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
 import show
-import texts
+import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
 from show import Row
 
-OPTIONS = texts.options(texts=10)
-OPTIONS.add_argument("--exposures", default="hidden:1,hidden:8,hidden:15,hidden:30,kv:0,kv:15")
-OPTIONS.add_argument("--only", choices=["decoder", "encoder"])
-CHOSEN = texts.chosen(OPTIONS)
+EXPOSURES = ["hidden:1", "hidden:8", "hidden:15", "hidden:30", "kv:0", "kv:15"]
 SHORTEST, LONGEST = 20, 60
 SPARSE = 0.01  # of the vocabulary: what "well below" is taken to be
 
 
-def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    model: Path | None = None,
+    texts: int = 10,
+    exposures: list[str] = EXPOSURES,
+    only: Literal["decoder", "encoder", ""] = "",
+) -> Iterator[Row]:
+    if quick:
+        yield from small()
+        return
+    if only != "encoder":
+        decoder = subjects.smollm2(model, device)
+        ids = sentences(decoder, data, texts)
+        for name in exposures:
+            yield from recovery("SmolLM2", decoder, name, ids)
+    if only != "decoder":
+        minilm = subjects.minilm(encoder, device)
+        ids = sentences(minilm, data, 10 * texts, shortest=5)
+        yield from recovery("MiniLM", minilm, "kv:1", ids)
 
 
-def full() -> Iterator[texts.Part]:
-    if CHOSEN.only != "encoder":
-        loaded = texts.smollm2(CHOSEN)
-        ids = sentences(loaded, CHOSEN.texts)
-        for name in CHOSEN.exposures.split(","):
-            yield name, lambda at=name, model=loaded, i=ids: recovery("SmolLM2", model, at, i)
-    if CHOSEN.only != "decoder":
-        encoder = texts.minilm(CHOSEN)
-        ids = sentences(encoder, 10 * CHOSEN.texts, shortest=5)
-        yield "MiniLM, kv:1", lambda model=encoder, i=ids: recovery("MiniLM", model, "kv:1", i)
-
-
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[Row]:
     """The same code on random-weight models of a few thousand parameters."""
     for family in ("gpt2", "llama"):
-        loaded = texts.tiny(family)
-        ids = [text.tolist() for text in texts.tiny_texts(2, 8, framed=False)]
+        loaded = subjects.tiny(family)
+        ids = [text.tolist() for text in subjects.tiny_texts(2, 8, framed=False)]
         for name in ("hidden:2", "kv:0"):
-            label = f"random {family}"
-            yield label, lambda w=label, model=loaded, at=name, i=ids: recovery(w, model, at, i)
+            yield from recovery(f"random {family}", loaded, name, ids)
 
 
 def recovery(label: str, loaded: Loaded, name: str, ids: list[list[int]]) -> Iterator[Row]:
     """Recover the texts one by one: the first one also pays for the fit."""
     exposure = Exposure.parse(name)
-    leaks = [texts.leak_of(loaded, text, exposure) for text in ids]
+    leaks = [subjects.leak_of(loaded, text, exposure) for text in ids]
     results: dict[int, invert.TextRecovery] = {}
     clock = [time.perf_counter()]
     for number, result in invert.recovering(loaded.model, loaded.tokenizer, leaks):
@@ -72,7 +78,7 @@ def recovery(label: str, loaded: Loaded, name: str, ids: list[list[int]]) -> Ite
     rest = positions - len(ids[next(iter(results))])
     pace = f"{(clock[-1] - clock[1]) / rest:.3f} s a token once fitted, " if rest else ""
     summary = f"{right / positions:.2%} of tokens, {exact} of {len(ids)} texts exact and verified"
-    cost = f"{seconds:.1f} s in all on {CHOSEN.device}, {pace}{fitting:,} tokens for the fit"
+    cost = f"{seconds:.1f} s in all on {loaded.model.device}, {pace}{fitting:,} tokens for the fit"
     what = f"{label}, {name}, {len(ids)} texts"
     yield Row(what, summary, "100%", right == positions and exact == len(ids), cost)
     sparse = SPARSE * vocabulary if vocabulary > 1000 else None
@@ -82,11 +88,11 @@ def recovery(label: str, loaded: Loaded, name: str, ids: list[list[int]]) -> Ite
     )  # fmt: skip
 
 
-def sentences(loaded: Loaded, count: int, shortest: int = SHORTEST) -> list[list[int]]:
+def sentences(loaded: Loaded, data: Path, count: int, shortest: int = SHORTEST) -> list[list[int]]:
     """The first SST-2 sentences of a length between `shortest` and 60 tokens."""
-    every = (text.tolist() for text in texts.encoded(loaded, texts.sst2(CHOSEN.data)))
+    every = (text.tolist() for text in subjects.encoded(loaded, subjects.sst2(data)))
     return [ids for ids in every if shortest <= len(ids) <= LONGEST][:count]
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

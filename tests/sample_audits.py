@@ -7,8 +7,9 @@ from dataclasses import fields, is_dataclass, replace
 from datetime import date
 from typing import Any
 
+from exposures import called
 from keyhole.assess import Assessment, Ignore, Policy, assess, compared, decided
-from keyhole.assess.conditions import condition
+from keyhole.assess.policy import condition
 from keyhole.core import (
     Audit,
     Cut,
@@ -20,14 +21,17 @@ from keyhole.core import (
     Skip,
     Status,
 )
+from keyhole.core.exposure import NOT_CHECKED, Exposure
 
 ENVIRONMENT = {"keyhole": "0.1.0", "python": "3.11.7", "platform": "Linux"}
 CREATED = "2026-11-16T08:44:47+00:00"
 
 
-def finding(exposure: str, sought: str, status: Status, **more: Any) -> Finding:
+def finding(
+    exposure: str, sought: str, status: Status, part: str = "a model", **more: Any
+) -> Finding:
     made = Finding(
-        exposure, "Attack", status, "a reason", "a remedy", 1e-9, 100, 1.5, 64, surface="a model",
+        called(exposure, part), "Attack", status, "a reason", "a remedy", 1e-9, 100, 1.5, 64,
         sought=sought,
     )  # fmt: skip
     return replace(made, **more)
@@ -42,8 +46,8 @@ def read(kind: str, layer: int, exact: bool) -> Readings:
 CUT = Cut(("[CLS]", "good"), "yes", "no", 0.9, 0.6, 0.01, 2, 2, ((0, 1, 0, 1), (1, 0, 1, 0)))
 FINDINGS = (
     finding("full scores", "weights", Status.RECOVERED, trace=((10, 0.5), (100, 1e-9))),
-    finding("signs", "weights", Status.BUDGET, error=None, floor=None),
-    finding("a layer's output", "input", Status.WITHIN, surface=""),
+    finding("signs", "weights", Status.BUDGET, error=None, lower_bound=None),
+    finding("a layer's output", "input", Status.WITHIN, part=""),
     finding(
         "hidden states of layer 3", "text", Status.RECOVERED, texts=(read("hidden", 3, True),)
     ),
@@ -52,16 +56,16 @@ FINDINGS = (
         texts=(read("kv", 1, False),),
     ),
     finding(
-        "stored embedding", "text", Status.INEXACT, known=0.4, surface="a store",
+        "stored embedding", "text", Status.INEXACT, known=0.4, part="a store",
         texts=(read("pooled", 4, True),), estimate=Estimate(4, 10, 1000, 130, 730),
     ),
     finding("1% of all attention cut", "prediction", Status.INEXACT, known=0.3, cuts=(CUT,)),
-    finding("1% cut at random", "prediction", Status.UNSOLVED, control=True),
+    finding("1% of all attention cut at random", "prediction", Status.UNSOLVED, control=True),
     finding("attention maps of layer 2", "text", Status.UNSOLVED, queries=2_000_000),
 )  # fmt: skip
 SKIPS = (
-    Skip("gradient of a batch", "none", "the model has no loss"),
-    Skip("something else", "probe", "no answer", unchecked=True),
+    Skip(called("gradient of a batch of texts"), "none", "the model has no loss"),
+    Skip(Exposure(NOT_CHECKED, "something else"), "probe", "no answer", unchecked=True),
 )
 
 
@@ -105,7 +109,7 @@ ASSESSMENTS: dict[str, Callable[[], Assessment]] = {
 }
 
 
-_MEANT = {"sought", "kind"}  # words that decide what a finding is
+_MEANT = {"sought", "kind", "rule"}  # words that decide what a finding is
 
 
 def spoiled(thing: Any, text: str, name: str = "") -> Any:

@@ -15,8 +15,8 @@ from tokenizers import processors
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import disrupt_ablations
 import factors
+import subjects
 import tasks
-import texts
 import trained
 from keyhole.data import Example
 from word_substitution import Substituted, Victim, WordSubstitution, judged
@@ -27,7 +27,7 @@ WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "begin
 
 @pytest.fixture(scope="module")
 def victim():
-    words = texts._words([*texts.SPECIAL, *WORDS], framed=True)
+    words = subjects._words([*subjects.SPECIAL, *WORDS], framed=True)
     config = transformers.BertConfig(
         vocab_size=len(words), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=16, max_position_embeddings=40, num_labels=3, initializer_range=0.5,
@@ -214,10 +214,10 @@ def test_larger_counts_pairs():
 
 
 def test_pairs_are_encoded_as_the_tokenizer_encodes_them():
-    plain = texts._words([*texts.SPECIAL, *WORDS], framed=True)
+    plain = subjects._words([*subjects.SPECIAL, *WORDS], framed=True)
     plain.backend_tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     plain.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    words = texts.Texts(plain)
+    words = subjects.Texts(plain)
     firsts, seconds = ["aa bb cc", "dd", "aa bb cc"], ["ee", "ff gg", "hh"]
     options = {"truncation": True, "max_length": 20}
     ours = words(firsts, seconds, **options)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.release  # every benchmark, in minutes
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 SHARED = {
     "show",
-    "texts",
+    "subjects",
     "methods",
     "mismatches",
     "seeds",
@@ -70,17 +70,17 @@ show.main(lambda quick: rows, "A benchmark")
 
 def test_rouge_counts_runs_of_tokens(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import texts
+    import subjects
 
-    assert texts.rouge([1, 2, 3, 4], [1, 2, 3, 4], 2) == 1
-    assert texts.rouge([1, 2, 3, 4], [4, 3, 2, 1], 1) == 1
-    assert texts.rouge([1, 2, 3, 4], [4, 3, 2, 1], 2) == 0
-    assert texts.rouge([1, 2, 3, 4], [1, 2, 9], 1) == pytest.approx(2 * 2 / 7)
-    assert texts.rouge([1, 2, 3, 4], [1, 2, 9], 2) == pytest.approx(2 * 1 / 5)
-    assert texts.rouge([1, 1, 1], [1], 1) == pytest.approx(
+    assert subjects.rouge([1, 2, 3, 4], [1, 2, 3, 4], 2) == 1
+    assert subjects.rouge([1, 2, 3, 4], [4, 3, 2, 1], 1) == 1
+    assert subjects.rouge([1, 2, 3, 4], [4, 3, 2, 1], 2) == 0
+    assert subjects.rouge([1, 2, 3, 4], [1, 2, 9], 1) == pytest.approx(2 * 2 / 7)
+    assert subjects.rouge([1, 2, 3, 4], [1, 2, 9], 2) == pytest.approx(2 * 1 / 5)
+    assert subjects.rouge([1, 1, 1], [1], 1) == pytest.approx(
         2 * 1 / 4
     )  # each as often as it is there
-    assert texts.rouge([1], [], 2) == 0
+    assert subjects.rouge([1], [], 2) == 0
 
 
 def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):

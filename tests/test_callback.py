@@ -13,6 +13,7 @@ import transformers
 import keyhole
 import tiny_classifiers
 import tiny_models as tiny
+from exposures import names
 from keyhole import AuditCallback
 from keyhole.callback import GaveAway, examples_in
 from keyhole.core import Audit
@@ -62,7 +63,7 @@ def test_the_end_of_training_has_a_report_and_figures(tmp_path):
     callback = AuditCallback(TEXTS, exposures=["hidden:1", "kv:2"]).attach_to(made)
     made.train()
     audit = Audit.load(tmp_path / "keyhole-report.json")
-    assert [each.exposure for each in audit.findings] == [
+    assert names(audit.findings) == [
         "hidden states of layer 1", "keys and values of layer 2",
     ]  # fmt: skip
     assert audit.exposed == 2

@@ -99,7 +99,7 @@ def test_the_action_reports_and_keeps_the_exit_code(place):
     done, told, summary = audit(
         place,
         target="target.safetensors",
-        outputs="cyclonedx=reports/bill.json\n",
+        outputs="junit=reports/checks.xml\n",
         folder="reports",
     )
     assert done.returncode == 1, done.stderr

@@ -6,53 +6,66 @@ from dataclasses import replace
 
 from test_severity import finding
 
-from keyhole import extract, invert, recover
+from exposures import called
+from keyhole import disrupt, extract, invert, recover
 from keyhole.assess import RULES, Family, Level, Severity, assess
 from keyhole.assess.assessment import ids
 from keyhole.core import Audit, Finding, Skip, Status
-from keyhole.core.exposure import rule_of
+from keyhole.core.exposure import NOT_CHECKED
+from keyhole.report import words
 
 
 def audit(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:
     return Audit("a target", "its identity", findings, skips)
 
 
-def test_every_exposure_of_the_registries_has_a_rule_of_its_own():
-    weights = [line.exposure for _, line in extract.registry.METHODS.lines()]
-    inputs = [line.exposure for _, line in invert.registry.METHODS.lines()]
-    texts = [line.exposure for _, line in recover.registry.ATTACKS.lines()]
-    for sought, exposures in (("weights", weights), ("input", inputs), ("text", texts)):
-        assert exposures
-        for exposure in exposures:
-            rule = rule_of(finding(sought, exposure=exposure))
-            assert rule in RULES, exposure
+def test_every_exposure_of_the_registries_has_words_and_a_rule():
+    registries = (
+        extract.registry.METHODS, invert.registry.METHODS, recover.registry.ATTACKS,
+        disrupt.registry.ATTACKERS,
+    )  # fmt: skip
+    for registry in registries:
+        for _, row in registry.rows():
+            exposure = row.exposure
+            assert (exposure.rule, exposure.variant, *exposure.defences) in words.EXPOSURES
+    assert {key[0] for key in words.EXPOSURES} <= {*(rule.id for rule in RULES), NOT_CHECKED}
     assert len({rule.id for rule in RULES}) == len(RULES)
 
 
 def test_ids_are_of_what_a_finding_is_about_and_do_not_move():
-    first, second = finding(surface="the head"), finding(surface="another")
-    assert ids([first, second]) == ["weights-the-head-full-scores", "weights-another-full-scores"]
-    assert ids([second, first]) == ["weights-another-full-scores", "weights-the-head-full-scores"]
+    first, second = (finding(exposure=called("full scores", part)) for part in ("the head", "b"))
+    assert ids([first, second]) == ["weights-the-head-scores-full", "weights-b-scores-full"]
+    assert ids([second, first]) == ["weights-b-scores-full", "weights-the-head-scores-full"]
+    cache = finding("text", exposure=called("keys and values of layer 1, rotated"))
+    assert ids([cache]) == ["text-keys-and-values-layer-1-rotated"]
 
 
 def test_ids_are_never_the_same():
-    same = [finding(), finding(attack="Other"), finding(), finding(exposure="模型"), finding()]
-    named = ids([*same, finding(exposure="full scores singlehead 2", attack="x")])
+    same = [
+        finding(),
+        finding(attack="Other"),
+        finding(),
+        finding(exposure=called("模型")),
+        finding(),
+    ]
+    named = ids([*same, finding(exposure=called("full singlehead 2"), attack="x")])
     assert len(set(named)) == len(named)
-    assert named[3] == "weights-模型"
+    assert named[3] == "weights-other-模型"
 
 
 def test_an_override_sets_a_severity_and_cannot_hide_what_nobody_knows():
-    given, unknown = finding(), finding(exposure="signs", status=Status.BUDGET)
+    given, unknown = finding(), finding(exposure=called("signs"), status=Status.BUDGET)
     lowered = assess(audit(given, unknown), override=lambda *_: Severity.LOW)
     assert [item.severity for item in lowered.items] == [Severity.LOW, Severity.UNKNOWN]
     assert "set to low" in lowered.items[0].why
 
 
 def test_items_stand_worst_first_and_controls_apart():
-    flips = finding("prediction", exposure="1% cut", known=0.3, status=Status.INEXACT)
-    control = replace(flips, exposure="1% cut at random", control=True)
-    text = finding("text", exposure="hidden states of layer 1")
+    flips = finding(
+        "prediction", exposure=called("1% of all attention cut"), known=0.3, status=Status.INEXACT
+    )
+    control = replace(flips, exposure=called("1% of all attention cut at random"), control=True)
+    text = finding("text", exposure=called("hidden states of layer 1"))
     seen = assess(audit(flips, control, text))
     assert [item.finding for item in seen.items] == [text, flips]
     assert [item.finding for item in seen.controls] == [control]
@@ -61,9 +74,14 @@ def test_items_stand_worst_first_and_controls_apart():
 
 
 def test_cards_say_how_bad_and_which_fix_serves_most():
-    one = finding(remedy="return labels", surface="a")
-    two = finding(remedy="return labels", surface="b", queries=10)
-    three = finding(remedy="something else", surface="c", status=Status.INEXACT, known=0.2)
+    one = finding(remedy="return labels", exposure=called("full scores", "a"))
+    two = finding(remedy="return labels", exposure=called("full scores", "b"), queries=10)
+    three = finding(
+        remedy="something else",
+        exposure=called("full scores", "c"),
+        status=Status.INEXACT,
+        known=0.2,
+    )
     card = assess(audit(one, two, three)).card(Family.WEIGHTS)
     assert (card.level, card.exposed, card.checked) == (Level.ALL, 3, 3)
     assert card.worst is not None
@@ -79,8 +97,10 @@ def test_cards_say_how_bad_and_which_fix_serves_most():
 
 
 def test_the_verdict_is_one_line():
-    text = finding("text", exposure="hidden states of layer 1")
-    flips = finding("prediction", exposure="1% cut", known=0.3, status=Status.INEXACT)
+    text = finding("text", exposure=called("hidden states of layer 1"))
+    flips = finding(
+        "prediction", exposure=called("1% of all attention cut"), known=0.3, status=Status.INEXACT
+    )
     both = assess(audit(finding(), text, flips)).verdict
     assert both == (
         "The weights can be copied, text can be read back and some predictions can be flipped."
@@ -90,7 +110,7 @@ def test_the_verdict_is_one_line():
     kept = finding(status=Status.UNSOLVED)
     clean = assess(audit(kept)).verdict
     assert clean == "Nothing was given away: 1 of 1 attacks tried came back empty."
-    missing = Skip("text", "x", "no weights", unchecked=True)
+    missing = Skip(called("the text"), "x", "no weights", unchecked=True)
     assert "not a clean bill" in assess(audit(kept, skips=(missing,))).verdict
     assert assess(audit(skips=(missing,))).verdict.startswith("Could not check")
     assert assess(audit()).verdict.startswith("Nothing was checked")
@@ -98,8 +118,14 @@ def test_the_verdict_is_one_line():
 
 
 def test_the_severity_is_never_none_where_something_could_not_be_checked():
-    kept, missing = finding(status=Status.UNSOLVED), Skip("text", "x", "no weights", unchecked=True)
+    kept, missing = (
+        finding(status=Status.UNSOLVED),
+        Skip(called("the text"), "x", "no weights", unchecked=True),
+    )
     assert assess(audit(kept)).severity is Severity.NONE
     assert assess(audit(kept, skips=(missing,))).severity is Severity.UNKNOWN
-    assert assess(audit(kept, skips=(Skip("text", "x", "none here"),))).severity is Severity.NONE
+    assert (
+        assess(audit(kept, skips=(Skip(called("the text"), "x", "none here"),))).severity
+        is Severity.NONE
+    )
     assert assess(audit()).severity is Severity.UNKNOWN

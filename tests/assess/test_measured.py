@@ -4,31 +4,36 @@ from __future__ import annotations
 
 from test_severity import finding
 
+from exposures import called
 from keyhole.assess import assess
-from keyhole.assess.measured import measured
+from keyhole.assess.assessment import measured
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Remedied, Status
+from keyhole.report import words
 
 
 def changes(*findings: Finding) -> dict[str, list[tuple[str, float]]]:
     """By exposure, what was done against it and the share that was left."""
     items = assess(Audit("t", "i", findings)).items
     return {
-        item.finding.exposure: [(m.change, m.share) for m in measured(item, items)]
+        words.exposure(item.finding.exposure): [
+            (words.exposure(m.item.finding.exposure) if m.item else m.change, m.share)
+            for m in measured(item, items)
+        ]
         for item in items
     }
 
 
 def test_scores_are_held_against_less_of_the_same_endpoint():
-    full = finding(surface="head")
-    kept = finding(surface="head", exposure="scores under a budget", status=Status.UNSOLVED)
-    signs = finding(surface="head", exposure="signs")
-    rounded = finding(surface="head", exposure="scores rounded to 3 decimals")
+    full = finding(exposure=called("full scores", "head"))
+    kept = finding(exposure=called("scores under a budget", "head"), status=Status.UNSOLVED)
+    signs = finding(exposure=called("signs", "head"))
+    rounded = finding(exposure=called("scores rounded to 3 decimals", "head"))
     narrow = finding(
-        surface="head", exposure="scores rounded to 3 decimals, inputs of norm 10 at most",
+        exposure=called("scores rounded to 3 decimals, inputs of norm 10 at most", "head"),
         status=Status.INEXACT, known=0.7,
     )  # fmt: skip
-    low_rank = finding(surface="head", exposure="full scores, low-rank head")
-    elsewhere = finding(surface="another", exposure="signs")
+    low_rank = finding(exposure=called("full scores, low-rank head", "head"))
+    elsewhere = finding(exposure=called("signs", "another"))
     said = changes(full, kept, signs, rounded, narrow, low_rank, elsewhere)
     assert said["full scores"] == [
         ("scores under a budget", 0.0),
@@ -43,11 +48,13 @@ def test_scores_are_held_against_less_of_the_same_endpoint():
 
 
 def test_outputs_are_held_against_the_same_rounded_and_caches_against_defences():
-    whole = finding("input", exposure="a layer's output")
-    rounded = finding("input", exposure="a layer's output to 3 decimals", status=Status.UNSOLVED)
-    maps = finding("input", exposure="a layer's output and attention maps")
-    cache = finding("text", exposure="keys and values of layer 1")
-    rotated = finding("text", exposure="keys and values of layer 1, rotated")
+    whole = finding("input", exposure=called("a layer's output"))
+    rounded = finding(
+        "input", exposure=called("a layer's output to 3 decimals"), status=Status.UNSOLVED
+    )
+    maps = finding("input", exposure=called("a layer's output and attention maps"))
+    cache = finding("text", exposure=called("keys and values of layer 1"))
+    rotated = finding("text", exposure=called("keys and values of layer 1, rotated"))
     said = changes(whole, rounded, maps, cache, rotated)
     assert said["a layer's output"] == [("a layer's output to 3 decimals", 0.0)]
     assert said["keys and values of layer 1"] == [("keys and values of layer 1, rotated", 1.0)]
@@ -60,15 +67,17 @@ def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
         return Readings("hidden", 1, precision, (reading,))
 
     cells = (cell("float32", True), cell("int8", True), cell("noise of 10%", False))
-    text = finding("text", exposure="hidden states of layer 1", texts=cells)
+    text = finding("text", exposure=called("hidden states of layer 1"), texts=cells)
     told = Remedied("keyhole harden: a twin", 0.25, "2 of 8 right answers flipped")
-    flips = finding("prediction", exposure="1% cut", known=0.5, remedied=(told,))
+    flips = finding(
+        "prediction", exposure=called("1% of all attention cut"), known=0.5, remedied=(told,)
+    )
     items = assess(Audit("t", "i", (text, flips))).items
-    by_exposure = {item.finding.exposure: measured(item, items) for item in items}
+    by_exposure = {words.exposure(item.finding.exposure): measured(item, items) for item in items}
     noise, rounded = by_exposure["hidden states of layer 1"]
     assert (noise.change, noise.words) == (
         "noise of 10% added", "0% of tokens right, 0 of 1 texts exact",
     )  # fmt: skip
     assert (rounded.change, rounded.share) == ("rounded to int8", 1.0)
-    (trained,) = by_exposure["1% cut"]
+    (trained,) = by_exposure["1% of all attention cut"]
     assert (trained.change, trained.share, trained.words) == (told.remedy, told.left, told.words)

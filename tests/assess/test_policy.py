@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_severity import finding
 
+from exposures import called
 from keyhole.assess import Policy, State, assess, compared, decided, find_policy, read_policy
 from keyhole.assess.baseline import SLACK, state
 from keyhole.core import Audit, Finding, Skip, Status
@@ -25,12 +26,20 @@ def of(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:
 # flips of 30% 2 + 1 + 2 + 1 = 6.
 WEIGHTS = finding()
 DEAR = finding(queries=2_000_000, status=Status.INEXACT, known=0.2)  # 3 + 1 + 0 + 0 = 4
-PART = finding("text", exposure="hidden states of layer 3", status=Status.INEXACT, known=0.3)
-FLIPS = finding("prediction", exposure="1% cut", status=Status.INEXACT, known=0.3)
-KEPT = finding("text", exposure="keys and values of layer 1", status=Status.UNSOLVED, known=0.08)
-UNKNOWN = finding("input", exposure="a layer's output", status=Status.BUDGET, known=0.0)
-CONTROL = replace(FLIPS, exposure="1% cut at random", control=True, known=1.0)
-MISSING = Skip("the text", "none", "no weights", unchecked=True)
+PART = finding(
+    "text", exposure=called("hidden states of layer 3"), status=Status.INEXACT, known=0.3
+)
+FLIPS = finding(
+    "prediction", exposure=called("1% of all attention cut"), status=Status.INEXACT, known=0.3
+)
+KEPT = finding(
+    "text", exposure=called("keys and values of layer 1"), status=Status.UNSOLVED, known=0.08
+)
+UNKNOWN = finding("input", exposure=called("a layer's output"), status=Status.BUDGET, known=0.0)
+CONTROL = replace(
+    FLIPS, exposure=called("1% of all attention cut at random"), control=True, known=1.0
+)
+MISSING = Skip(called("the text"), "none", "no weights", unchecked=True)
 AUDITS = {
     "weights": of(WEIGHTS),
     "dear": of(DEAR),
@@ -104,11 +113,11 @@ POLICIES = {
         rule="fail-on predictions",
     ),
     'fail-on = ["KH-WEIGHTS-SCORES"]': Expected(
-        "1100031330", lambda f: given(f) and "scores" in f.exposure
+        "1100031330", lambda f: given(f) and f.exposure.rule == "KH-WEIGHTS-SCORES"
     ),
     'fail-on = ["KH-TEXT-*"]': Expected("0010033330", lambda f: given(f) and f.sought == "text"),
-    'fail-on = ["text-hidden-states-of-layer-3"]': Expected(
-        "0010033330", lambda f: given(f) and f.exposure == "hidden states of layer 3"
+    'fail-on = ["text-hidden-states-layer-3"]': Expected(
+        "0010033330", lambda f: given(f) and f.exposure == PART.exposure
     ),
     'fail-on = ["text.share > 0.05"]': Expected(
         "0010133131", lambda f: f.sought == "text" and f.known > 0.05
@@ -157,12 +166,12 @@ def test_exit_codes_are_those_of_the_table_and_of_a_second_count(tmp_path, words
         assert rule in decision.rule
         assert all(rule in ruled.rule for ruled in decision.failing)
     assert {ruled.name for ruled in decision.rulings} == {
-        *(item.id for item in assess(audit).items), *(skip.exposure for skip in audit.skips)
+        *(item.id for item in assess(audit).items), *(skip.exposure.id for skip in audit.skips)
     }  # fmt: skip
 
 
 def test_an_ignore_says_why_and_until_when(tmp_path):
-    policy = written(tmp_path, IGNORE.format("weights-full-scores", "2027-01-31"))
+    policy = written(tmp_path, IGNORE.format("weights-scores-full", "2027-01-31"))
     judged = decided(assess(AUDITS["weights"]), policy, TODAY)
     assert judged.items[0].ignored is not None
     assert judged.items[0].ignored.reason == "accepted"
@@ -171,8 +180,8 @@ def test_an_ignore_says_why_and_until_when(tmp_path):
     assert judged.decision.rule == "no finding fails (1 ignored)"
 
 
-def test_what_was_skipped_is_ignored_by_the_name_of_its_exposure(tmp_path):
-    policy = written(tmp_path, IGNORE.format("the text", "2027-01-31"))
+def test_what_was_skipped_is_ignored_by_the_id_of_its_exposure(tmp_path):
+    policy = written(tmp_path, IGNORE.format("text-other", "2027-01-31"))
     judged = decided(assess(AUDITS["skipped"]), policy, TODAY)
     assert judged.decision is not None
     assert judged.decision.exit_code == 0
@@ -299,19 +308,25 @@ def test_what_became_of_a_finding(pair):
 
 def test_only_what_is_new_or_worse_than_a_baseline_fails():
     old = assess(of(WEIGHTS, FLIPS, PART))
-    new = assess(of(WEIGHTS, replace(FLIPS, known=0.6), replace(WEIGHTS, surface="another")))
+    new = assess(
+        of(
+            WEIGHTS,
+            replace(FLIPS, known=0.6),
+            replace(WEIGHTS, exposure=called("full scores", "another")),
+        )
+    )
     both = decided(compared(new, old), Policy(), TODAY)
     states = {item.id: item.state for item in both.items}
     assert states == {
-        "weights-full-scores": State.SAME,
-        "predictions-1-cut": State.WORSE,
-        "weights-another-full-scores": State.NEW,
+        "weights-scores-full": State.SAME,
+        "predictions-cuts-model-1": State.WORSE,
+        "weights-another-scores-full": State.NEW,
     }
-    assert [item.id for item in both.gone] == ["text-hidden-states-of-layer-3"]
+    assert [item.id for item in both.gone] == ["text-hidden-states-layer-3"]
     assert both.gone[0].state is State.GONE
     assert both.decision is not None
     assert {ruled.name for ruled in both.decision.failing} == {
-        "predictions-1-cut", "weights-another-full-scores",
+        "predictions-cuts-model-1", "weights-another-scores-full",
     }  # fmt: skip
     same = decided(compared(old, old), Policy(), TODAY)
     assert same.decision is not None

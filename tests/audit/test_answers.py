@@ -8,6 +8,7 @@ from endpoint_server import Endpoint, output, serving
 
 import keyhole
 import tiny_models as tiny
+from exposures import names
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models import load_model
@@ -63,7 +64,7 @@ def numbers(name, rows, datatype="FP32"):
 def test_what_answers_are_is_said_and_is_no_clean_bill(answer, exposure, words):
     audit, _ = audited([TEXT], answer)
     (finding,) = audit.findings
-    assert finding.exposure == exposure
+    assert names([finding]) == [exposure]
     assert words in finding.reason
     assert finding.status is Status.NOT_APPLICABLE
     assert audit.exit_code == 3

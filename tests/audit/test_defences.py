@@ -6,6 +6,7 @@ import pytest
 
 import keyhole
 import tiny_models as tiny
+from exposures import by_name
 from keyhole import oracle, report
 from keyhole.audit.defences import model_checks
 from keyhole.audit.texts import TextTarget
@@ -22,12 +23,12 @@ def test_an_endpoint(tmp_path):
     }  # fmt: skip
     result = keyhole.audit(surfaces, against_defences=True)
     behind = {
-        finding.exposure.removeprefix("scores behind a defence: "): finding
+        finding.exposure.name: finding
         for finding in result.findings
-        if "behind a defence" in finding.exposure
+        if finding.exposure.variant == "defended"
     }
     assert len(behind) == 14
-    assert {finding.surface for finding in behind.values()} == {"head"}
+    assert {finding.part for finding in behind.values()} == {"head"}
     assert behind["short and unusual inputs refused"].status is Status.RECOVERED
     assert behind["a budget of half the unknowns"].status is Status.UNSOLVED
     assert "an honest client answers off by" in behind["label only"].reason
@@ -38,7 +39,7 @@ def test_an_endpoint(tmp_path):
 
 def test_a_layer_alone_has_nothing_to_try():
     result = keyhole.audit(oracle.plant("attention", dim=4, seed=1), against_defences=True)
-    reasons = [skip.reason for skip in result.skips if "behind a defence" in skip.exposure]
+    reasons = [skip.reason for skip in result.skips if skip.exposure.variant == "defended"]
     assert len(reasons) == 14
     assert set(reasons) == {
         "it is for one head's scores; this target gives the last token's vector"
@@ -51,11 +52,10 @@ def test_a_model():
     target = TextTarget(loaded, ["w1 w20 w3 w4 w100 w7"], precisions=("float32",))
     made = [check.run(untracked) for check in model_checks("", target, 0)]
     findings = [finding for checked in made for finding in checked.findings]
-    assert {finding.exposure: finding.status for finding in findings} == {
+    assert {name: finding.status for name, finding in by_name(findings).items()} == {
         "keys and values of layer 0, rotated": Status.RECOVERED,
         "keys and values of layer 0, scrambled": Status.RECOVERED,
         "keys and values of layer 0, mixed": Status.UNSOLVED,
-        "keys and values of layer 0, encrypted": Status.NOT_IDENTIFIABLE,
         "hidden states of layer 1, rotated": Status.RECOVERED,
     }
     assert all(finding.sought == "text" for finding in findings)

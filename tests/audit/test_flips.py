@@ -10,6 +10,7 @@ import torch
 
 import tiny_classifiers
 import tiny_models as tiny
+from exposures import names
 from keyhole import report
 from keyhole.audit import Audit, audit, flips
 from keyhole.audit.check import joined
@@ -54,15 +55,13 @@ def checked(asked, seed=0):
 def easily(monkeypatch):
     """A larger share: eight words leave 1% of a head no unit at all."""
     usual = flips.attackers
-    monkeypatch.setattr(
-        flips, "attackers", lambda seed, _: [replace(made, share=0.2) for made in usual(seed)]
-    )
+    monkeypatch.setattr(flips, "attackers", lambda seed, _: usual(seed, 0.2))
 
 
 def test_every_attacker_has_a_finding_that_the_model_itself_confirms(easily):
     asked = target()
     found = checked(asked)
-    assert [one.exposure for one in found.findings] == [
+    assert names(found.findings) == [
         "20% of each head's attention cut",
         "20% of all attention cut",
         "20% of each head's attention cut, as released",

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 import keyhole
 import tiny_models as tiny
+from exposures import names
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 
@@ -32,11 +33,14 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("file", "exposures"),
-    [("cache.pt", ["kv:0"]), ("states.safetensors", ["token ids", "hidden:1"])],
+    [
+        ("cache.pt", ["keys and values of layer 0"]),
+        ("states.safetensors", ["token ids", "hidden states of layer 1"]),
+    ],
 )
 def test_what_another_program_saved(saved, file, exposures):
     audit = keyhole.audit(str(saved / file), model=str(saved / "model"))
-    assert [finding.exposure.partition(" in ")[0] for finding in audit.findings] == exposures
+    assert [name.partition(" in ")[0] for name in names(audit.findings)] == exposures
     for finding in audit.findings:
         assert finding.status is Status.RECOVERED
         (reading,) = finding.texts[0].readings

@@ -16,12 +16,14 @@ import torch
 import keyhole
 import tiny_gguf
 import tiny_models as tiny
+from exposures import by_name
 from keyhole.audit import last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
 from keyhole.oracle.probe import ROUTES, Server
 from keyhole.oracle.protocol import OracleError
+from keyhole.report import words
 
 TEXTS = ["the doctor says no", "meet me", "at noon", "and then"]
 
@@ -40,7 +42,7 @@ def data(tmp_path_factory):
 
 
 def by_exposure(audit):
-    return {finding.exposure: finding for finding in audit.findings}
+    return by_name(audit.findings)
 
 
 def test_text_from_the_states_of_llama_cpp(weights, data):
@@ -127,7 +129,7 @@ def test_a_pooled_vector_is_not_judged_here(weights):
     vector = by_exposure(audit)["embedding: POST /v1/embeddings of OpenAI's form"]
     assert vector.status is Status.NOT_APPLICABLE
     assert f"64 numbers: audit {url}/v1/embeddings --known" in vector.reason
-    (states,) = [skip for skip in audit.skips if skip.exposure.startswith("token states")]
+    (states,) = [skip for skip in audit.skips if words.skip(skip).startswith("token states")]
     assert states.reason == "not given: no token states in the answer"
 
 
@@ -293,7 +295,7 @@ def test_prompts_of_vectors(owner, path, answers, tmp_path):
     assert by_exposure(audit)[exposure].status is Status.MISMATCH
     with standing_in({}, owner) as url:
         audit = keyhole.audit(url, model=str(tmp_path / "model"))
-    (skip,) = [skip for skip in audit.skips if skip.exposure == exposure]
+    (skip,) = [skip for skip in audit.skips if words.skip(skip) == exposure]
     assert skip.reason == "not taken: 404"
 
 

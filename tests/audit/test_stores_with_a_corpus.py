@@ -44,7 +44,8 @@ def store(tmp_path):
 def target(store):
     with open_store(store) as opened:
         sampled = StoreTarget.of(opened, LOADED, texts=len(TEXTS))
-    return replace(sampled, method=CountedReader(CORPUS, longest=1, search=SumSearch(passes=1_000)))
+    method = CountedReader(CORPUS, max_length=1, search=SumSearch(passes=1_000))
+    return replace(sampled, method=method)
 
 
 class Tracks(list):

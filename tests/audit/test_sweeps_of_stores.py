@@ -22,7 +22,7 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
@@ -63,7 +63,7 @@ def opened(tmp_path, encoder):
 def counting(tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(texts(190)))
-    return CountedReader(corpus, longest=1, search=SumSearch(passes=1_000))
+    return CountedReader(corpus, max_length=1, search=SumSearch(passes=1_000))
 
 
 def read(audited):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import tiny_models as tiny
 from command_line import inside
+from exposures import by_name, names
 from keyhole import report
 from keyhole.audit import Audit, audit, texts
 from keyhole.audit.layers import left_out
@@ -44,7 +44,7 @@ def audited() -> Audit:
 
 
 def test_hidden_states_keys_and_maps_give_the_text_away(audited):
-    by_exposure = {finding.exposure: finding for finding in audited.findings}
+    by_exposure = by_name(audited.findings)
     for name in ("hidden states of layer 1", "hidden states of layer 2",
                  "keys and values of layer 1", "attention maps of layer 1"):  # fmt: skip
         finding = by_exposure[name]
@@ -100,7 +100,7 @@ def test_a_text_is_exact_only_if_its_characters_came_back():
     """One whole text, one with a word that has no token, one that is cut off."""
     texts = (WORDS[0], "w1 nobody w3", "w7 " * 100)
     subject = replace(target("bert", layers=[1], precisions=("float32",)), texts=texts)
-    finding = next(f for f in audit(subject).findings if f.exposure.startswith("hidden"))
+    finding = next(f for f in audit(subject).findings if f.exposure.rule == "KH-TEXT-HIDDEN-STATES")
     whole, unknown, cut = finding.texts[0].readings
     assert [reading.exact for reading in (whole, unknown, cut)] == [True, False, False]
     assert all(reading.verified for reading in (whole, unknown, cut))  # every token is
@@ -126,13 +126,10 @@ def test_json_and_page_hold_the_texts(audited):
 
 def test_a_causal_model_skips_what_cannot_be_read():
     audited = audit(target("llama", precisions=("float32",)))
-    names = {finding.exposure for finding in audited.findings}
-    assert {"hidden states of layer 2", "keys and values of layer 0"} <= names
-    hidden = [
-        finding
-        for finding in audited.findings
-        if "hidden" in finding.exposure or "keys" in finding.exposure
-    ]
+    given = by_name(audited.findings)
+    assert {"hidden states of layer 2", "keys and values of layer 0"} <= given.keys()
+    rules = ("KH-TEXT-HIDDEN-STATES", "KH-TEXT-KEYS-AND-VALUES")
+    hidden = [finding for finding in audited.findings if finding.exposure.rule in rules]
     assert all(finding.status is Status.RECOVERED for finding in hidden), [
         finding.reason for finding in hidden
     ]
@@ -141,12 +138,12 @@ def test_a_causal_model_skips_what_cannot_be_read():
         "gradient of a batch of texts", "attention output before the residual of layer 2",
         "keys and values of layer 1",
     }  # fmt: skip
-    assert {skip.exposure for skip in audited.skips} == missed
+    assert set(names(audited.skips)) == missed
 
 
 def test_layers_by_wish():
     audited = audit(target("bert", layers=[2], precisions=("bfloat16",)))
-    hidden = [finding.exposure for finding in audited.findings if "hidden" in finding.exposure]
+    hidden = [name for name in names(audited.findings) if "hidden" in name]
     assert hidden == ["hidden states of layer 2"]
 
 
@@ -174,31 +171,30 @@ def deep(family, **options):
     ],
 )  # fmt: skip
 def test_layers_that_were_not_tried_are_named(family, said):
-    def left(surface, **wishes):
+    def left(part, **wishes):
         subject = deep(family, **wishes)
-        return left_out(surface, subject.loaded.model, subject.layers)
+        return left_out(part, subject.loaded.model, subject.layers)
 
-    skips = {skip.exposure: skip.reason for skip in left("it")}
+    skips = {words.skip(skip): skip.reason for skip in left("it")}
     assert skips.keys() == said.keys()
     for exposure, reason in said.items():
         assert skips[exposure].startswith(reason)
     everything = left("it", layers="all")
-    assert not any("hidden" in skip.exposure or "keys" in skip.exposure for skip in everything)
-    chosen = [skip.exposure for skip in left("", layers=[3])]
-    assert "hidden states of layers 1–2, 4–12" in chosen
+    assert not any("hidden" in name or "keys" in name for name in names(everything))
+    assert "hidden states of layers 1–2, 4–12" in names(left("", layers=[3]))
 
 
 @pytest.mark.parametrize(("family", "caches"), [("bert", range(1, 3)), ("llama", range(2))])
 def test_all_layers_by_one_word(family, caches):
     asked = texts.checks("", target(family, layers="all"), seed=0)
-    names = [check.name for check in asked]
-    for exposure, layers in (("hidden states", range(1, 3)), ("keys and values", caches)):
-        tried = [name for name in names if name.startswith(f"text from {exposure} of layer")]
-        assert [int(re.search(r"layer (\d+)", name).group(1)) for name in tried] == list(layers)
+    exposures = [check.exposure for check in asked if not check.exposure.variant]
+    for rule, layers in (("HIDDEN-STATES", range(1, 3)), ("KEYS-AND-VALUES", caches)):
+        tried = [exposure.layer for exposure in exposures if exposure.rule == f"KH-TEXT-{rule}"]
+        assert tried == list(layers)
 
 
 def test_an_audit_says_which_layers_it_left_out(audited):
-    said = {skip.exposure: skip.reason for skip in audited.skips}
+    said = {words.skip(skip): skip.reason for skip in audited.skips}
     assert "keys and values of layer 2" in said
     assert "--layers all" in said["keys and values of layer 2"]
     assert audited.exit_code == 1
@@ -251,10 +247,11 @@ def guess():
 @pytest.mark.usefixtures("guess")
 def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     subject = target("bert", layers=[2], precisions=("float32",))
-    findings = [f for f in audit(subject).findings if f.exposure.startswith("hidden")]
-    assert [(finding.exposure, finding.attack) for finding in findings] == [
-        ("hidden states of layer 2", "EncoderStates"),
-        ("hidden states, guessed of layer 2", "Guess"),
+    rule = "KH-TEXT-HIDDEN-STATES"
+    findings = [f for f in audit(subject).findings if f.exposure.rule == rule]
+    assert [(finding.exposure.variant, finding.attack) for finding in findings] == [
+        ("", "EncoderStates"),
+        ("guessed", "Guess"),
     ]
     assert findings[1].status is Status.UNSOLVED
     assert readers("hidden", False) == ["encoder-states", "guess"]
@@ -275,7 +272,7 @@ def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides
         target("bert", layers=[1], precisions=("float32",)), texts=("w30 w31 w32 " * 4,),
         notes=("w40",), corpus=corpus,
     )  # fmt: skip
-    (finding,) = [f for f in audit(subject).findings if f.exposure == "pooled embedding"]
+    finding = by_name(audit(subject).findings)["pooled embedding"]
     long, short = finding.texts[0].readings
     assert (finding.queries, finding.attack) == (2, "CountedReader")
     assert (long.exact, short.exact, short.original) == (False, True, "w40")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from exposures import called
 from keyhole.core import Audit, Cut, Estimate, Finding, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
 
@@ -21,9 +22,10 @@ _OTHERS: tuple[Any, ...] = (
     None, True, -1, 1.5, 10**30, math.nan, math.inf, "x", "", [], [[]], {}, {"x": 1}, "GONE",
 )  # fmt: skip
 _COUNT = 120
-_MAY_BE_NULL = ("error", "floor", "estimate", "right")
+_MAY_BE_NULL = ("error", "lower_bound", "estimate", "right", "layer")
 _DEFAULTS = (
-    "floor", "known", "trace", "surface", "sought", "texts", "cuts", "control", "unchecked", "note",
+    "lower_bound", "known", "trace", "sought", "extra", "layers", "variant", "layer", "defences",
+    "name", "part", "texts", "cuts", "control", "unchecked", "note",
     "skips", "seed", "seconds", "created", "environment", "estimate",
 )  # fmt: skip
 
@@ -41,17 +43,17 @@ def document() -> dict[str, Any]:
     cut = Cut(("[CLS]", "a"), "yes", "no", 0.9, 0.2, 0.01, 2, 2, ((0, 1, 0, 1),))
     common = {"reason": "because", "remedy": "do not", "queries": 12, "seconds": 0.5}
     findings = (
-        Finding("full scores", "SingleHead", Status.RECOVERED, error=1e-12, floor=12, known=1.0,
-                trace=((3, 0.5), (12, 1e-12)), **common),
-        Finding("hidden states", "EncoderStates", Status.RECOVERED, error=None, sought="text",
-                texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
-        Finding("stored embedding", "PooledEmbedding", Status.INEXACT, error=None, sought="text",
-                texts=(Readings("pooled", 1, "as stored", (reading,)),),
+        Finding(called("full scores"), "SingleHead", Status.RECOVERED, error=1e-12,
+                lower_bound=12, known=1.0, trace=((3, 0.5), (12, 1e-12)), **common),
+        Finding(called("hidden states of layer 1"), "EncoderStates", Status.RECOVERED, error=None,
+                sought="text", texts=(Readings("hidden", 1, "float32", (reading,)),), **common),
+        Finding(called("stored embedding"), "PooledEmbedding", Status.INEXACT, error=None,
+                sought="text", texts=(Readings("pooled", 1, "as stored", (reading,)),),
                 estimate=Estimate.of(1, 2, 10), **common),
-        Finding("attention cut", "HackAttend", Status.INEXACT, error=None, sought="prediction",
-                cuts=(cut,), **common),
+        Finding(called("attention cut"), "HackAttend", Status.INEXACT, error=None,
+                sought="prediction", cuts=(cut,), **common),
     )  # fmt: skip
-    audit = Audit("a target", "head:0", findings, (Skip("signs", "SignOnly", "no signs"),))
+    audit = Audit("a target", "head:0", findings, (Skip(called("signs"), "SignOnly", "no signs"),))
     return json.loads(json.dumps(audit.to_dict()))
 
 

@@ -37,8 +37,7 @@ REACHED = [
     ("tolerant-as-published", "head", ["--answer-error", "1e-6", "--bound", "2", "--margin", "0.3",
                                        "--accuracy", "0.01"],
      "TolerantAsPublished(tolerance=1e-06, bound=2.0, margin=0.3, accuracy=0.01"),
-    ("sign-only", "signs", ["--accuracy", "1e-3", "--values", "bisect"],
-     "SignOnly(accuracy=0.001, values='bisect'"),
+    ("sign-only", "signs", ["--accuracy", "1e-3"], "SignOnly(accuracy=0.001"),
     ("sign-only-as-published", "signs", ["--accuracy", "0.9", "--bound", "1", "--margin", "0.4"],
      "SignOnlyAsPublished(bound=1.0, margin=0.4, accuracy=0.9"),
     ("nuclear-norm", "head", ["--rank", "3", "--oversampling", "2"],
@@ -95,7 +94,7 @@ def test_a_rank_beyond_the_dimension_is_an_error(head, here):
     for method in ("low-rank", "nuclear-norm"):
         done = here("extract", "head.safetensors", "--method", method, "--rank", "4")
         assert done.returncode == 2
-        assert "expected a rank of at most d = 3, the dimension, got 4" in done.stderr
+        assert "the rank must not exceed the dimension, 3: got 4" in done.stderr
 
 
 def test_options_are_no_second_way_to_set_a_method():

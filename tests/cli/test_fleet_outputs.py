@@ -11,7 +11,7 @@ import pytest
 from command_line import inside
 from keyhole import oracle
 from keyhole.core import Fleet
-from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.report.fleet import FLEET_FORMATS
 from published_schemas import audit_errors
 
 NAMES = ("a b", "a-b")  # one name of files for both, but for a number
@@ -61,7 +61,7 @@ def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
 
 
 WRONG = {
-    "a format of one target": (["--output=cyclonedx=x"], "with one of json, sarif, sarif-github"),
+    "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),
     "its own file": (["--output=json=out/a-b.json"], "twice"),
     "two on stdout": (["--output=sarif=-", "--json"], "expected one thing to print"),
     "no baseline": (["--baseline=none"], "there is no such folder"),

@@ -50,7 +50,7 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--noise", "1"), "expected --clip with --noise"),
+        (("--noise", "1"), "--noise needs --clip"),
         (("--hide", "heads"), "--hide must be embeddings, not 'heads'"),
         (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
         (("--degrade", "permuted"), "expected no --degrade for a gradient, got permuted"),

@@ -24,6 +24,7 @@ from keyhole.audit import audit
 from keyhole.cli import console
 from keyhole.core import Audit
 from keyhole.models import load_model
+from keyhole.report import words
 
 ESCAPE = "\x1b"
 
@@ -103,7 +104,7 @@ def test_rows_are_whole_in_a_file(here, place):
     done = here("report", "audit.json")
     lines = done.stdout.splitlines()
     for finding in Audit.load(place / "audit.json").findings:
-        (row,) = (line for line in lines if f"  {finding.exposure}  " in line)
+        (row,) = (line for line in lines if f"  {words.exposure(finding.exposure)}  " in line)
         assert row.rstrip().endswith(cost(finding))
     assert done.stderr == "page: keyhole-report.html\n"
 

@@ -27,7 +27,7 @@ def test_every_format_from_a_saved_audit(here, tmp_path):
     done = here("report", "audit.json", *words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in FORMATS]
-    for name in ("json", "sarif", "sarif-github", "cyclonedx"):
+    for name in ("json", "sarif", "sarif-github"):
         json.loads((tmp_path / f"out.{name}").read_text())
     ElementTree.parse(tmp_path / "out.junit")
     assert (tmp_path / "out.markdown").read_text("utf-8").startswith("## 🔴 Keyhole: ")

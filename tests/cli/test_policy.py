@@ -39,8 +39,8 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     assert "fail-on weights" in " ".join(words.split())
     saved = json.loads((planted / "keyhole-report.json").read_text())
     assert saved["assessment"]["decision"]["exit_code"] == 1
-    assert {f["exposure"] for f in saved["findings"]} >= {"full scores", "scores under a budget"}
-    assert not any("signs" in f["exposure"] for f in saved["findings"])
+    assert {f["exposure"]["variant"] for f in saved["findings"]} >= {"full", "budget"}
+    assert not any("SIGNS" in f["exposure"]["rule"] for f in saved["findings"])
     assert "fail-on weights" in (planted / "keyhole-report.html").read_text()
     code, words = keyhole("audit", "--environment", "laboratory", "--force")
     assert code == 0

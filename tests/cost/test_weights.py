@@ -130,7 +130,7 @@ def test_prices():
     ("ask", "words"),
     [
         (lambda: cost.head(0), "expected a width of 1 or more"),
-        (lambda: cost.head(8, rank=9), "expected a rank of at most d = 8"),
+        (lambda: cost.head(8, rank=9), "the rank must not exceed the dimension, 8"),
         (lambda: cost.head(8, rank=2, exposure="signs"), "expected --rank with scores"),
         (lambda: cost.head(8, exposure="smell"), "expected an exposure among scores"),
         (lambda: cost.head(8, exposure="signs", accuracy=2.0), "expected an accuracy"),

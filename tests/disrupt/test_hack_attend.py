@@ -94,12 +94,12 @@ def test_counts_are_those_of_the_probabilities_that_became_zero(scope):
     schedule=st.sampled_from([Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]),
     units=st.sampled_from(["paper", "all"]),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_no_budget_is_passed_nothing_spared_is_cut(share, seed, scope, ranking, schedule, units):
     method = HackAttend(
         share=share, scope=scope, ranking=ranking, schedule=schedule, head_units=units
     )
-    _, batch, _, found = attacked(method=method, seed=seed, count=3)
+    _, batch, _, found = attacked(method=method, seed=seed, count=2)
     for row, outcome in enumerate(found.outcomes):
         n = int(batch["attention_mask"][row].sum())
         special = set(batch["special_tokens_mask"][row].nonzero().flatten().tolist())
@@ -196,13 +196,18 @@ def test_a_batch_gives_what_one_by_one_gives():
         assert one.outcomes[0].flipped == outcome.flipped
 
 
-@pytest.mark.parametrize("order", ["importance", "random layer", "random head", "random"])
-@pytest.mark.parametrize("scale", ["full", "half"])
+@pytest.mark.parametrize(
+    ("order", "scale"),
+    [("importance", "full"), ("random layer", "half"), ("random head", "full"),
+     ("random", "half")],
+)  # fmt: skip
 def test_as_released_one_at_a_time_and_in_batches(order, scale):
     """The greedy of the paper: the same masks whether asked singly or in batches."""
     results = [
         attacked(
-            method=HackAttend.as_released(0.05, scale, order=order, one_at_a_time=single), seed=6
+            method=HackAttend.as_released(0.05, scale, order=order, one_at_a_time=single),
+            seed=6,
+            count=2,
         )[3]
         for single in (True, False)
     ]
@@ -308,8 +313,7 @@ def test_a_continuation_is_the_models_own_and_changes():
         assert outcome.flipped == (outcome.after != outcome.before)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-@pytest.mark.parametrize("continuation", [1, 3])
+@pytest.mark.parametrize(("family", "continuation"), [("t5", 1), ("bart", 3)])
 def test_sequence_to_sequence(family, continuation):
     model = tiny_heads.model(family, "seq2seq", seed=11)
     batch = tiny_heads.texts(3, seed=11)
@@ -327,7 +331,8 @@ def test_sequence_to_sequence(family, continuation):
 def test_images(family):
     model = tiny_heads.model(family, "image", classes=3, seed=12)
     batch = tiny_architectures.inputs(family)
-    found = HackAttend(share=0.3, **QUICK)(model, batch, tiny_heads.own_labels(model, batch))
+    method = HackAttend(share=0.3, schedule=Rerank(rounds=1, prefixes=2, refine=1))
+    found = method(model, batch, tiny_heads.own_labels(model, batch))
     assert found.control.change == 0
     assert any(outcome.masked for outcome in found.outcomes)
 
@@ -343,10 +348,13 @@ def test_other_encoders(family):
         assert not any(special[unit.query] or special[unit.key] for unit in outcome.cut)
 
 
-def test_results_round_trip_through_json():
+def test_results_round_trip_through_json(tmp_path):
     *_, found = attacked(count=2)
-    again = Disruption.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
-    assert again == found
+    found.save(tmp_path / "flips.json")
+    assert Disruption.load(tmp_path / "flips.json") == found
+    lines = repr(found).splitlines()
+    assert lines[0].startswith(f"Disruption: {found.flips} of 2 right answers flipped")
+    assert len(lines) == 3
     for broken, words in (
         ({}, "expected format 1, got None"),
         ({"format": 1}, "expected a saved disruption, got None"),
@@ -357,19 +365,11 @@ def test_results_round_trip_through_json():
             Disruption.from_dict(broken)
 
 
-def test_a_saved_result_loads_and_shows_itself_in_a_few_lines(tmp_path):
-    *_, found = attacked(count=2)
-    found.save(tmp_path / "flips.json")
-    assert Disruption.load(tmp_path / "flips.json") == found
-    lines = repr(found).splitlines()
-    assert lines[0].startswith(f"Disruption: {found.flips} of 2 right answers flipped")
-    assert len(lines) == 3
-
-
 @pytest.mark.parametrize(
     "method",
     [HackAttend(0.3, **QUICK), HackAttend.as_released(0.05, "half", order="random head"),
-     HackAttend.strongest(scope="model", spare="padding", target=1), HackAttend.random(seed=3)],
+     HackAttend.strongest(scope="model", spare="padding", target=1, rounds=2, refine=1),
+     HackAttend.random(seed=3)],
 )  # fmt: skip
 def test_a_results_method_is_the_attack_again(method):
     *_, found = attacked(method=method, count=1)
@@ -417,11 +417,11 @@ def test_only_what_the_released_code_does_is_called_as_released(changes, words):
         (lambda: HackAttend(ranking="best"), "expected ranking among removal, .*got best"),
         (lambda: HackAttend(scope="layer"), "expected scope among head, model, got layer"),
         (lambda: HackAttend(spare="none"), "expected spare among special, .*got none"),
-        (lambda: HackAttend(batch=0), "expected batch of at least 1, got 0"),
-        (lambda: HackAttend(continuation=0), "expected continuation of at least 1, got 0"),
+        (lambda: HackAttend(batch=0), "expected batch of 1 or more, got 0"),
+        (lambda: HackAttend(continuation=0), "expected continuation of 1 or more, got 0"),
         (lambda: HackAttend(schedule="greedy"), "expected a schedule Greedy.. or Rerank.., got"),
-        (lambda: Rerank(rounds=0), "expected rounds of at least 1, got 0"),
-        (lambda: Rerank(restarts=-1), "expected restarts of at least 0, got -1"),
+        (lambda: Rerank(rounds=0), "expected rounds of 1 or more, got 0"),
+        (lambda: Rerank(restarts=-1), "expected restarts of 0 or more, got -1"),
         (lambda: Greedy(order="best"), "expected order among importance, .*got best"),
         (lambda: Greedy(scale="third"), "expected scale among full, half, got third"),
     ],

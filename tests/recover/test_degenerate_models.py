@@ -15,7 +15,7 @@ from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
 from keyhole.recover.gradients import recover_batch
 from keyhole.recover.gradients.update import batch_of, update_of
-from keyhole.recover.recover_text import recover_text
+from keyhole.recover.run import recover_text
 from keyhole.recover.simulate import degrade, leak_of
 
 TEXTS = ("w3 w5 w77 w8 w9 w11", "w100 w40 w41")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keyhole.core.errors import InputError
-from keyhole.recover.rotation import undo_linear, undo_rotation
+from keyhole.recover.secrets import undo_linear, undo_rotation
 
 STREAM = torch.Generator().manual_seed(0)
 D = 24

@@ -36,8 +36,10 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     subject, out = loaded(), tmp_path / "texts.jsonl"
     leaks = [recover.leak_of(subject.model, subject.tokenizer, text, "kv:1") for text in WORDS]
     assert len(recover.run(subject, leaks[0], out=out)) == 1
-    read = list(recover.recovering_files(subject, leaks, out=out))
+    read = []
+    recover.run(subject, leaks, out=out, truth=WORDS, notify=read.append)
     assert [(text.number, text.before) for text in read] == [(0, True), (1, False)]
+    assert [(text.exact, text.shared.f1) for text in read] == [(True, 1.0)] * 2
     assert read[0].digest == leaks[0].digest != leaks[1].digest
     header, *lines = map(json.loads, out.read_text().splitlines())
     assert header == {"run": "text recovery", "model": subject.identity, "method": None}
@@ -51,9 +53,13 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
 
 def test_a_capture_goes_on_where_it_stopped(tmp_path):
     subject, out = loaded(), tmp_path / "leaks"
-    leaks = recover.capturing(subject, WORDS, "hidden:1", out=out, noise=0.1)
-    (first, _) = next(leaks)
-    leaks.close()  # stopped
+
+    def stop(path, _leak):
+        raise KeyboardInterrupt(path)
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        recover.capture(subject, WORDS, "hidden:1", out=out, noise=0.1, notify=stop)
+    (first,) = stopped.value.args
     journal = out / "capture.journal"
     assert journal.read_text().count("\n") == 2
     written = first.stat().st_mtime_ns
@@ -79,7 +85,7 @@ def test_progress_counts_tokens():
 
     leaks = [recover.leak_of(subject.model, subject.tokenizer, text, "hidden:1") for text in WORDS]
     recover.run(subject, leaks, track=track)
-    assert seen[:3] == [("invert text", 2), (0, None), ("tokens from hidden:1", 13)]
+    assert seen[:3] == [("recover", 2), (0, None), ("tokens from hidden:1", 13)]
     assert (13, 13) in seen
     assert seen[-1] == (2, None)
 
@@ -87,9 +93,9 @@ def test_progress_counts_tokens():
 def test_wrong_calls(tmp_path):
     subject = loaded()
     leak = recover.leak_of(subject.model, subject.tokenizer, WORDS[0], "hidden:1")
-    with pytest.raises(InputError, match="expected one leak or more, got none"):
+    with pytest.raises(InputError, match="no leak was given"):
         recover.run(subject, [])
-    with pytest.raises(InputError, match="expected --method encoder-states for hidden:1 of"):
+    with pytest.raises(InputError, match="cached-keys does not read hidden:1 of an encoder"):
         recover.run(subject, leak, method="cached-keys", out=tmp_path / "none.jsonl")
     assert not (tmp_path / "none.jsonl").exists()
     with pytest.raises(InputError, match="expected one text or more, got none"):

@@ -11,13 +11,11 @@ from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
-from keyhole.recover.against_defences import DEFENCES, own_texts, read_behind
-from keyhole.recover.at_rest import encrypted, tokens_by_size
 from keyhole.recover.attack import Target
+from keyhole.recover.defences import DEFENCES, own_texts, read_behind
 from keyhole.recover.leaks import HiddenStates, KeyValues
-from keyhole.recover.scrambled import BLOCK, hidden_behind, matrices_of
+from keyhole.recover.secrets import BLOCK, hidden_behind, matrices_of, unrotated, unscrambled
 from keyhole.recover.simulate import degrade, leak_of
-from keyhole.recover.unscrambled import unrotated, unscrambled
 
 TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
 
@@ -118,13 +116,8 @@ def test_mixed_tokens_stay_hidden(llama):
 @pytest.mark.parametrize("defence", sorted({*DEFENCES} - {"rotated", "scrambled", "mixed"}))
 def test_other_defences(bert, defence):
     tried = read_behind(bert, TEXTS[:1], "hidden:1", defence)
-    if defence == "encrypted":
-        assert tried.status is Status.NOT_IDENTIFIABLE
-        assert tried.reason.startswith("0 of 1 files could be opened")
-        assert tried.reason.endswith("number of tokens of 1")
-    else:
-        assert tried.status is Status.RECOVERED, tried.reason
-        assert tried.own == 0
+    assert tried.status is Status.RECOVERED, tried.reason
+    assert tried.own == 0
 
 
 def test_what_cannot_be_done(bert):
@@ -142,16 +135,3 @@ def test_what_cannot_be_done(bert):
     permuted = degrade(leak(bert, "hidden:1"), forms=["permuted", "rotated:1"])
     assert isinstance(permuted, HiddenStates)
     assert permuted.permuted
-
-
-def test_encryption_is_undone_by_its_key_alone():
-    data, key, nonce = bytes(range(256)) * 3, b"k" * 16, b"n" * 16
-    sealed = encrypted(data, key, nonce)
-    assert len(sealed) == len(data)
-    assert encrypted(sealed, key, nonce) == data
-    assert encrypted(sealed, b"j" * 16, nonce) != data
-    assert tokens_by_size([(8, 1000), (16, 1800)], 2800) == 26
-    with pytest.raises(InputError, match="16 bytes or more"):
-        encrypted(data, b"short", nonce)
-    with pytest.raises(InputError, match="two lengths"):
-        tokens_by_size([(8, 1000)], 2800)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
+from keyhole.core import Audit, Cut, Exposure, Finding, Remedied, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
 
 HOSTILE = (
@@ -12,6 +12,12 @@ HOSTILE = (
 )
 
 
+RULES = {
+    "weights": "KH-WEIGHTS-SCORES", "text": "KH-TEXT-HIDDEN-STATES", HOSTILE: "KH-TEXT-OTHER",
+    "prediction": "KH-PREDICTIONS-CUTS", "input": "KH-INPUTS-LAYER-OUTPUT",
+}  # fmt: skip
+
+
 def audit() -> Audit:
     read = Reading(HOSTILE, (Piece(HOSTILE, HOSTILE, True), Piece(HOSTILE, "verified", False)),
                    True, True, HOSTILE, 3, 0.5, 0.5)  # fmt: skip
@@ -19,10 +25,12 @@ def audit() -> Audit:
     cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
     findings = [
         Finding(
-            exposure=f"{HOSTILE}{number}", attack=HOSTILE, status=status,
+            exposure=Exposure(
+                RULES[sought], f"{HOSTILE}{number}", 10**30, (HOSTILE,), HOSTILE, HOSTILE
+            ), attack=HOSTILE, status=status,
             reason=f"--data {HOSTILE}", remedy=HOSTILE, error=1e300, queries=10**30,
-            seconds=1e300, floor=-(10**30), known=0.5,
-            trace=((-(10**40), 1e300), (10**40, -1.0)), surface=HOSTILE, sought=sought,
+            seconds=1e300, lower_bound=-(10**30), known=0.5,
+            trace=((-(10**40), 1e300), (10**40, -1.0)), sought=sought,
             texts=texts if sought == "text" else (), cuts=(cut,), control=number == 3,
             remedied=(Remedied(HOSTILE, 1e300, HOSTILE),),
         )
@@ -31,6 +39,6 @@ def audit() -> Audit:
             (Status.UNSOLVED, HOSTILE), (Status.INEXACT, "input"),
         ))
     ]  # fmt: skip
-    skips = (Skip(HOSTILE, HOSTILE, HOSTILE, unchecked=True),)
+    skips = (Skip(Exposure("KH-TEXT-OTHER", HOSTILE), HOSTILE, HOSTILE, unchecked=True),)
     about = {HOSTILE: HOSTILE}
     return Audit(HOSTILE, HOSTILE, tuple(findings), skips, created=HOSTILE, environment=about)

@@ -8,6 +8,7 @@ import pytest
 
 import hostile_audit
 from browser import axe, chromium, opened
+from exposures import called
 from keyhole import oracle, report
 from keyhole.assess import assess
 from keyhole.audit import Audit, Target, audit
@@ -23,6 +24,9 @@ def browser():
         yield launched
 
 
+BOX = "the classifier in the box"
+
+
 def text_finding(layer: int) -> Finding:
     marks = [("verified", True), ("likely", True), ("likely", False), ("unknown", False)] * 3
     pieces = tuple(Piece(f" w{n}", mark, right) for n, (mark, right) in enumerate(marks))
@@ -30,9 +34,9 @@ def text_finding(layer: int) -> Finding:
     names = ("float32", "bfloat16", "int8", "noise of 10%")
     cells = tuple(Readings("hidden", layer, name, (read,) * 3) for name in names)
     return Finding(
-        f"hidden states of layer {layer}", "EncoderStates", Status.INEXACT,
+        called(f"hidden states of layer {layer}", BOX), "EncoderStates", Status.INEXACT,
         "3 of 3 texts: --data measures it", "Do not return hidden states: --layers all", None, 3,
-        1.5, known=0.5, surface="the classifier in the box", sought="text", texts=cells,
+        1.5, known=0.5, sought="text", texts=cells,
     )  # fmt: skip
 
 
@@ -40,19 +44,27 @@ def every_kind() -> Audit:
     """Findings of all four families, a control and a skip, as an audit of a large target has."""
     planted = audit(Target("it", {"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}))
     inverted = Finding(
-        "a layer's output", "Auto", Status.RECOVERED, "residual 1e-16", "Keep outputs inside.",
-        1e-11, 1, 0.1, known=1.0, surface="the attention layer", sought="input",
+        called("a layer's output", "the attention layer"), "Auto", Status.RECOVERED,
+        "residual 1e-16", "Keep outputs inside.", 1e-11, 1, 0.1, known=1.0, sought="input",
     )  # fmt: skip
     tokens = tuple(f"w{n}" for n in range(20))
     cut = Cut(tokens, "bad", "good", 0.9, 0.4, 0.01, 12, 12, ((0, 0, 1, 2), (3, 4, 5, 6)))
     flipped = Finding(
-        "1% of all attention cut", "HackAttend", Status.INEXACT, "7 of 12", "Take no masks.", None,
-        652, 2.0, known=0.58, surface="the classifier in the box", sought="prediction", cuts=(cut,),
+        called("1% of all attention cut", BOX), "HackAttend", Status.INEXACT, "7 of 12",
+        "Take no masks.", None, 652, 2.0, known=0.58, sought="prediction", cuts=(cut,),
         remedied=(Remedied("keyhole harden: its twin", 0.0, "0 of 8 right answers flipped"),),
     )  # fmt: skip
-    control = replace(flipped, exposure="1% cut at random", control=True, remedied=())
+    control = replace(
+        flipped,
+        exposure=called("1% of all attention cut at random", BOX),
+        control=True,
+        remedied=(),
+    )
     texts = [text_finding(layer) for layer in (1, 6, 12)]
-    skip = Skip("hidden states of layers 2–5", "none", "3 of 12 layers were tried; --layers all")
+    skip = Skip(
+        called("hidden states"), "none", "3 of 12 layers were tried; --layers all",
+        layers=(2, 3, 4, 5),
+    )  # fmt: skip
     found = (*planted.findings, inverted, *texts, flipped, control)
     return replace(planted, target="a model and its server", findings=found, skips=(skip,))
 
@@ -187,7 +199,7 @@ def test_the_policy_stops_what_would_get_in(browser, path, tmp_path):
 
 def test_five_hundred_findings(browser, made, tmp_path):
     many = [
-        replace(finding, surface=f"{finding.surface} {copy}")
+        replace(finding, exposure=replace(finding.exposure, part=f"{finding.part} {copy}"))
         for copy in range(-(-500 // len(made.findings)))
         for finding in made.findings
     ][:500]

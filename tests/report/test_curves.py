@@ -6,18 +6,19 @@ import math
 
 import pytest
 
+from exposures import called
 from keyhole.core import Finding, Status
-from keyhole.report.axes import SMALLEST
-from keyhole.report.curves import HEIGHT, WIDTH, curve
+from keyhole.report.curves import HEIGHT, SMALLEST, WIDTH, curve
 
 
-def finding(trace, floor=None) -> Finding:
-    return Finding("scores", "SingleHead", Status.RECOVERED, "", "", None, 1, 0.0, floor, 1.0,
-                   tuple(trace))  # fmt: skip
+def finding(trace, bound=None) -> Finding:
+    return Finding(
+        called("full scores"), "A", Status.RECOVERED, "", "", None, 1, 0.0, bound, 1.0, tuple(trace)
+    )
 
 
 def test_points_stand_where_their_logarithms_are():
-    drawn = curve(finding([(10, 1.0), (100, 1e-5), (4000, 1e-10)], floor=1000))
+    drawn = curve(finding([(10, 1.0), (100, 1e-5), (4000, 1e-10)], bound=1000))
     assert (drawn.across.low, drawn.across.high, drawn.up.low, drawn.up.high) == (1, 4, -10, 0)
     wide, high = drawn.across.end - drawn.across.begin, drawn.up.begin - drawn.up.end
     left, top = drawn.across.begin, drawn.up.end
@@ -28,9 +29,9 @@ def test_points_stand_where_their_logarithms_are():
     ]
     for point, wanted in zip(drawn.points, expected, strict=True):
         assert point == pytest.approx(wanted, abs=0.1)
-    assert drawn.floor == pytest.approx(left + wide * 2 / 3, abs=0.1)
+    assert drawn.bound == pytest.approx(left + wide * 2 / 3, abs=0.1)
     assert drawn.about == (
-        "Error 1.0e+00 after 10 queries, 1.0e-10 after 4,000; the floor is 1,000."
+        "Error 1.0e+00 after 10 queries, 1.0e-10 after 4,000; the lower bound is 1,000."
     )
     assert [power for _, power in drawn.across.ticks] == [1, 2, 3, 4]
     assert len(drawn.up.ticks) <= 8
@@ -48,13 +49,13 @@ def test_points_stand_where_their_logarithms_are():
     ],
 )
 def test_whatever_a_file_says_stays_in_the_picture(trace):
-    drawn = curve(finding(trace, floor=10**400))
+    drawn = curve(finding(trace, bound=10**400))
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in drawn.points)
     assert 1 <= len(drawn.points) <= 301
-    assert drawn.floor is None
+    assert drawn.bound is None
 
 
 def test_no_trace_no_picture():
     assert curve(finding([])) is None
     assert curve(finding([(1, math.inf)])) is None
-    assert curve(finding([(2, SMALLEST)], floor=0)).floor is None
+    assert curve(finding([(2, SMALLEST)], bound=0)).bound is None

@@ -10,12 +10,15 @@ import pytest
 
 from keyhole.assess import assess, assess_fleet
 from keyhole.core import Audit, Fleet, Skip
-from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.report.fleet import FLEET_FORMATS
 from published_schemas import junit_errors, sarif_errors
 from sample_audits import clean, empty, judged, whole
 
 HOSTILE = "<b>|`@all \x1b[2J \udcff"
-UNOPENED = Audit("gone", "", (), (Skip("the target", "none", "no such file", unchecked=True),))
+UNOPENED = Audit(
+    "gone", "", (), (Skip(Exposure(NOT_CHECKED, "target"), "none", "no such file", unchecked=True),)
+)
 FLEET = Fleet(
     {"a model": whole(), "a-model": replace(whole(), target="models/b"), "clean": clean(),
      HOSTILE: replace(clean(), target=HOSTILE), "gone": UNOPENED},

@@ -16,7 +16,7 @@ from keyhole.assess import Assessment, Ignore, assess
 from keyhole.core import Audit, dump
 from keyhole.core.files import parse
 from keyhole.report.formats import FORMATS
-from published_schemas import audit_errors, cyclonedx_error, junit_errors, sarif_errors
+from published_schemas import audit_errors, junit_errors, sarif_errors
 from sample_audits import judged, spoiled, whole
 
 HOSTILE = {
@@ -82,14 +82,6 @@ def test_sarif(assessment, name):
         uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
         assert re.fullmatch(r"[\w./-]+", uri, re.ASCII)
         assert ".." not in uri
-
-
-def test_cyclonedx(assessment):
-    text = FORMATS["cyclonedx"](assessment)
-    assert text.isascii()
-    assert len(text) < 1_000_000
-    assert cyclonedx_error(text) == ""
-    assert all(part.isprintable() for part in strings(json.loads(text)))
 
 
 def test_json_keeps_it_as_it_is(assessment):

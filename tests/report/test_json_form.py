@@ -12,6 +12,7 @@ from keyhole.core import (
     Audit,
     Cut,
     Estimate,
+    Exposure,
     Finding,
     Outcome,
     Piece,
@@ -64,8 +65,8 @@ def at(data: Any, path: Path) -> Any:
 
 def test_the_schema_has_the_fields_of_the_types():
     parts = {
-        "finding": Finding, "skip": Skip, "readings": Readings, "reading": Reading, "piece": Piece,
-        "cut": Cut, "estimate": Estimate,
+        "finding": Finding, "skip": Skip, "exposure": Exposure, "readings": Readings,
+        "reading": Reading, "piece": Piece, "cut": Cut, "estimate": Estimate,
     }  # fmt: skip
     for name, kind in parts.items():
         assert list(PARTS[name]["properties"]) == [field.name for field in fields(kind)], name
@@ -121,14 +122,20 @@ def test_no_object_takes_a_key_that_nobody_described():
 def test_no_required_key_may_be_missing():
     document = dense()
     later = {  # added after the first files, or empty there
-        "$schema", "assessment", "unchecked", "floor", "known", "trace", "surface", "sought",
-        "texts", "cuts", "control", "estimate", "note", "tokens", "overlap", "similarity",
+        "$schema", "assessment", "unchecked", "lower_bound", "known", "trace", "sought", "extra",
+        "layers", "variant", "layer", "defences", "name", "part", "texts",
+        "cuts", "control", "estimate", "note", "tokens", "overlap", "similarity",
         "remedied", "chance",
     }  # fmt: skip
     for path, thing in list(objects(document)):
         for key in list(thing) if path != ("environment",) else []:
             value = thing.pop(key)
-            optional = key in later and "cuts" not in path and path[:1] != ("assessment",)
+            optional = (
+                key in later
+                and (key != "layer" or "exposure" in path)
+                and "cuts" not in path
+                and path[:1] != ("assessment",)
+            )
             assert audit_is_valid(document) is optional, (path, key)
             thing[key] = value
     assert audit_is_valid(document)

@@ -31,7 +31,7 @@ def test_a_case_for_each_check():
         "stored embedding (Attack)": "failure",
         "1% of all attention cut (Attack)": "failure",
         "attention maps of layer 2 (Attack)": "passed",
-        "gradient of a batch (none)": "skipped",
+        "gradient of a batch of texts (none)": "skipped",
         "something else (probe)": "error",
     }
 

@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from exposures import called
 from keyhole import report
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
 from keyhole.report import lengths
@@ -31,7 +32,7 @@ def reading(tokens, exact, overlap, similarity, original="a text"):
 def audit(readings):
     cell = Readings("pooled", 1, "as stored", tuple(readings))
     finding = Finding(
-        "stored embedding", "EmbeddingReader", Status.INEXACT, "", "", None, 1, 0.0,
+        called("stored embedding"), "EmbeddingReader", Status.INEXACT, "", "", None, 1, 0.0,
         sought="text", texts=(cell,),
     )  # fmt: skip
     return Audit("a store", "identity", (finding,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from exposures import called
 from keyhole.assess import assess
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
 from keyhole.report import matrix, readings
@@ -14,11 +15,11 @@ def cell(layer: int, precision: str, right: int, of: int = 4, exact: bool = Fals
     return Readings("hidden", layer, precision, (Reading("a", pieces, exact, exact),))
 
 
-def finding(exposure: str, *cells: Readings, surface: str = "it", attack: str = "A") -> Finding:
+def finding(exposure: str, *cells: Readings, part: str = "it", attack: str = "A") -> Finding:
     known = cells[0].known if cells else 1.0
     sought = "text" if cells else "weights"
-    return Finding(exposure, attack, Status.INEXACT, "", "", None, 1, 0.0, known=known,
-                   surface=surface, sought=sought, texts=cells)  # fmt: skip
+    return Finding(called(exposure, part), attack, Status.INEXACT, "", "", None, 1, 0.0,
+                   known=known, sought=sought, texts=cells)  # fmt: skip
 
 
 def test_what_leaks_by_layer_and_precision():
@@ -26,9 +27,9 @@ def test_what_leaks_by_layer_and_precision():
                     cell(10, "int8", 2))  # fmt: skip
     second = finding("hidden states of layer 2", cell(2, "float32", 1))
     pooled = finding("pooled embedding", cell(12, "float32", 0))
-    scores = finding("full scores", surface="a head")
+    scores = finding("full scores", part="a head")
     seen = assess(Audit("t", "i", (second, pooled, whole, scores)))
-    by_name = {surface.name: surface for surface in matrix.surfaces(seen)}
+    by_name = {part.name: part for part in matrix.parts(seen)}
     model = by_name["it"]
     assert model.columns == ["2", "10", matrix.WHOLE]
     told = {
@@ -51,8 +52,8 @@ def test_of_two_attacks_on_one_leak_the_better_counts():
     worse = finding("hidden states of layer 1", cell(1, "float32", 1), attack="worse")
     better = finding("hidden states of layer 1", cell(1, "float32", 3), attack="better")
     for order in ((worse, better), (better, worse)):
-        (surface,) = matrix.surfaces(assess(Audit("t", "i", order)))
-        assert surface.kinds["hidden states"]["float32"]["1"].item.finding is better
+        (part,) = matrix.parts(assess(Audit("t", "i", order)))
+        assert part.kinds["hidden states"]["float32"]["1"].item.finding is better
 
 
 @pytest.mark.parametrize(("share", "shade"), [(-1, 0), (0, 0), (0.01, 1), (0.2, 2), (1, 5), (9, 5)])

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from exposures import called
 from keyhole.assess import RULES, Severity, assess
 from keyhole.core import Status
 from keyhole.report import sarif
-from keyhole.report.sarif_places import Places
+from keyhole.report.sarif import Places
 from sample_audits import FINDINGS, clean, finding, judged, whole
 
 
@@ -51,12 +52,12 @@ def test_kinds_and_levels():
         "1% of all attention cut": ("fail", "warning"),
         "signs": ("open", "none"),
         "attention maps of layer 2": ("pass", "none"),
-        "gradient of a batch": ("notApplicable", "none"),
+        "gradient of a batch of texts": ("notApplicable", "none"),
         "something else": ("open", "none"),
     }
     for exposure, (kind, level) in expected.items():
         assert (results[exposure]["kind"], results[exposure]["level"]) == (kind, level), exposure
-    assert "1% cut at random" not in results  # a control
+    assert "1% of all attention cut at random" not in results  # a control
 
 
 def test_a_place_is_target_endpoint_layer_exposure():
@@ -89,7 +90,7 @@ def test_a_place_is_target_endpoint_layer_exposure():
     ],
 )
 def test_the_file_of_a_result_is_inside_the_repository(target, uri):
-    location = Places(target).of("", "scores")["physicalLocation"]
+    location = Places(target).of(called("full scores"))["physicalLocation"]
     assert location == {"artifactLocation": {"uri": uri}, "region": {"startLine": 1}}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from command_line import inside
+from exposures import called
 from keyhole import report
 from keyhole.assess import assess
 from keyhole.cli.app import command as imported
@@ -51,7 +52,9 @@ def test_given_away_wins_and_unchecked_is_never_clean():
 
 
 def finding(status, **more):
-    return Finding("scores", "SingleHead", status, "why", "remedy", None, 1, 0.0, **more)
+    return Finding(
+        called("full scores"), "SingleHead", status, "why", "remedy", None, 1, 0.0, **more
+    )
 
 
 def audit_of(status):
@@ -94,10 +97,8 @@ def test_every_command_ends_with_the_code_of_its_status(
         imported("invert")
         from keyhole.recover.run import LeakRead
 
-        read = [LeakRead(0, "leak", "digest", result)]
-        monkeypatch.setattr("keyhole.cli.invert_text.recovering_files", lambda *_, **__: read)
-        for name, given in {"read_sources": [], "task_for": "base", "open_leaks": []}.items():
-            monkeypatch.setattr(f"keyhole.cli.invert_text.{name}", lambda *_, g=given: g)
+        read = LeakRead(0, "leak", "digest", result)
+        monkeypatch.setattr("keyhole.cli.invert_text.run", lambda *_, notify, **__: notify(read))
         arguments = ["demo", "leak.safetensors"]
     done = inside(
         *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
@@ -124,9 +125,11 @@ def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
     assert mixed.exit_code == 3
     assert "1 of 2 checks had no result" in assess(mixed).verdict
     assert "not a clean bill" in assess(mixed).verdict
-    skipped = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r", unchecked=True),))
+    skipped = Audit(
+        "t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r", unchecked=True),)
+    )
     assert skipped.exit_code == 3
-    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip("s", "a", "r"),))
+    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r"),))
     assert other_kind.exit_code == 0
 
 

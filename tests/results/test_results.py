@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from exposures import called
 from keyhole import extract, oracle
 from keyhole.core import Finding, Status, dump, read
 from keyhole.core.errors import InputError
@@ -37,10 +39,11 @@ def test_every_status_has_advice():
 
 
 def test_findings_read_back_equal():
+    exposure = called("scores rounded to 3 decimals, inputs of norm 10 at most", "a head")
     finding = Finding(
-        "scores", "SingleHead", Status.INEXACT, "why", "stop it", 1e-3, 7, 0.1, 6, 0.5, ((1, 0.5),)
+        exposure, "Tolerant", Status.INEXACT, "why", "stop it", 1e-3, 7, 0.1, 6, 0.5, ((1, 0.5),)
     )
-    data = json.loads(json.dumps({**finding.__dict__}))
+    data = json.loads(json.dumps(asdict(finding)))
     assert Finding.from_dict(data) == finding
     assert finding.exposed
 

@@ -10,8 +10,8 @@ import torch
 
 import tiny_models as tiny
 from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.embeddings.pooling import embeddings, ways
-from keyhole.recover.judge import judge
 from keyhole.recover.leaks import Pooled
 from keyhole.stores import open_store
 
@@ -67,9 +67,9 @@ def test_a_text_is_judged_by_its_code(tmp_path, kind):
                       codebook=store.codebook)  # fmt: skip
     target = Target.of(model, words)
     ids = words(TEXT)["input_ids"]
-    verdict = judge(target, leak, ids)
+    verdict = judge_vector(target, leak, ids)
     assert verdict.verified, verdict.reason
     for other in (texts[0], "w1 w20 w4", "w20 w1 w3", "w1 w20", "w1 w1 w20 w3"):
-        assert not judge(target, leak, words(other)["input_ids"]).verified
+        assert not judge_vector(target, leak, words(other)["input_ids"]).verified
     plain = Pooled(leak.values)  # nobody says what else the code stands for
-    assert not judge(target, plain, ids).verified
+    assert not judge_vector(target, plain, ids).verified

@@ -13,6 +13,7 @@ import keyhole
 import tiny_models as tiny
 from keyhole.core import Audit
 from keyhole.models import load_model
+from keyhole.report import words
 from keyhole.report.formats import FORMATS
 from keyhole.testing import plugin
 
@@ -83,7 +84,7 @@ def test_findings_are_shown_and_reported(project):
     )
     audit = Audit.load(project.path / "out" / "keyhole.json")
     assert audit.target == "3 targets of a test session"
-    places = [(finding.surface, finding.exposure) for finding in audit.findings]
+    places = [(finding.part, words.exposure(finding.exposure)) for finding in audit.findings]
     assert len(places) == len(set(places)) == 1 + 2 + 6
     assert ("model", "hidden states of layer 1") in places
     page = (project.path / "keyhole.html").read_text("utf-8")

@@ -11,6 +11,7 @@ import torch
 import made_stores
 import tiny_classifiers
 import tiny_models as tiny
+from exposures import called, names
 from keyhole import oracle
 from keyhole.audit import StoreTarget
 from keyhole.audit.one_exposure import NAMES
@@ -19,7 +20,7 @@ from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
 from keyhole.testing import CouldNotCheck, assert_withstands, record
 from keyhole.testing.lines import lines
@@ -63,7 +64,7 @@ def test_a_causal_model_and_its_logits():
 
 def test_what_a_test_allows_passes(encoder):
     audit = assert_withstands(encoder, "hidden:3", TEXTS, tokenizer=WORDS, at_most=1.0)
-    assert [finding.exposure for finding in audit.findings] == ["hidden states of layer 3"]
+    assert names(audit.findings) == ["hidden states of layer 3"]
     assert audit.exposed == 1  # allowed, and still said
 
 
@@ -206,7 +207,7 @@ def test_the_names_are_those_of_capture_and_two_more():
 
 def test_hostile_words_stay_in_one_line(encoder):
     audit = assert_withstands(encoder, "hidden:1", TEXTS, tokenizer=WORDS, at_most=1)
-    bad = replace(audit.findings[0], exposure="a\nb\x1b[31m\u202ec", surface="\x07")
+    bad = replace(audit.findings[0], exposure=called("a\nb\x1b[31m\u202ec", "\x07"))
     (line,) = lines(replace(audit, target="\x1b]0;title\x07", findings=(bad,)))
     assert line.isprintable()
 

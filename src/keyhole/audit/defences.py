@@ -22,9 +22,9 @@ from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_def
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.oracle import Oracle, OracleError
-from keyhole.recover.against_defences import LeakTried, read_behind
+from keyhole.recover.defences import LeakTried, read_behind
 from keyhole.recover.registry import caches
-from keyhole.recover.scrambled import FORMS
+from keyhole.recover.secrets import FORMS
 from keyhole.report import words
 
 _BROKEN = "Do not rely on it: count queries per client, and treat what they bring as given away."
@@ -99,7 +99,7 @@ def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 
 def _leaks(parts: Anatomy) -> list[tuple[Captured, str]]:
     first, middle = Captured("kv", caches(parts)[0]), Captured("hidden", -(-parts.layers // 2))
-    return [*((first, form) for form in (*FORMS, "encrypted")), (middle, "rotated")]
+    return [*((first, form) for form in FORMS), (middle, "rotated")]
 
 
 def _model(

@@ -21,11 +21,10 @@ from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery, recover_text
 from keyhole.recover.attack import Attack
-from keyhole.recover.foreign import WrittenIds
+from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak
 from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.sources import Opened
 
 _IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
 _WHOLE = "float32"

@@ -34,11 +34,11 @@ from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Rout
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
+from keyhole.recover.files.contents import served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.served import served_noise, with_served_noise
-from keyhole.recover.simulate import LONGEST
+from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 _RULES = {
@@ -159,7 +159,7 @@ def _texts(
     """Texts sent, and read back from the states that came."""
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(LONGEST, parts.max_length)
+    longest = min(MAX_LENGTH, parts.max_length)
     progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):

@@ -42,15 +42,15 @@ from keyhole.recover.embeddings.pooling import (
     AGREES_QUANTISED,
     Pooling,
     embeddings,
+    encoder_max_length,
     from_known,
     from_settings,
     from_statistics,
     from_texts,
-    longest_text,
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
@@ -105,7 +105,7 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(longest_text(loaded.name), anatomy(loaded.model).max_length)
+        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
         pooling = _pooling(store, loaded, vectors, kept, known, longest)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)

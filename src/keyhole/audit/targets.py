@@ -33,7 +33,8 @@ from keyhole.oracle.connection import expect_authorized, names_address, without_
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server, names_server
 from keyhole.oracle.target import DEMO, describe, open_surfaces, parts_of
-from keyhole.recover.sources import names_dump, names_leak, open_leaks, read_sources, task_for
+from keyhole.recover.files.sources import names_leak
+from keyhole.recover.run import open_leaks
 from keyhole.stores import Store, names_store, open_store
 
 
@@ -110,7 +111,7 @@ def open_target(
     endpoint.expect_none(without_password(name))
     if names_address(name):  # a server of embeddings
         expect_authorized(name, authorized)
-    if names_leak(name) or names_dump(name):
+    if names_leak(name):
         return _leak(name, stored or Stored(), device)
     if names_store(name):
         if data is not None or layers is not None:
@@ -210,9 +211,8 @@ def _leak(name: str, stored: Stored, device: str) -> Target:
         raise InputError(
             f"expected --model with {name}, got none: name the model whose states or cache it holds"
         )
-    sources = read_sources(name)
-    loaded = demo.open_model(model, task=task_for(sources), device=device)
-    return Target(name, leaks={name: LeakTarget(name, loaded, open_leaks(loaded, sources))})
+    loaded, leaks = open_leaks(model, name, device=device)
+    return Target(name, leaks={name: LeakTarget(name, loaded, leaks)})
 
 
 def _one_model(stored: Stored, what: str) -> str | None:

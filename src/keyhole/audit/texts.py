@@ -36,7 +36,6 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import LEARN_MORE, NOT_ARRIVED
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
@@ -46,7 +45,8 @@ from keyhole.recover.registry import (
     Row,
     readers,
 )
-from keyhole.recover.simulate import LONGEST, degrade, leak_of
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 from keyhole.report import words
 
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
@@ -176,7 +176,7 @@ def _check(
     texts = [*target.texts, *(target.notes if row.short else ())]
     exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
     parts = anatomy(model)
-    longest = min(LONGEST, parts.max_length)
+    longest = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
     cells: list[Readings] = []

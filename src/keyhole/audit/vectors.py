@@ -1,7 +1,7 @@
 """A few of a store's vectors read back: one check of an audit, in this process or in another.
 
 Where the store still has the texts, what was read is compared with them; where it does not, a text
-counts as read if running the encoder on it gives the vector again (recover/judge.py).
+counts as read if running the encoder on it gives the vector again (recover/layers/judge.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.embeddings.pooling import Pooling
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import unknown_token, written
-from keyhole.recover.recover_text import recovering
+from keyhole.recover.run import recovering
 from keyhole.report import words
 
 EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")

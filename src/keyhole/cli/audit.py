@@ -40,7 +40,7 @@ from keyhole.core.journal import records_in
 from keyhole.oracle.connection import without_password
 from keyhole.oracle.ledger import answers_in
 from keyhole.report import json_form
-from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.report.fleet import FLEET_FORMATS
 from keyhole.report.formats import FORMATS
 
 PAGE, FINDINGS = Path("keyhole-report.html"), Path("keyhole-report.json")

@@ -23,7 +23,8 @@ from keyhole.core.journal import records_in
 from keyhole.data import NO_LABEL, Example, read_examples, read_texts
 from keyhole.recover.gradients.recover_batch import capture_update
 from keyhole.recover.gradients.update import KIND, Protocol
-from keyhole.recover.run import UNFINISHED, capturing, files_of
+from keyhole.recover.simulate import UNFINISHED, files_of
+from keyhole.recover.simulate import capture as capture_leaks
 
 
 @app.command(
@@ -152,12 +153,14 @@ def capture(
     if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
         expect_new(*files, force=force)
     with interruptible(lambda: _kept(out)):
-        for path, leak in capturing(
+        states = ", ".join([precision, *forms])
+        capture_leaks(
             model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
             device=device, allow_pickle=allow_pickle, force=force, seed=seed,
-        ):  # fmt: skip
-            states = ", ".join([precision, *forms])
-            show(f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}")
+            notify=lambda path, leak: show(
+                f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
+            ),
+        )  # fmt: skip
 
 
 def _kept(out: Path) -> str:

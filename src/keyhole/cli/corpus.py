@@ -60,7 +60,7 @@ def corpus(
     expect_new(out, force=force)
     with interruptible(lambda: _kept(journal)), bars("corpus", "texts") as track:
         lines = draw_texts(
-            model, texts, begins=begin or (), longest=longest, device=device,
+            model, texts, begins=begin or (), max_length=longest, device=device,
             allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
         )  # fmt: skip
         write_text(out, "".join(f"{line}\n" for line in lines))

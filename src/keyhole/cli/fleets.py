@@ -21,7 +21,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_folder, trouble, write_text
 from keyhole.core.journal import records_in
 from keyhole.report import json_form
-from keyhole.report.fleet_formats import FLEET_FORMATS, MOST_RUNS, document
+from keyhole.report.fleet import FLEET_FORMATS, MOST_RUNS, document
 
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 

@@ -26,17 +26,17 @@ from keyhole.core import exit_code
 from keyhole.core.errors import InputError
 from keyhole.data import read_texts
 from keyhole.models.anatomy import anatomy
-from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
+from keyhole.recover.files.sources import leak_files
 from keyhole.recover.gradients import BatchRecovery, is_update
 from keyhole.recover.gradients.recover_batch import opened, recovering_updates
+from keyhole.recover.judge import Mark
 from keyhole.recover.originals import Original
 from keyhole.recover.pieces import written
-from keyhole.recover.recovery import Mark, TextRecovery
+from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS
-from keyhole.recover.run import LeakRead, recovering_files
-from keyhole.recover.simulate import LONGEST
-from keyhole.recover.sources import leak_files, open_leaks, read_sources, task_for
+from keyhole.recover.run import LeakRead, run
+from keyhole.recover.simulate import MAX_LENGTH
 
 EXAMPLE = (
     "\b\nExample:\n"
@@ -122,24 +122,24 @@ def invert_text(
         interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
         bars("invert text", "texts") as track,
     ):
-        sources = read_sources(leaks)
-        task = task_for(sources, expose)
-        loaded = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
-        opened = open_leaks(loaded, sources, expose)
-        originals = None if truth is None else _originals(loaded, truth, len(opened))
-        for text in recovering_files(
-            loaded, opened, method=method, corpus=corpus, noise=noise, out=out, track=track
-        ):
-            texts.append(text)
-            if not (text.before or as_json):
+
+        def notify(read: LeakRead) -> None:
+            texts.append(read)
+            if not (read.before or as_json):
                 with track.paused():
-                    show(_shown(loaded, text, originals))
+                    show(_shown(read))
+
+        run(
+            model, leaks, method=method, corpus=corpus, noise=noise, expose=expose,
+            truth=None if truth is None else read_texts(truth), device=device,
+            allow_pickle=allow_pickle, out=out, track=track, notify=notify,
+        )  # fmt: skip
     before = sum(text.before for text in texts)
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
     if as_json:
         ordered = sorted(texts, key=lambda text: text.number)
-        data = [{**text.to_dict(), **_shared(loaded, text, originals)} for text in ordered]
+        data = [text.to_dict() for text in ordered]
         typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
@@ -155,7 +155,7 @@ def _invert_updates(
     """The batches behind files of gradients, each as its texts in no order."""
     loaded = opened(model, device, allow_pickle)
     true = [] if truth is None else read_texts(truth)
-    longest = min(LONGEST, anatomy(loaded.model).max_length)
+    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
@@ -184,7 +184,7 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
     for number, text in enumerate(batch.texts):
         label = f" (class {batch.labels[number]})" if batch.labels else ""
         line.append(f"\n  text {number + 1}{label}: ")
-        line.append(_marked(loaded, text))
+        line.append(_marked(text, loaded.tokenizer.pad_token_id))
     if not batch.texts and batch.tokens:
         words = visible(" ".join(written(loaded.tokenizer, list(batch.tokens))))
         line.append(f"\n  its tokens, in no order: {words}")
@@ -192,56 +192,31 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
     return line
 
 
-def _originals(loaded: Loaded, truth: Path, count: int) -> list[Original]:
-    """The true texts as the model takes them, one for each leak."""
-    texts = read_texts(truth)
-    if len(texts) != count:
-        raise InputError(f"expected {count} texts in {truth}, one for each leak, got {len(texts)}")
-    longest = min(LONGEST, anatomy(loaded.model).max_length)
-    return [Original.of(loaded.tokenizer, text, longest) for text in texts]
-
-
-def _shared(
-    loaded: Loaded, text: LeakRead, originals: list[Original] | None
-) -> dict[str, float | int | bool]:
-    """How much of the true text came back."""
-    if originals is None:
-        return {}
-    original = originals[text.number]
-    shared = original.shared(loaded.tokenizer, text.recovery.ids)
-    exact = original.is_exactly(loaded.tokenizer, text.recovery.ids)
-    return {
-        "exact": exact, "token_f1": shared.f1, "names_read": shared.read, "names": shared.named,
-    }  # fmt: skip
-
-
-def _shown(loaded: Loaded, text: LeakRead, originals: list[Original] | None) -> Text:
-    recovery = text.recovery
-    line = Text(f"{Path(text.leak).name}: {recovery.status} ({recovery.reason})\n  ")
-    line.append(_marked(loaded, recovery))
+def _shown(read: LeakRead) -> Text:
+    recovery = read.recovery
+    line = Text(f"{Path(read.leak).name}: {recovery.status} ({recovery.reason})\n  ")
+    line.append(_marked(recovery, read.padding))
     signs = ", ".join(words for mark, words in _NAMES.items() if mark in recovery.marks)
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
-    if originals is not None:
-        original = originals[text.number]
-        exact = original.is_exactly(loaded.tokenizer, recovery.ids)
-        words = "exactly the true text" if exact else "not the true text"
-        line.append(f"\n  {words}: {original.shared(loaded.tokenizer, recovery.ids)}")
+    if read.shared is not None:
+        words = "exactly the true text" if read.exact else "not the true text"
+        line.append(f"\n  {words}: {read.shared}")
     line.append(f"\n  {recovery.cost}")
     return line
 
 
-def _marked(loaded: Loaded, recovery: TextRecovery) -> Text:
-    """A text's tokens as they are written, in the colours and signs of their marks."""
+def _marked(recovery: TextRecovery, padding: int | None) -> Text:
+    """A text's tokens as they are written, in the colours and signs of their marks.
+
+    `padding` is the id where an attack had nothing to say.
+    """
     line = Text()
-    padding = loaded.tokenizer.pad_token_id  # where an attack has nothing to say
     pieces = [
         (" ?" if id_ == padding and mark is Mark.UNKNOWN else piece, mark)
-        for piece, mark, id_ in zip(
-            written(loaded.tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=False
-        )
+        for piece, mark, id_ in zip(recovery.pieces, recovery.marks, recovery.ids, strict=False)
     ]
-    for mark, run in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
-        words = visible("".join(piece for piece, _ in run))
+    for mark, alike in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+        words = visible("".join(piece for piece, _ in alike))
         space = words[: len(words) - len(words.lstrip())]
         before, after = _SIGNS[mark]
         line.append(f"{space}{before}{words.lstrip()}{after}", style=_STYLES[mark])

@@ -11,7 +11,7 @@ from keyhole.core.errors import InputError, expect_count
 from keyhole.cost.estimate import Estimate
 from keyhole.cost.measured import figures
 from keyhole.extract import FullOutput, LowRank, SignOnly, SingleHead, Tolerant
-from keyhole.extract.low_rank import unknowns
+from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.extract.output_layer import OutputLayer, answers_for
 
 HEAD_EXPOSURES = ("scores", "rounded", "signs", "vectors")
@@ -37,7 +37,7 @@ def head(
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
     if exposure == "scores":
         queries = SingleHead().expected(d) if rank is None else LowRank(rank=rank).expected(d) or 0
-        floor = known if rank is None else unknowns(d, rank)
+        floor = known if rank is None else degrees_of_freedom(d, rank)
         name = "single-head" if rank is None else "low-rank"
         extra = 0 if rank is None else 2 * d
         return Estimate(

@@ -139,9 +139,9 @@ class Ledger:
         while isinstance(inner, Counted):
             inner = inner.inner
         with self._transaction():
-            witnesses = self._witnesses()
-            known = self._recall([key for key, _ in witnesses])
-            for key, question in witnesses:
+            questions = witnesses(self._db)
+            known = self._recall([key for key, _ in questions])
+            for key, question in questions:
                 again = ask(inner, question)
                 self.asked_again += 1
                 off = _difference(_numbers(*known[key]), again[0])
@@ -155,17 +155,9 @@ class Ledger:
                     break
         self._same = True
 
-    def _witnesses(self) -> list[tuple[bytes, Tensor]]:
-        """Questions that can be asked again, each with its key and as a batch of one."""
-        rows = self._db.execute("SELECT question, tokens, data FROM witnesses").fetchall()
-        return [
-            (key, torch.frombuffer(bytearray(data), dtype=torch.float64).reshape(1, tokens, -1))
-            for key, tokens, data in rows
-        ]
-
     def _keep_witnesses(self, asked: Sequence[tuple[bytes, Tensor]]) -> None:
         """Keep some of these questions, by key, until there are enough."""
-        free = _WITNESSES - len(self._witnesses())
+        free = _WITNESSES - len(witnesses(self._db))
         # The last of a turn: attacks begin with questions as plain as a zero.
         for key, question in asked[-min(free, _PER_TURN) :] if free > 0 else ():
             data = question.detach().cpu().contiguous().numpy().tobytes()
@@ -353,6 +345,15 @@ def _numbers(shape: str, data: bytes | bytearray, *count: int) -> Tensor:
     # A clone is aligned as every tensor is: the same numbers at another alignment may be summed
     # in another order, and the next question would differ in its last bit.
     return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape([*count, *sizes]).clone()
+
+
+def witnesses(db: sqlite3.Connection) -> list[tuple[bytes, Tensor]]:
+    """Questions that a ledger can ask again, each with its key and as a batch of one."""
+    rows = db.execute("SELECT question, tokens, data FROM witnesses").fetchall()
+    return [
+        (key, torch.frombuffer(bytearray(data), dtype=torch.float64).reshape(1, tokens, -1))
+        for key, tokens, data in rows
+    ]
 
 
 def _difference(stored: Tensor, again: Tensor) -> float:

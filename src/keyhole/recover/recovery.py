@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from keyhole.core import Status, environment
 from keyhole.core.result import Result, restored
+from keyhole.recover.judge import Mark
 
 _ADVICE = {
     Status.RECOVERED: "Treat this exposure as the text itself.",
@@ -21,20 +21,6 @@ _ADVICE = {
     Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
     Status.NOT_APPLICABLE: "This exposure of this kind of model has no attack here.",
 }
-
-
-class Mark(StrEnum):
-    """How far one token is to be believed.
-
-    Verified: running the model on the text reproduces the whole leak, and would not with another
-    token here, within the leak's precision. Likely: every other token tried here fits worse, by
-    odds of e¹⁰ : 1 or more, but the text is not right as a whole, or the noise was not stated.
-    Unknown: others would do as well, or nothing leaked here.
-    """
-
-    VERIFIED = "verified"
-    LIKELY = "likely"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, repr=False)

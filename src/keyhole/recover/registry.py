@@ -15,18 +15,16 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 from keyhole.models.anatomy import Anatomy
 from keyhole.recover.attack import Attack
-from keyhole.recover.attacks.decoder import DecoderStates
-from keyhole.recover.attacks.encoder import EncoderStates
-from keyhole.recover.attacks.key_values import CachedKeys
-from keyhole.recover.attacks.maps import EncoderMaps
-from keyhole.recover.attacks.sublayer import SubLayerOutput
-from keyhole.recover.attacks.unordered import UnorderedStates
-from keyhole.recover.attacks.unordered_decoder import UnorderedPrefixes
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.short_prompt import ShortPrompt
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.search.token_search import TokenSearch
+from keyhole.recover.layers.decoder import DecoderStates
+from keyhole.recover.layers.encoder import EncoderStates, SubLayerOutput
+from keyhole.recover.layers.key_values import CachedKeys
+from keyhole.recover.layers.maps import EncoderMaps
+from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
 _COUNTED = 1 << 26  # numbers that embed all tokens, at most: BERT-large has half as many
 NOISE = "noise of 10%"

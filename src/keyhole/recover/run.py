@@ -1,40 +1,51 @@
-"""`keyhole capture` and `keyhole invert text` as functions: leaks made, and leaks read.
+"""Text from leaks: `recover_text` reads one leak, `run` files of them.
 
-Each comes as a list, when all is done, and as an iterator, which gives results as they come.
+The way of a leak: it is opened (files/sources.py) and checked against the model; the attack of its
+kind (registry.py) proposes token ids; the judge of its kind (judge.py) runs the model on them; what
+came of it is a TextRecovery.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from keyhole.core.errors import InputError, expect_seed
-from keyhole.core.files import read_text, trouble
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.core.files import read_text
 from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import largest_matrix, threads_for
-from keyhole.core.progress import Track, untracked
+from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
-from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded
-from keyhole.recover.attack import Attack, Target
-from keyhole.recover.foreign import WrittenIds
-from keyhole.recover.leaks import Leak, load_leak
-from keyhole.recover.recover_text import checked, recovering
+from keyhole.models.loading import Loaded, identity
+from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
+from keyhole.recover.embeddings.judge import judge_vector
+from keyhole.recover.files.arrays import Dump, arrays_of
+from keyhole.recover.files.sources import Opened, Source, WrittenIds, open_sources, opened_by
+from keyhole.recover.judge import Judge, Verdict
+from keyhole.recover.layers.judge import judge_rows
+from keyhole.recover.leaks import TYPES, Leak
+from keyhole.recover.originals import Original, Shared
+from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
-from keyhole.recover.simulate import degrade, leak_of, parse_forms, with_noise
-from keyhole.recover.sources import Source, head_for, open_leaks, read_sources, task_for
+from keyhole.recover.simulate import MAX_LENGTH, with_noise
 
-UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
+NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
+LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
+_JUDGES: dict[str, Judge] = {"pooled": cast("Judge", judge_vector)}  # of other kinds: judge_rows
 
 
 @dataclass(frozen=True, eq=False)
 class LeakRead:
     """Leak `number` of a run, known by the digest of what is in it, and the text read from it.
 
-    `before` says that an earlier run had read it.
+    `before` says that an earlier run had read it; `exact` and `shared` how much of the true text
+    came back, where that is known; `padding` is the id where an attack had nothing to say.
     """
 
     number: int
@@ -42,9 +53,18 @@ class LeakRead:
     digest: str
     recovery: TextRecovery
     before: bool = False
+    padding: int | None = None
+    exact: bool | None = None
+    shared: Shared | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"leak": self.leak, "digest": self.digest, **self.recovery.to_dict()}
+        known = {}
+        if self.shared is not None:
+            known = {
+                "exact": self.exact, "token_f1": self.shared.f1, "names_read": self.shared.read,
+                "names": self.shared.named,
+            }  # fmt: skip
+        return {"leak": self.leak, "digest": self.digest, **self.recovery.to_dict(), **known}
 
 
 def run(
@@ -55,10 +75,12 @@ def run(
     corpus: str | Path | None = None,
     noise: float | None = None,
     expose: str | Exposure | None = None,
+    truth: Sequence[str] | None = None,
     device: str = "cpu",
     allow_pickle: bool = False,
     out: str | Path | None = None,
     track: Track = untracked,
+    notify: Callable[[LeakRead], None] | None = None,
 ) -> list[TextRecovery]:
     """The texts behind leaks of one exposure, in the order of the leaks.
 
@@ -68,74 +90,83 @@ def run(
     `corpus` is a file of texts like those that are looked for, where an attack counts one.
     `noise` is how strong the leaks' noise is known to be, in standard deviations of the leak.
     `expose` says what files of other programs, or arrays, hold: `hidden:3`, `kv:0`; without it,
-    names and shapes tell, and which layer explains the numbers.
-    `out` is the file that takes every result as it comes; leaks that are in it are not read again.
+    names and shapes tell, and which layer explains the numbers. `truth` are the true texts, one for
+    each leak. `out` is the file that takes every result as it comes; leaks that are in it are not
+    read again. `notify` gets each text: first what `out` had, then each once it is recovered.
     """
-    loaded, sources = model, read_sources(leaks)
-    if isinstance(loaded, str):
-        task = task_for(sources, expose)
-        loaded = open_model(loaded, task=task, device=device, allow_pickle=allow_pickle)
-    read = recovering_files(
-        loaded, open_leaks(loaded, sources, expose), method=method, corpus=corpus, noise=noise,
-        out=out, track=track,
-    )  # fmt: skip
-    return [text.recovery for text in sorted(read, key=lambda text: text.number)]
-
-
-def recovering_files(
-    loaded: Loaded,
-    leaks: Source | Sequence[Source],
-    *,
-    method: str | Attack | None = None,
-    corpus: str | Path | None = None,
-    noise: float | None = None,
-    expose: str | Exposure | None = None,
-    out: str | Path | None = None,
-    track: Track = untracked,
-) -> Iterator[LeakRead]:
-    """The same as they come: what an earlier run had read, then each text once it is recovered."""
-    files = open_leaks(loaded, leaks, expose)
-    names, opened = [file.name for file in files], [file.leak for file in files]
+    loaded, opened = open_leaks(model, leaks, expose, device=device, allow_pickle=allow_pickle)
     if noise is not None:
-        opened = [with_noise(leak, noise) for leak in opened]
+        opened = [replace(file, leak=with_noise(file.leak, noise)) for file in opened]
     target = Target.of(loaded.model, loaded.tokenizer)
-    checked(target, opened)  # before anything is written
-    attack = _attack(target, opened[0], method, corpus)
-    ids = [file.ids for file in files if file.ids is not None]
-    written = attack is None and len(ids) == len(files)
-    digests = [leak.digest for leak in opened]
+    texts = checked(target, [file.leak for file in opened])  # before anything is written
+    attack = _named_attack(target, texts[0], method, corpus)
+    originals = _originals(target, truth, len(opened))
+    done: dict[int, TextRecovery] = {}
+
+    def finish(number: int, recovery: TextRecovery, before: bool = False) -> None:
+        done[number] = recovery
+        if notify is not None:
+            file, original = opened[number], originals[number]
+            exact = shared = None
+            if original is not None:
+                exact = original.is_exactly(loaded.tokenizer, recovery.ids)
+                shared = original.shared(loaded.tokenizer, recovery.ids)
+            padding = getattr(loaded.tokenizer, "pad_token_id", None)
+            notify(
+                LeakRead(
+                    number, file.name, file.leak.digest, recovery, before, padding, exact, shared
+                )
+            )
+
+    with (
+        Journal(out, _identity(loaded, method, corpus)) as journal,
+        threads_for(largest_matrix(loaded.model)),
+    ):
+        overall = track("recover", len(opened))
+        for number, file in enumerate(opened):
+            if file.leak.digest in journal:
+                recovery = journal.recall(file.leak.digest, TextRecovery.from_dict)
+                finish(number, recovery, before=True)
+        overall(len(done))
+        fresh = [number for number in range(len(opened)) if number not in done]
+        if attack is None and all(file.ids is not None for file in opened):
+            attack = WrittenIds([opened[number].ids or () for number in fresh])
+        texts = [texts[number] for number in fresh]
+        tokens = sum(leak.length or 0 for leak in texts)
+        progress = track(f"tokens from {opened[0].leak.exposure}", tokens or None)
+        for place, recovery in _recovering(target, texts, attack, progress, track):
+            number, file = fresh[place], opened[fresh[place]]
+            read = LeakRead(number, file.name, file.leak.digest, recovery)
+            journal.add({read.digest: read.to_dict()})
+            finish(number, recovery)
+            overall(len(done), note=Path(file.name).name)
+    return [done[number] for number in range(len(opened))]
+
+
+def _identity(
+    loaded: Loaded, method: str | Attack | None, corpus: str | Path | None
+) -> dict[str, Any]:
+    """What determines a run: a file of results of another one is refused."""
     settings = method if isinstance(method, str | None) else repr(method)
     identity = {"run": "text recovery", "model": loaded.identity, "method": settings}
     if corpus is not None:
         identity["corpus"] = digest(read_text(corpus, "a corpus"))
-    with Journal(out, identity) as journal, threads_for(largest_matrix(loaded.model)):
-        overall = track("invert text", len(opened))
-        fresh: list[int] = []
-        for number, key in enumerate(digests):
-            if key in journal:
-                recovery = journal.recall(key, TextRecovery.from_dict)
-                yield LeakRead(number, names[number], key, recovery, before=True)
-            else:
-                fresh.append(number)
-        texts = [opened[number] for number in fresh]
-        finished = len(opened) - len(fresh)
-        overall(finished)
-        tokens = sum(leak.length or 0 for leak in texts)
-        progress = track(f"tokens from {opened[0].exposure}", tokens or None)
-        if written:
-            attack = WrittenIds([ids[number] for number in fresh])
-        for place, recovery in recovering(
-            loaded.model, loaded.tokenizer, texts, method=attack, progress=progress, track=track
-        ):
-            number = fresh[place]
-            read = LeakRead(number, names[number], digests[number], recovery)
-            journal.add({read.digest: read.to_dict()})
-            finished += 1
-            overall(finished, note=Path(read.leak).name)
-            yield read
+    return identity
 
 
-def _attack(
+def _originals(
+    target: Target, truth: Sequence[str] | None, count: int
+) -> Sequence[Original | None]:
+    """The true texts as the model takes them, one for each leak."""
+    if truth is None:
+        return [None] * count
+    if len(truth) != count:
+        raise InputError(f"expected {count} true texts, one for each leak, got {len(truth)}")
+    most = min(MAX_LENGTH, target.parts.max_length)
+    return [Original.of(target.tokenizer, text, most) for text in truth]
+
+
+def _named_attack(
     target: Target, leak: Leak, method: str | Attack | None, corpus: str | Path | None
 ) -> Attack | None:
     """The attack of that name, if it reads such a leak; None leaves the choice to the leak."""
@@ -143,103 +174,274 @@ def _attack(
     if method is None and corpus is not None:
         method = WITH_CORPUS
         if method not in names:
-            raise InputError(f"expected no --corpus for {leak.exposure}: no attack on it reads one")
+            raise InputError(f"no attack on {leak.exposure} reads a corpus: leave --corpus out")
     if not isinstance(method, str):
         return method
     if ATTACKS[method].name not in names:
-        kind = "a causal model" if target.parts.causal else "an encoder"
         known = " or ".join(names) or "none"
-        raise InputError(f"expected --method {known} for {leak.exposure} of {kind}, got {method}")
+        raise InputError(
+            f"{method} does not read {leak.exposure} of {_kind(target)}: choose {known}"
+        )
     return ATTACKS.make(method, corpus=corpus)
 
 
-def capture(
+def _kind(target: Target) -> str:
+    return "a causal model" if target.parts.causal else "an encoder"
+
+
+def open_leaks(
     model: str | Loaded,
-    texts: str | Sequence[str],
-    expose: str | Exposure,
+    leaks: Source | Sequence[Source],
+    expose: str | Exposure | None = None,
     *,
-    out: str | Path = "leak.safetensors",
-    precision: str = "float32",
-    noise: float = 0.0,
-    forms: Sequence[str] = (),
     device: str = "cpu",
     allow_pickle: bool = False,
-    force: bool = False,
-    seed: int = 0,
-) -> list[Path]:
-    """Run a model on texts and write down what it would leak, to hand to an attacker.
-
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
-    is the file, or a folder where there are several texts. The leak takes the `forms` that
-    `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
-    deviation was added. A folder remembers in a journal which leaks are in it until all of them
-    are; `force` replaces the journal of another run.
-    """
-    return [
-        path
-        for path, _ in capturing(
-            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
-            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
-        )
-    ]  # fmt: skip
+) -> tuple[Loaded, list[Opened]]:
+    """The model, with the head that such leaks come from, and the leaks that the sources hold."""
+    return open_sources(
+        model, leaks, _parsed(expose), _verifies, device=device, allow_pickle=allow_pickle
+    )
 
 
-def capturing(
-    model: str | Loaded,
-    texts: str | Sequence[str],
-    expose: str | Exposure,
-    *,
-    out: str | Path = "leak.safetensors",
-    precision: str = "float32",
-    noise: float = 0.0,
-    forms: Sequence[str] = (),
-    device: str = "cpu",
-    allow_pickle: bool = False,
-    force: bool = False,
-    seed: int = 0,
-) -> Iterator[tuple[Path, Leak]]:
-    """The same as they come: each leak and the file that holds it."""
-    expect_seed(seed)
-    parse_forms(forms)
-    exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    paths = files_of(Path(out), len(texts))
-    loaded = model
-    if isinstance(loaded, str):
-        loaded = open_model(
-            loaded, task=head_for(exposure.kind), device=device, allow_pickle=allow_pickle
-        )
+def _parsed(expose: str | Exposure | None) -> Exposure | None:
+    return Exposure.parse(expose) if isinstance(expose, str) else expose
+
+
+def _verifies(target: Target, leak: Leak) -> bool:
+    """Is there a text behind the leak that the judge verifies?"""
     try:
-        paths[0].parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise trouble("a folder to write to", paths[0].parent, error) from error
-    run: dict[str, Any] = {
-        "run": "capture", "model": loaded.identity, "exposure": str(exposure),
-        "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
-    }  # fmt: skip
-    if forms:
-        run["forms"] = list(forms)
-    unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
-    with Journal(unfinished, run, force=force) as journal:
-        for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
-            if path.name in journal and path.exists():
-                yield path, load_leak(path)
-                continue
-            leak = leak_of(loaded.model, loaded.tokenizer, text, exposure)
-            leak = degrade(leak, precision, noise, seed + number, forms)
-            leak.save(path)
-            journal.add({path.name: {}})
-            yield path, leak
-    if unfinished is not None:
-        unfinished.unlink(missing_ok=True)
+        ((_, recovery),) = _recovering(target, checked(target, [leak]))
+    except InputError:
+        return False
+    return recovery.verified
 
 
-def files_of(out: Path, count: int) -> list[Path]:
-    """The files that so many leaks are written to."""
-    if count == 0:
-        raise InputError("expected one text or more, got none")
-    if count == 1:
-        return [out]
-    if out.suffix:
-        raise InputError(f"expected a folder for {count} leaks, got {out}")
-    return [out / f"leak-{number:04d}.safetensors" for number in range(count)]
+def recover_text(
+    model: Any,
+    tokenizer: Any,
+    leak: Leak | Any,
+    *,
+    expose: str | Exposure | None = None,
+    method: Attack | None = None,
+    progress: Progress = silent,
+) -> TextRecovery:
+    """The text that the leak gives away, verified by running the model on it.
+
+    `leak` may be an array as well, of NumPy or torch, or several by name: `expose` says what it
+    holds (`hidden:3`), or else its shape and its numbers do.
+    """
+    if not isinstance(leak, tuple(TYPES.values())):
+        target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
+        opened = opened_by(target, [dump], _parsed(expose), _verifies)
+        if len(opened) > 1:
+            raise InputError(f"expected one text, got {len(opened)}: recover.run takes several")
+        leak = opened[0].leak
+    return recover_texts(model, tokenizer, [leak], method=method, progress=progress)[0]
+
+
+def recover_texts(
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    progress: Progress = silent,
+) -> list[TextRecovery]:
+    """Many leaks of one exposure at once, in the order in which they were given."""
+    recoveries = dict(recovering(model, tokenizer, leaks, method=method, progress=progress))
+    return [recoveries[number] for number in range(len(leaks))]
+
+
+def recovering(
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+    *,
+    method: Attack | None = None,
+    progress: Progress = silent,
+    track: Track = untracked,
+) -> Iterator[tuple[int, TextRecovery]]:
+    """The same, one by one as they come: (number of the leak, what became of it).
+
+    `progress` gets how many tokens fit so far, and of how many; `track` follows the parts of an
+    attack that has any.
+    """
+    started = time.perf_counter()
+    target = Target.of(model, tokenizer)
+    yield from _recovering(target, checked(target, leaks), method, progress, track, started)
+
+
+def _recovering(
+    target: Target,
+    texts: Sequence[Leak],
+    method: Attack | None = None,
+    progress: Progress = silent,
+    track: Track = untracked,
+    started: float | None = None,
+) -> Iterator[tuple[int, TextRecovery]]:
+    if not texts:
+        return
+    count = TokenCount(texts, progress)
+    clock = _Clock(count, time.perf_counter() if started is None else started)
+    target = replace(target, count=count, track=track)
+    left = set(range(len(texts)))
+    name = "" if method is None else type(method).__name__
+    judge = _JUDGES.get(texts[0].kind, judge_rows)
+    try:
+        attack = method or _default_attack(target, texts[0])
+        name = type(attack).__name__
+        with solvable(target.model):
+            for number, proposal in attack(target, texts):
+                clock.share(number)
+                recovery = _judged(judge, target, texts[number], proposal, name)
+                left.discard(number)
+                count.set(number, len(recovery.ids))
+                yield number, replace(recovery, seconds=clock.seconds(number))
+                clock.go_on()
+    except Unsuccessful as end:
+        clock.share(*left)
+        for number in sorted(left):
+            seconds = clock.seconds(number)
+            yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
+            clock.go_on()
+
+
+def _default_attack(target: Target, leak: Leak) -> Attack:
+    """The first attack of the registry that reads this leak."""
+    names = readers(leak.kind, target.parts.causal, leak.in_no_order)
+    if not names:
+        order = " in no order" if leak.in_no_order else ""
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure}{order} of {_kind(target)}"
+        )
+    return ATTACKS.make(names[0])
+
+
+def _judged(
+    judge: Judge, target: Target, leak: Leak, proposal: Proposal, method: str
+) -> TextRecovery:
+    ids = proposal.ids
+    if not ids or len(ids) != (leak.length or len(ids)):
+        reason = f"{len(ids)} tokens proposed for {leak.length} positions"
+        verdict = Verdict.without_fit(Status.UNSOLVED, reason, len(ids))
+    else:
+        verdict = judge(target, leak, ids)
+    lost, status = _lost(target, leak, ids), verdict.status
+    if lost and status is Status.RECOVERED:
+        status = Status.INEXACT  # every token came back, but not every character
+    short = ""
+    if leak.kind == "pooled" and status in (Status.UNSOLVED, Status.MISMATCH):
+        # One vector for a whole text, of all texts that there are: nothing was ruled out.
+        status, short = Status.BUDGET, f"{NOT_ARRIVED}: {LEARN_MORE}"
+    notes = (verdict.reason, *lost, short, proposal.note)
+    return TextRecovery(
+        status=status,
+        reason="; ".join(note for note in notes if note),
+        method=method,
+        ids=ids,
+        text=target.decode(ids),
+        verified=verdict.verified,
+        passes=proposal.passes + verdict.forwards,
+        seconds=0.0,
+        marks=verdict.marks,
+        residual=verdict.residual,
+        precision=verdict.precision,
+        forwards=proposal.forwards + verdict.forwards,
+        fitting=proposal.fitting,
+        tested=proposal.tested,
+        judging=verdict.forwards,
+        similarity=verdict.similarity,
+        pieces=target.pieces(ids),
+    )
+
+
+def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
+    """What the text had that its tokens do not hold."""
+    notes: list[str] = []
+    unknown = unknown_token(target.tokenizer)
+    count = ids.count(unknown) if unknown is not None else 0
+    if count:
+        name = target.tokenizer.convert_ids_to_tokens(unknown)
+        notes.append(f"{count} {name}: something stood there that the tokenizer has no token for")
+    if leak.length == target.parts.max_length:
+        notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
+    return notes
+
+
+class _Clock:
+    """The seconds of each leak: its own, and its share of what was done for several at once.
+
+    What passes until an attack has a proposal belongs to the leaks that it worked on meanwhile, in
+    equal parts; judging a proposal belongs to its leak. What happens to a result once it is out
+    belongs to nobody. All seconds together are the time that the recovery took.
+    """
+
+    def __init__(self, count: TokenCount, since: float) -> None:
+        self._count, self._since = count, since
+        self._spent: defaultdict[int, float] = defaultdict(float)
+
+    def share(self, *ready: int) -> None:
+        """The time since the last proposal is theirs that were worked on; some are ready now."""
+        now, numbers = time.perf_counter(), {*self._count.under_way, *ready}
+        for number in numbers:
+            self._spent[number] += (now - self._since) / len(numbers)
+        self._since = now
+        self._count.under_way.clear()
+
+    def seconds(self, number: int) -> float:
+        """What leak `number` took in all, what has passed since `share` included."""
+        self._count.under_way &= {number}
+        self.share(number)
+        return self._spent[number]
+
+    def go_on(self) -> None:
+        self._since = time.perf_counter()
+
+
+def checked(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
+    """The leaks without the padding after their texts; those that cannot be are refused."""
+    texts = [_check(target, leak) for leak in leaks]
+    if len({(text.kind, text.exposure, text.in_no_order) for text in texts}) > 1:
+        raise InputError("the leaks are of several exposures: recover each by itself")
+    return texts
+
+
+def _check(target: Target, leak: Leak) -> Leak:
+    """Refuse a leak that cannot be this model's; drop the padding after the text."""
+    if not isinstance(leak, tuple(TYPES.values())):
+        names = ", ".join(kind.__name__ for kind in TYPES.values())
+        raise InputError(f"expected a leak ({names}), got {type(leak).__name__}")
+    leak.exposure.block(target.parts)
+    if leak.model is not None and leak.model != identity(target.model):
+        raise InputError(
+            f"the leak is of the model {leak.model}, and this is {identity(target.model)}"
+        )
+    _check_shapes(target, leak)
+    if leak.mask is None or leak.length is None:
+        return leak
+    if not bool(leak.mask.any()):
+        raise InputError("expected a mask with text in it, got only padding")
+    return leak.cut(int(leak.mask.nonzero().max()) + 1)
+
+
+def _check_shapes(target: Target, leak: Leak) -> None:
+    parts, length = target.parts, leak.length
+    if length is not None and length > parts.max_length:
+        raise InputError(f"expected at most {parts.max_length} positions, got {length}")
+    width = leak.exposure.width or parts.width
+    if width > parts.width:
+        raise InputError(f"expected rows of at most {parts.width} numbers, got {width}")
+    expected = {
+        "hidden": (length, width),
+        "attention": (length, parts.width),
+        "kv": (parts.key_heads, length, parts.head_dim),
+        "maps": (parts.heads, length, length),
+        "pooled": (width,),
+        "logits": (leak.exposure.steps, target.vocabulary),
+    }[leak.kind]
+    for name, tensor in leak.tensors.items():
+        if tuple(tensor.shape) != expected:
+            raise InputError(
+                f"expected {name} of {leak.exposure} with shape {expected}, "
+                f"got {tuple(tensor.shape)}: is it another model's?"
+            )

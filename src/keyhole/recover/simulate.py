@@ -10,28 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, expect_number
+from keyhole.core.errors import InputError, expect_number, expect_seed
+from keyhole.core.files import trouble
+from keyhole.core.journal import Journal, digest
 from keyhole.data import opening
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import Exposure, capture
-from keyhole.models.loading import identity
-from keyhole.recover.base_leak import PRECISIONS
-from keyhole.recover.leaks import TYPES, HiddenStates, Leak, Logits, Pooled
-from keyhole.recover.scrambled import FORMS as SECRET_FORMS
-from keyhole.recover.scrambled import hidden_behind
-from keyhole.recover.solvable import expect_numbers
+from keyhole.models.capture import Exposure
+from keyhole.models.capture import capture as exposed
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded, identity
+from keyhole.recover.attack import expect_numbers
+from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled, load_leak
+from keyhole.recover.secrets import FORMS as SECRET_FORMS
+from keyhole.recover.secrets import hidden_behind
 
 FORMS = {
     "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
     "truncated": "truncated:K", "log-probabilities": "log-probabilities",
     **{name: f"{name}:KEY" for name in SECRET_FORMS},
 }  # fmt: skip
-LONGEST = 512  # tokens of a text that a leak is made of
+MAX_LENGTH = 512  # tokens of a text that a leak is made of
+UNFINISHED = "capture.journal"  # in a folder of leaks, until all of them are there
 
 
 def leak_of(
@@ -40,7 +45,7 @@ def leak_of(
     text: str | Sequence[int],
     exposure: Exposure | str,
     *,
-    most: int = LONGEST,
+    most: int = MAX_LENGTH,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 
@@ -58,7 +63,7 @@ def leak_of(
     if not ids:
         raise InputError("expected one token or more, got none")
     with torch.no_grad():
-        given = capture(model, exposure, ids=torch.tensor([ids], device=parts.device))
+        given = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
     expect_numbers(model, given.values())
     tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
     about: dict[str, Any] = {"model": identity(model)}
@@ -186,3 +191,72 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "int4": _steps(7),
     "binary": lambda tensor: torch.where(tensor > 0, 1.0, -1.0),
 }
+
+
+def capture(
+    model: str | Loaded,
+    texts: str | Sequence[str],
+    expose: str | Exposure,
+    *,
+    out: str | Path = "leak.safetensors",
+    precision: str = "float32",
+    noise: float = 0.0,
+    forms: Sequence[str] = (),
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    force: bool = False,
+    seed: int = 0,
+    notify: Callable[[Path, Leak], None] | None = None,
+) -> list[Path]:
+    """Run a model on texts and write down what it would leak, to hand to an attacker.
+
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled`, `logits` or `logits:4`. `out`
+    is the file, or a folder where there are several texts. The leak takes the `forms` that
+    `degrade` knows, and is rounded to `precision` after noise of `noise` times its standard
+    deviation was added. A folder remembers in a journal which leaks are in it until all of them
+    are; `force` replaces the journal of another run. `notify` gets each leak and its file.
+    """
+    expect_seed(seed)
+    parse_forms(forms)
+    exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    paths = files_of(Path(out), len(texts))
+    if isinstance(model, str):
+        task = "causal" if exposure.kind == "logits" else "base"
+        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise trouble("a folder to write to", paths[0].parent, error) from error
+    run: dict[str, Any] = {
+        "run": "capture", "model": model.identity, "exposure": str(exposure),
+        "precision": precision, "noise": noise, "seed": seed, "texts": digest(texts),
+    }  # fmt: skip
+    if forms:
+        run["forms"] = list(forms)
+    unfinished = paths[0].parent / UNFINISHED if len(texts) > 1 else None
+    with Journal(unfinished, run, force=force) as journal:
+        for number, (text, path) in enumerate(zip(texts, paths, strict=True)):
+            if path.name in journal and path.exists():
+                leak = load_leak(path)
+            else:
+                leak = leak_of(model.model, model.tokenizer, text, exposure)
+                leak = degrade(leak, precision, noise, seed + number, forms)
+                leak.save(path)
+                journal.add({path.name: {}})
+            if notify is not None:
+                notify(path, leak)
+    if unfinished is not None:
+        unfinished.unlink()
+    return paths
+
+
+def files_of(out: Path, count: int) -> list[Path]:
+    """The files that so many leaks are written to."""
+    if count == 0:
+        raise InputError("expected one text or more, got none")
+    if count == 1:
+        return [out]
+    if out.suffix:
+        raise InputError(f"expected a folder for {count} leaks, got {out}")
+    return [out / f"leak-{number:04d}.safetensors" for number in range(count)]

@@ -13,8 +13,8 @@ from keyhole.assess import Assessment, Card, Decision, Item
 from keyhole.core import dump
 from keyhole.report import words
 
-SCHEMA = "urn:keyhole:schema:audit:1"
-_FILE = "schemas/audit-1.schema.json"
+SCHEMA = "urn:keyhole:schema:audit:2"
+_FILE = "schemas/audit-2.schema.json"
 
 
 def render(assessment: Assessment, name: str | None = None) -> str:

@@ -84,7 +84,7 @@ def _imposed(problem, X):
     return Equations.of([problem]).impose(X.unsqueeze(0))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     n=st.integers(1, 6),
     d=st.integers(1, 5),

@@ -59,11 +59,11 @@ def test_digits_double_near_the_solution(seed):
         assert after <= max(10 * before**2, 1e-14)
 
 
-@pytest.mark.parametrize(("n", "d"), [(4, 8), (8, 4), (6, 6)])
+@pytest.mark.parametrize(("n", "d"), [(3, 6), (6, 3), (4, 4)])
 def test_without_a_prior(n, d):
     for seed in range(2):
         problem, X = invert.plant(n, d, seed=seed)
-        result = invert.LevenbergMarquardt(starts=48, solutions=20)(problem)
+        result = invert.LevenbergMarquardt(starts=32, solutions=20)(problem)
         assert result.status is Status.RECOVERED
         for solution in result.solutions:
             assert residual_of(problem, solution) < 1e-12

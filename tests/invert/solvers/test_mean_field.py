@@ -67,7 +67,7 @@ def test_a_singular_w_has_none():
 def test_every_crossing_of_the_curve_is_an_exact_input():
     crossed = 0
     for seed in range(4):
-        problem, _ = invert.plant(8, 4, seed=seed)
+        problem, _ = invert.plant(6, 3, seed=seed)
         reduced = reduce(problem)
         for X in solutions_along_the_curve(reduced.problem, points=150):
             assert judge(problem, reduced.restore(X)).status is Status.RECOVERED

@@ -31,32 +31,32 @@ def test_sentences_that_end_are_kept():
 
 
 def test_texts_differ_begin_as_told_and_come_again(language_model):
-    texts = draw_texts(language_model, 12, begins=BEGINS, longest=10, seed=3)
-    assert len(texts) == len(set(texts)) == 12
+    texts = draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=3)
+    assert len(texts) == len(set(texts)) == 6
     assert all(text.startswith(("w1 w2", "w3")) for text in texts)
-    assert texts == draw_texts(language_model, 12, begins=BEGINS, longest=10, seed=3)
-    assert texts != draw_texts(language_model, 12, begins=BEGINS, longest=10, seed=4)
+    assert texts == draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=3)
+    assert texts != draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=4)
 
 
 def test_a_run_goes_on_where_it_stopped(language_model, tmp_path, monkeypatch):
-    whole = draw_texts(language_model, 30, begins=BEGINS, longest=10)
+    whole = draw_texts(language_model, 12, begins=BEGINS, max_length=6)
     batches: list[int] = []
     batch = drawn._batch
 
-    def stopped(loaded, begins, longest, seed):
+    def stopped(loaded, begins, max_length, seed):
         if len(batches) == 1:
             raise KeyboardInterrupt
         batches.append(seed)
-        return batch(loaded, begins, longest, seed)
+        return batch(loaded, begins, max_length, seed)
 
     monkeypatch.setattr(drawn, "_batch", stopped)
     journal = tmp_path / "texts.journal"
     with pytest.raises(KeyboardInterrupt):
-        draw_texts(language_model, 30, begins=BEGINS, longest=10, journal=journal)
+        draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal)
     monkeypatch.setattr(drawn, "_batch", batch)
-    assert draw_texts(language_model, 30, begins=BEGINS, longest=10, journal=journal) == whole
+    assert draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal) == whole
     with pytest.raises(InputError, match="seed"):
-        draw_texts(language_model, 30, begins=BEGINS, longest=10, journal=journal, seed=1)
+        draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal, seed=1)
 
 
 def test_sentences_begin_with_words(language_model):

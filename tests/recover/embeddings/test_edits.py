@@ -1,4 +1,4 @@
-"""Rivals of a text: one edit away, all kinds of edits, and the nearest token among them."""
+"""Texts around a text: one edit away, all kinds of edits, and the nearest token among them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import reference
 import tiny_models as tiny
 from keyhole.models import Exposure
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.edits import Vectors, rivals_of
+from keyhole.recover.embeddings.edits import Vectors, alternatives_to
 
 WAY = Exposure("pooled")
 VOCABULARY = range(1, 200)  # without padding
@@ -25,7 +25,7 @@ def texts(count=3, length=7):
     return [ids.tolist() for ids in tiny.ids(count, length)]
 
 
-def test_vectors_are_the_models_own_whatever_is_run_beside_them():
+def test_vectors_are_the_models_own_whatever_is_run_with_them():
     ids = texts()[0]
     vectors = Vectors(target(), WAY, ids)
     text = vectors.inside(ids)
@@ -60,22 +60,22 @@ def test_derivatives_are_those_of_finite_differences():
     assert torch.allclose(slopes[:, 2] @ step, change, rtol=2e-2, atol=2e-4)
 
 
-def test_rivals_are_one_edit_away_and_of_every_kind():
+def test_alternatives_are_one_edit_away_and_of_every_kind():
     ids = texts()[0]
     vectors = Vectors(target(), WAY, ids)
     text = vectors.inside(ids)
     own = vectors([text])[0]
-    rivals = rivals_of(vectors, text, own, same_length=False)
-    assert set(rivals.texts) <= reference.one_edit_away(text, VOCABULARY)
-    assert len(set(rivals.texts)) == len(rivals.texts)
-    lengths = [len(edit) - len(text) for edit in rivals.texts]
+    alternatives = alternatives_to(vectors, text, own, same_length=False)
+    assert set(alternatives.texts) <= reference.one_edit_away(text, VOCABULARY)
+    assert len(set(alternatives.texts)) == len(alternatives.texts)
+    lengths = [len(edit) - len(text) for edit in alternatives.texts]
     assert {lengths.count(1) > len(text), lengths.count(-1) == len(text)} == {True}
-    swaps = [edit for edit in rivals.texts if sorted(edit) == sorted(text)]
+    swaps = [edit for edit in alternatives.texts if sorted(edit) == sorted(text)]
     assert len(swaps) == len(text) * (len(text) - 1) // 2
-    same = rivals_of(vectors, text, own, same_length=True)
+    same = alternatives_to(vectors, text, own, same_length=True)
     assert {len(edit) for edit in same.texts} == {len(text)}
-    assert torch.equal(vectors(rivals.texts), rivals.vectors)
-    for edit, touched in zip(rivals.texts, rivals.touched.tolist(), strict=True):
+    assert torch.equal(vectors(alternatives.texts), alternatives.vectors)
+    for edit, touched in zip(alternatives.texts, alternatives.touched.tolist(), strict=True):
         if len(edit) == len(text):
             assert touched == [a != b for a, b in zip(text, edit, strict=True)]
         elif len(edit) < len(text):
@@ -85,22 +85,22 @@ def test_rivals_are_one_edit_away_and_of_every_kind():
 
 
 def test_the_nearest_of_all_edits_is_among_them():
-    """Against every text one edit away; a miss would be a rival not met."""
+    """Against every text one edit away; a miss would be an alternative not met."""
     hits = 0
-    for ids in texts(8, 5):
+    for ids in texts(4, 5):
         vectors = Vectors(target(), WAY, ids)
         text = vectors.inside(ids)
         own = vectors([text])[0]
         everything = sorted(reference.one_edit_away(text, VOCABULARY))
         best = everything[int((vectors(everything) @ own).argmax())]
-        hits += best in rivals_of(vectors, text, own, same_length=False).texts
-    assert hits >= 7
+        hits += best in alternatives_to(vectors, text, own, same_length=False).texts
+    assert hits == 4
 
 
-def test_a_long_text_has_a_bounded_number_of_rivals():
+def test_a_long_text_has_a_bounded_number_of_alternatives():
     ids = texts(1, 78)[0]
     vectors = Vectors(target(), WAY, ids)
     text = vectors.inside(ids)
-    rivals = rivals_of(vectors, text, vectors([text])[0], same_length=False)
-    assert len(rivals.texts) <= 64 * 12 + 128 + 64 + 5 * 65
-    assert rivals.touched.any(0).sum() >= 64
+    alternatives = alternatives_to(vectors, text, vectors([text])[0], same_length=False)
+    assert len(alternatives.texts) <= 64 * 12 + 128 + 64 + 5 * 65
+    assert alternatives.touched.any(0).sum() >= 64

@@ -47,7 +47,7 @@ def test_vectors_are_those_of_the_texts(encoder, endings):
 def test_the_nearest_against_a_loop(encoder, endings):
     goals = encoder.vectors(Texts.of([[5, 6, 40], [90]], 3))
     barred = torch.tensor([0, 1])
-    texts, owners = endings.nearest(goals, barred, 3, longest=6)
+    texts, owners = endings.nearest(goals, barred, 3, max_length=6)
     for number, goal in enumerate(goals):
         best = {}
         for run in range(2):
@@ -65,6 +65,6 @@ def test_the_nearest_against_a_loop(encoder, endings):
 
 def test_texts_that_are_too_long_are_left_out(encoder, endings):
     goals = encoder.vectors(Texts.of([[5, 6, 40]], 3))
-    texts, owners = endings.nearest(goals, torch.tensor([0]), 50, longest=2)
+    texts, owners = endings.nearest(goals, torch.tensor([0]), 50, max_length=2)
     assert len(texts) == len(owners) < 50
     assert int(texts.lengths.max()) <= 2

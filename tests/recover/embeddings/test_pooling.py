@@ -13,18 +13,18 @@ from keyhole.core.errors import InputError
 from keyhole.models.capture import POOLINGS, Exposure, capture
 from keyhole.recover.embeddings.pooling import (
     embeddings,
+    encoder_max_length,
     from_known,
     from_settings,
     from_statistics,
     from_texts,
-    longest_text,
     ways,
 )
-from keyhole.recover.simulate import LONGEST, degrade, leak_of
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
 TEXTS = ["w1 w20 w3 w4", "w9 w8", "w77 w66 w3 w12 w14"]
 OTHERS = ["w5 w6 w7", "w100 w101", "w150 w2 w3 w4 w5", "w11 w12 w13 w14"]
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=2), tiny.tokenizer()
+MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
 
 
 @pytest.mark.parametrize("way", ways(MODEL), ids=lambda way: f"{way.pooling} {way.normalised}")
@@ -71,7 +71,7 @@ def test_the_lengths_of_truncated_vectors_say_what_was_normalised(normalised, un
         assert (pooling.normalised, pooling.unit) == (normalised or unit, unit)
 
 
-@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_rounding_does_not_matter(precision):
     leaks = [degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS]
     vectors = torch.stack([leak.tensors["values"] for leak in leaks])
@@ -87,7 +87,7 @@ def test_another_encoder_is_told():
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-@pytest.mark.parametrize("name", ["mean", "cls", "max", "last"])
+@pytest.mark.parametrize("name", ["mean", "last"])
 def test_a_guess_says_that_it_is_one(name, normalised):
     vectors = embeddings(MODEL, WORDS, OTHERS, Exposure("pooled", 0, name, normalised))
     pooling = from_statistics(MODEL, WORDS, TEXTS, vectors)
@@ -133,7 +133,7 @@ def test_padding_is_no_part_of_an_embedding(name, side):
     mask = torch.ones_like(ids)
     spared = slice(0, 2) if side == "left" else slice(5, 7)
     mask[1, spared] = 0
-    states = capture(MODEL, Exposure("hidden", 2), ids=ids, mask=mask)["values"].double().numpy()
+    states = capture(MODEL, Exposure("hidden", 1), ids=ids, mask=mask)["values"].double().numpy()
     way = Exposure("pooled", 0, name, normalised=False)
     pooled = capture(MODEL, way, ids=ids, mask=mask)["values"].double().numpy()
     for row in range(3):
@@ -145,9 +145,9 @@ def test_padding_is_no_part_of_an_embedding(name, side):
 def test_a_text_is_cut_off_where_its_encoder_cuts_it(tmp_path):
     """all-MiniLM-L6-v2 reads 256 tokens of 512: what comes after them is in no vector."""
     settings = tmp_path / "sentence_bert_config.json"
-    assert longest_text(tmp_path) == LONGEST
+    assert encoder_max_length(tmp_path) == MAX_LENGTH
     settings.write_text('{"max_seq_length": 4, "do_lower_case": false}')
-    assert longest_text(tmp_path) == 4
+    assert encoder_max_length(tmp_path) == 4
     texts = ["w1 w2 w3 w4", "w9 w8 w7 w6 w5"]  # four: two of their words and the frame
     way = Exposure("pooled", 0, "mean", True)
     vectors = embeddings(MODEL, WORDS, ["w1 w2", "w9 w8"], way)
@@ -158,6 +158,6 @@ def test_a_text_is_cut_off_where_its_encoder_cuts_it(tmp_path):
     for wrong in ('{"max_seq_length": "4"}', '{"max_seq_length": 0}', "{"):
         settings.write_text(wrong)
         with pytest.raises(InputError, match="sentence_bert_config"):
-            longest_text(tmp_path)
+            encoder_max_length(tmp_path)
     settings.write_text('{"max_seq_length": null}')
-    assert longest_text(tmp_path) == LONGEST
+    assert encoder_max_length(tmp_path) == MAX_LENGTH

@@ -59,8 +59,9 @@ def test_a_short_text_is_read_without_a_corpus_and_with_one(keyhole, tmp_path):
 
 def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):
     demo = load_demo()
-    vectors = embeddings(demo.model, demo.tokenizer, NOTES, Exposure("pooled")).float().numpy()
-    name = jsonl(tmp_path, vectors, list(NOTES))
+    note = min(NOTES, key=len)
+    vectors = embeddings(demo.model, demo.tokenizer, [note], Exposure("pooled")).float().numpy()
+    name = jsonl(tmp_path, vectors, [note])
     done = keyhole("audit", name, "--model", "demo")
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-report.json").findings
@@ -94,7 +95,7 @@ def test_one_vector_of_any_kind_is_read(kind):
     causal = family in tiny.DECODERS
     model = tiny.language_model(family) if causal else tiny.model(family)
     words = tiny.tokenizer(causal)
-    attack = CountedReader(LINES, longest=2, search=SumSearch(passes=4_000))
+    attack = CountedReader(LINES, max_length=2, search=SumSearch(passes=4_000))
     leaks = [leak_of(model, words, text, exposure) for text in SECRETS]
     recoveries = recover_texts(model, words, leaks, method=attack)
     assert [recovery.text for recovery in recoveries] == SECRETS
@@ -112,7 +113,9 @@ def test_beginnings_are_of_every_line_and_of_all_lengths():
 def test_a_token_alone_is_proposed_for_the_same_token_repeated():
     """Attention over equal values is that value: the state does not say how often it stood."""
     model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
-    attack = CountedReader(["w5 w5", "w7 w7 w7", "w5 w7"], longest=3, search=SumSearch(passes=500))
+    attack = CountedReader(
+        ["w5 w5", "w7 w7 w7", "w5 w7"], max_length=3, search=SumSearch(passes=500)
+    )
     leak = replace(leak_of(model, words, "w7 w7", Exposure("logits")), tokens=None)
     (recovery,) = recover_texts(model, words, [leak], method=attack)
     assert recovery.text == "w7"

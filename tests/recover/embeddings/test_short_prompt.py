@@ -60,7 +60,7 @@ def test_few_tokens_tried_and_long_prompts_left():
 def test_logits_of_another_text_are_never_verified():
     model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
     leak = leak_of(model, words, "w1 w2 w3 w4 w5", "logits")
-    recovery = recover_text(model, words, Logits(leak.values), method=ShortPrompt(longest=2))
+    recovery = recover_text(model, words, Logits(leak.values), method=ShortPrompt(max_length=2))
     assert not recovery.verified
 
 

@@ -9,8 +9,8 @@ import torch
 import reference
 from keyhole.core.errors import InputError
 from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.layers.precision import FLOOR
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.precision import FLOOR
 
 STREAM = torch.Generator().manual_seed(0)
 WIDTH = 64

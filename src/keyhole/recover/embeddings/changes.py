@@ -4,6 +4,24 @@ All changes of p texts stand in one table (p, N), the same kinds and places for 
 what each does to the vector is one tensor (p, N, d) that can be added up (sums.py). Two changes go
 together if they are in different slots: a token is replaced or left out once, and one token is put
 into a gap.
+
+Which tokens are worth trying where? How promising token t is at a place of a text whose vector is
+off by e − e′:
+
+    a·log odds_t(e)  +  b·missing_t(e − e′)  +  c·log p(t between its neighbours)
+
+with the odds of counts.py, which count a token that the text holds already for nothing, and the
+log-probability of its n-grams. Half of the tokens are chosen by weights for a text that is far off,
+half by weights that trust what is missing, which says more the nearer it is; and some by the odds
+alone. When it is a text's turn again, chance counts too, the more the more often, so that tokens
+further down come to be tried. The gradient of the encoder is of no use here: in texts of 17–24
+tokens of which 2, 3, 5, 8 are wrong the right token's median rank by it is 2,184, 2,952, 5,112 and
+6,011 of 30,522, and 4, 4, 8 and 23 by this sum (benchmarks/embedding_sums.py).
+
+Then the same tokens in another order: two pieces [a, b) and [c, d) of a text, a < b ≤ c < d, change
+places ("glad and tired" becomes "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so,
+but not run: what an exchange does to the log p of bigrams is told by the ends of the pieces alone,
+and some are drawn by that.
 """
 
 from __future__ import annotations
@@ -19,10 +37,15 @@ from keyhole.recover.embeddings.counts import Counted, NGrams, mixed
 from keyhole.recover.embeddings.encoder import Texts
 
 REPLACED, PUT_IN, LEFT_OUT = 0, 1, 2
+_COMMON = 200  # tokens that follow most others: vectors say little of them
+_MISSED = 100  # tokens that a text lacks
+_TURNS = 3  # after which chance counts no more than it did
+_NEVER = -1e3  # the log-odds of a token that no text holds
+_HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
 
 
 @dataclass(frozen=True, eq=False)
-class Singles:
+class SingleChanges:
     """N single changes of each of p texts."""
 
     parents: Texts
@@ -30,33 +53,27 @@ class Singles:
     allowed: Tensor  # (p, N)
     kinds: Tensor  # (N,)
     places: Tensor  # (N,) a token's place, or the gap before it
-    longest: int
+    max_length: int
 
     @classmethod
-    def of(cls, parents: Texts, replaced: Tensor, put_in: Tensor, longest: int) -> Singles:
+    def of(cls, parents: Texts, replaced: Tensor, put_in: Tensor, max_length: int) -> SingleChanges:
         """From tokens (p, n, m) for every place, and (p, n + 1, m′) for every gap."""
         (n, m), gaps = replaced.shape[1:], put_in.shape[2]
         device = replaced.device
         places, between = (torch.arange(k, device=device) for k in (n, n + 1))
         inside = places < parents.lengths[:, None]
-        fits = (between <= parents.lengths[:, None]) & (parents.lengths < longest)[:, None]
+        fits = (between <= parents.lengths[:, None]) & (parents.lengths < max_length)[:, None]
         new = replaced != parents.ids[:, :n, None]
+        may_replace = (inside[..., None] & new).flatten(1)
+        may_leave_out = inside & (parents.lengths > 1)[:, None]
+        kinds = [REPLACED] * (n * m) + [PUT_IN] * ((n + 1) * gaps) + [LEFT_OUT] * n
         return cls(
             parents,
             torch.cat([replaced.flatten(1), put_in.flatten(1), parents.ids[:, :n]], 1),
-            torch.cat(
-                [
-                    (inside[..., None] & new).flatten(1),
-                    fits.repeat_interleave(gaps, 1),
-                    inside & (parents.lengths > 1)[:, None],
-                ],
-                1,
-            ),
-            torch.tensor([REPLACED] * (n * m) + [PUT_IN] * ((n + 1) * gaps) + [LEFT_OUT] * n).to(
-                device
-            ),
+            torch.cat([may_replace, fits.repeat_interleave(gaps, 1), may_leave_out], 1),
+            torch.tensor(kinds).to(device),
             torch.cat([places.repeat_interleave(m), between.repeat_interleave(gaps), places]),
-            longest,
+            max_length,
         )
 
     @property
@@ -70,8 +87,8 @@ class Singles:
         return self.places + self.width * (self.kinds == PUT_IN)
 
     def applied(self, rows: Tensor, sets: Tensor) -> tuple[Texts, Tensor]:
-        """Text `rows[b]` with the changes `sets[b]` (b, k), -1 for none; and which have room."""
-        n, here = self.width, torch.arange(len(rows), device=rows.device)
+        """Text `rows[b]` with the changes `sets[b]` (b, k), -1 for none; and which are allowed."""
+        n, every = self.width, torch.arange(len(rows), device=rows.device)
         parents = self.parents[rows]
         tokens = parents.ids[:, :n].where(parents.mask[:, :n], -1)
         gaps = torch.full((len(rows), n + 1), -1, device=rows.device)
@@ -79,39 +96,16 @@ class Singles:
             change = column.clamp(min=0)
             kind = self.kinds[change].where(column >= 0, -1)
             place, token = self.places[change], self.tokens[rows, change]
-            for changed, wanted, value in (
-                (tokens, REPLACED, token), (tokens, LEFT_OUT, token.new_full((), -1)),
-                (gaps, PUT_IN, token),
-            ):  # fmt: skip
-                hit = kind == wanted
-                changed[here[hit], place[hit]] = value.expand(token.shape)[hit]
+            token = token.where(kind != LEFT_OUT, -1)
+            in_gap, at_place = kind == PUT_IN, (kind == REPLACED) | (kind == LEFT_OUT)
+            gaps[every[in_gap], place[in_gap]] = token[in_gap]
+            tokens[every[at_place], place[at_place]] = token[at_place]
         both = torch.full((len(rows), 2 * n + 1), -1, device=rows.device)
         both[:, 0::2], both[:, 1::2] = gaps, tokens
         order = (both < 0).long().argsort(dim=1, stable=True)
         lengths = (both >= 0).sum(1)
-        texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(self.longest)
-        return texts.clean(), (lengths > 0) & (lengths <= self.longest)
-
-
-# Which tokens are worth trying where, in texts that come near a vector.
-#
-# How promising token t is at a place of a text, next to a text whose vector is off by e − e′:
-#
-#     a·log odds_t(e)  +  b·missing_t(e − e′)  +  c·log p(t between its neighbours)
-#
-# with the odds of the bag (bag.py), which count a token that the text holds already for nothing,
-# and the log-probability of the n-grams (ngrams.py). Half of the tokens are chosen by weights for a
-# text that is far off, half by weights that trust what is missing, which says more the nearer it
-# is; and some by the odds alone. When it is a text's turn again, luck counts too, the more the more
-# often, so that tokens further down come to be tried. The gradient of the encoder is of no use
-# here: in texts of 17–24 tokens of which 2, 3, 5, 8 are wrong the right token's median rank by it
-# is 2,184, 2,952, 5,112 and 6,011 of 30,522, and 4, 4, 8 and 23 by this sum
-# (benchmarks/embedding_sums.py).
-
-_COMMON = 200  # tokens that follow most others: vectors say little of them
-_MISSED = 100  # tokens that a text lacks
-_TURNS = 3  # after which luck counts no more than it did
-_NEVER = -1e3  # the log-odds of a token that no text holds
+        texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(self.max_length)
+        return texts.clean(), (lengths > 0) & (lengths <= self.max_length)
 
 
 @dataclass(frozen=True)
@@ -138,7 +132,7 @@ class Shares:
 
 
 @dataclass(frozen=True, eq=False)
-class Luck:
+class Chance:
     """Noise on what is promised, in nats: as much as the turns (p,) that a text had before."""
 
     turns: Tensor
@@ -160,7 +154,7 @@ class LikelyTokens:
 
     @classmethod
     def of(cls, counted: Counted, goals: Tensor) -> LikelyTokens:
-        odds = counted.bag.odds(goals)
+        odds = counted.token_odds.odds(goals)
         odds[:, counted.special] = _NEVER
         ranks = odds.clone()
         ends = counted.ngrams.ends[: odds.shape[1]]
@@ -168,16 +162,16 @@ class LikelyTokens:
         ranks[:, counted.special] = _NEVER
         return cls(counted, odds, ranks)
 
-    def singles(
-        self, parents: Texts, off: Tensor, vectors: Tensor, luck: Luck, longest: int, base: int,
-        shares: Shares, own: Tensor | None = None,
-    ) -> Singles:  # fmt: skip
+    def changes(
+        self, parents: Texts, off: Tensor, vectors: Tensor, chance: Chance, max_length: int,
+        base: int, shares: Shares, own: Tensor | None = None,
+    ) -> SingleChanges:  # fmt: skip
         """Changes of texts that are `off` (p, d) from `vectors` (p,), out of `base` candidates.
 
         `own` (p, n + 1, V) is what a language model says of every token in each gap.
         """
         ngrams, n = self.counted.ngrams, int(parents.lengths.max())
-        missing = self.counted.bag.missing(off)
+        missing = self.counted.token_odds.missing(off)
         tokens = self._candidates(vectors, missing, base)
         odds, missing = self.odds[vectors].gather(1, tokens), missing.gather(1, tokens)
         row = ngrams.framed(Texts(parents.ids[:, :n], parents.lengths))
@@ -186,35 +180,32 @@ class LikelyTokens:
         if own is not None:
             after = mixed(after, own[:, : n + 1].gather(2, wide))
         before = ngrams.pairs(wide, row[:, 1:, None].expand_as(wide))
-        here = tokens[:, None] == row[:, 1:-1, None]  # (p, n, c)
-        odds = odds.where(~here.any(1), 0.0)
+        same = tokens[:, None] == row[:, 1:-1, None]  # (p, n, c)
+        odds = odds.where(~same.any(1), 0.0)
         length = off.norm(dim=-1, keepdim=True).clamp(min=1e-3)
 
         def chosen(order: Tensor, count: int, barred: Tensor, by_odds: int = 0) -> Tensor:
             """Tokens (p, places, count) by what they promise, the same one never twice."""
             picks: list[Tensor] = []
-            for promise, wanted in (
-                (FAR.order * order + (FAR.odds * odds + FAR.missing * missing)[:, None], count),
-                (
-                    NEAR.order * order
-                    + (NEAR.odds * odds + NEAR.missing * missing / length)[:, None],
-                    count,
-                ),
-                (odds[:, None].expand_as(order), 2 * by_odds),
-            ):
-                room = min(wanted // 2, order.shape[2] - sum(pick.shape[2] for pick in picks) - 1)
-                pick = promise.masked_fill(barred, -torch.inf).topk(max(0, room), dim=-1).indices
+            far = FAR.order * order + (FAR.odds * odds + FAR.missing * missing)[:, None]
+            near = NEAR.odds * odds + NEAR.missing * missing / length
+            near = NEAR.order * order + near[:, None]
+            by_odds_alone = odds[:, None].expand_as(order)
+            for promise, wanted in ((far, count), (near, count), (by_odds_alone, 2 * by_odds)):
+                left = order.shape[2] - sum(pick.shape[2] for pick in picks) - 1
+                most = max(0, min(wanted // 2, left))
+                pick = promise.masked_fill(barred, -torch.inf).topk(most, dim=-1).indices
                 barred = barred.scatter(2, pick, True)
                 picks.append(pick)
             places = torch.cat(picks, -1)
             return tokens[:, None].expand(-1, places.shape[1], -1).gather(2, places)
 
-        order = luck.on(after[:, :-1] + before[:, 1:])
-        replaced = chosen(order, shares.replaced, here, shares.by_odds)
+        order = chance.on(after[:, :-1] + before[:, 1:])
+        replaced = chosen(order, shares.replaced, same, shares.by_odds)
         put_in = chosen(
-            luck.on(after + before), shares.put_in, torch.zeros_like(wide, dtype=torch.bool)
+            chance.on(after + before), shares.put_in, torch.zeros_like(wide, dtype=torch.bool)
         )
-        return Singles.of(parents, replaced, put_in, longest)
+        return SingleChanges.of(parents, replaced, put_in, max_length)
 
     def _candidates(self, vectors: Tensor, missing: Tensor, base: int) -> Tensor:
         """The likeliest tokens of each vector, and those that its text lacks most (p, c)."""
@@ -226,15 +217,6 @@ class LikelyTokens:
         return torch.cat([likeliest.indices, lacking.topk(more, dim=1).indices], 1)
 
 
-# The same tokens in another order: two pieces of a text change places.
-#
-# Pieces [a, b) and [c, d), a < b ≤ c < d, may have something between them ("glad and tired" becomes
-# "tired and glad"). All of these are looked at, ⅙n³ + n⁴/24 or so, but not run: what an exchange
-# does to the log p of bigrams is told by the ends of the pieces alone, and some are drawn by that.
-
-_HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
-
-
 def exchanged(
     parents: Texts, ngrams: NGrams, count: int, generator: torch.Generator
 ) -> tuple[Texts, Tensor]:
@@ -242,9 +224,9 @@ def exchanged(
 
     With them comes the row of the text that each was made from.
     """
-    device, longest = parents.ids.device, int(parents.lengths.max())
-    cuts = _cuts(longest).to(device)
-    gains = likelier(Texts(parents.ids[:, :longest], parents.lengths), cuts, ngrams) / _HEAT
+    n = int(parents.lengths.max())
+    cuts = _cuts(n).to(parents.ids.device)
+    gains = likelier(Texts(parents.ids[:, :n], parents.lengths), cuts, ngrams) / _HEAT
     gains = gains + gumbel(gains, generator)
     gains = gains.where(cuts[3] <= parents.lengths[:, None], -torch.inf)
     best = gains.topk(min(count, gains.shape[1]), dim=1)
@@ -289,9 +271,6 @@ def _cuts(n: int) -> Tensor:
     joined = [(a, b, b, d) for a, b, d in combinations(range(n + 1), 3)]
     apart = list(combinations(range(n + 1), 4))
     return torch.tensor([*joined, *apart], dtype=torch.long).view(-1, 4).T
-
-
-# Draws at random, for many rows at once.
 
 
 def gumbel(scores: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,10 +1,11 @@
 """What is counted in a corpus rather than learnt: seconds on a GPU, a minute or two on a CPU.
 
-The encoder is run once over lines of the corpus; a bag (bag.py) and n-grams (ngrams.py) come from
-that, and the lines themselves, the nearest of which are what a search begins with (sum_search.py).
-Where the encoder is quick it is also run on the lines with some tokens replaced by any others, so
-that the bag has seen every token of the vocabulary in some text. For last states every token is
-also run at the end of a text (endings.py), and a search begins there too.
+The encoder is run once over lines of the corpus. From that come the odds of each token (the
+multiset of a text's tokens, `TokenOdds`), n-grams (`NGrams`), and the lines themselves, the nearest
+of which are what a search begins with (sum_search.py). Where the encoder is quick it is also run on
+the lines with some tokens replaced by any others, so that the odds have seen every token of the
+vocabulary in some text. For last states every token is also run at the end of a text (`Endings`),
+and a search begins there too.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _ENOUGH = 64  # lines, from which on they say how vectors vary
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """A bag, n-grams, and lines with their vectors (lines, d), as this encoder compares them."""
+    """Token odds, n-grams, and lines with their vectors (lines, d), as it compares them."""
 
     encoder: Encoder
-    bag: Bag
+    token_odds: TokenOdds
     ngrams: NGrams
     lines: Texts
     vectors: Tensor
@@ -45,19 +46,25 @@ class Counted:
 
     @classmethod
     def of(
-        cls, encoder: Encoder, lines: Sequence[Sequence[int]], longest: int,
+        cls, encoder: Encoder, lines: Sequence[Sequence[int]], max_length: int,
         ngrams: NGrams | None = None, guess: bool = True, seed: int = 0,
     ) -> Counted:  # fmt: skip
-        """From a corpus of token lists, for texts of up to `longest` tokens.
+        """From a corpus of token lists, for texts of up to `max_length` tokens.
 
         Other n-grams may be given, the first guess left out. The encoder compares vectors in units
-        of how they vary over the corpus, from here on.
+        of how they vary over the corpus, from then on.
         """
         device = encoder.device
-        pieces = sorted({piece for line in lines for piece in _cut(tuple(line), longest)})
+        pieces = sorted(
+            {
+                tuple(line[start : start + max_length])
+                for line in lines
+                for start in range(0, len(line), max_length)
+            }
+        )
         order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
-        texts = Texts.of(chosen, longest, device)
+        texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
         vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
         frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
@@ -66,25 +73,25 @@ class Counted:
             seen = _altered(encoder, texts, vectors, frame, seed)
             if encoder.exposure.pooling == "last":
                 endings = Endings.of(encoder, texts, seed)
-            bag = Bag.of(*seen, endings.of_tokens if endings else alone(encoder))
+            token_odds = TokenOdds.of(*seen, endings.of_tokens if endings else alone(encoder))
         else:
             vectors = vectors[:1].expand(len(texts), -1)
-            bag = Bag.blank(encoder, texts, vectors.shape[1])
+            token_odds = TokenOdds.blank(encoder, texts, vectors.shape[1])
         ngrams = ngrams or NGrams.of(lines, len(encoder.table))
-        return cls(encoder, bag, ngrams.to(device), texts, vectors, frame, endings)
+        return cls(encoder, token_odds, ngrams.to(device), texts, vectors, frame, endings)
 
-    def nearest(self, goals: Tensor, count: int, longest: int) -> tuple[Texts, Tensor]:
+    def nearest(self, goals: Tensor, count: int, max_length: int) -> tuple[Texts, Tensor]:
         """The lines nearest to each vector (v, d), of at most so many tokens; and its number.
 
         Of last states as many endings again.
         """
-        cosines = (goals @ self.vectors.T).where(self.lines.lengths <= longest, -2.0)
+        cosines = (goals @ self.vectors.T).where(self.lines.lengths <= max_length, -2.0)
         best = cosines.topk(min(count, len(self.lines)), dim=1)
         vector, place = (best.values > -2).nonzero().unbind(1)
-        lines = self.lines[best.indices[vector, place]].padded(longest)
+        lines = self.lines[best.indices[vector, place]].padded(max_length)
         if self.endings is None:
             return lines, vector
-        ends, owner = self.endings.nearest(goals, self.special, count, longest)
+        ends, owner = self.endings.nearest(goals, self.special, count, max_length)
         return Texts.cat([lines, ends]), torch.cat([vector, owner])
 
 
@@ -100,17 +107,12 @@ def _altered(
     parts, runs = [texts], [vectors]
     for _ in range(_ALTERED[device.type]):
         share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
-        luck = torch.rand(texts.ids.shape, generator=generator, device=device)
+        chance = torch.rand(texts.ids.shape, generator=generator, device=device)
         any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
-        ids = texts.ids.where((luck >= share) | ~texts.mask, words[any_])
+        ids = texts.ids.where((chance >= share) | ~texts.mask, words[any_])
         parts.append(Texts(ids, texts.lengths))
         runs.append(encoder.vectors(parts[-1], fast=True))
     return Texts.cat(parts), torch.cat(runs)
-
-
-def _cut(line: tuple[int, ...], length: int) -> Iterable[tuple[int, ...]]:
-    """A line in pieces that are short enough."""
-    return (line[start : start + length] for start in range(0, len(line), length))
 
 
 # The first guess: which tokens are in the text behind a vector, wherever they stand (ours).
@@ -134,7 +136,7 @@ _RIDGE = 0.05  # of the mean variance, added to C
 
 
 @dataclass(frozen=True, eq=False)
-class Bag:
+class TokenOdds:
     """The log-odds of every token, vectors (b, d) @ `weights` (d, V) + `offset` (V,)."""
 
     weights: Tensor
@@ -147,7 +149,7 @@ class Bag:
         return differences @ self.weights
 
     @classmethod
-    def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> Bag:
+    def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> TokenOdds:
         """From texts and their vectors, and from the vector (V, d) of each token by itself."""
         size = len(own)
         rows, tokens = _held(texts)
@@ -166,8 +168,8 @@ class Bag:
         return cls(weights.float(), offset.float())
 
     @classmethod
-    def blank(cls, encoder: Encoder, texts: Texts, width: int) -> Bag:
-        """A bag that reads nothing in a vector: how frequent tokens are."""
+    def blank(cls, encoder: Encoder, texts: Texts, width: int) -> TokenOdds:
+        """Odds that read nothing in a vector: how frequent tokens are."""
         size = len(encoder.table)
         _, tokens = _held(texts)
         share = ((torch.bincount(tokens, minlength=size) + _SEEN) / len(texts)).log()
@@ -323,7 +325,7 @@ class Endings:
         return self.vectors[1 if len(self.vectors) > 1 else 0 :].mean(0)
 
     def nearest(
-        self, goals: Tensor, barred: Tensor, count: int, longest: int
+        self, goals: Tensor, barred: Tensor, count: int, max_length: int
     ) -> tuple[Texts, Tensor]:
         """Texts that end in the nearest tokens to each vector (v, d), and its number."""
         best = torch.stack([goals @ run.T for run in self.vectors]).max(0)
@@ -332,11 +334,8 @@ class Endings:
         places = best.indices.gather(1, tokens) * cosines.shape[1] + tokens
         texts = self.texts[places.flatten()]
         vector = torch.arange(len(goals), device=goals.device).repeat_interleave(places.shape[1])
-        fits = texts.lengths <= longest
-        return texts[fits].padded(longest), vector[fits]
-
-
-# Texts that the attacker has: which tokens they hold, and in which order, is counted.
+        fits = texts.lengths <= max_length
+        return texts[fits].padded(max_length), vector[fits]
 
 
 def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Texts drawn from a causal language model, for whoever has none like those looked for (ours).
 
-Embeddings are read with a corpus (embedding/counted.py): which tokens texts hold, and in which
+Embeddings are read with a corpus (counts.py): which tokens texts hold, and in which
 order. A language model knows both for texts in general. It is used as it is, through what it
 writes: sentences that begin with a few given words and go on as the model's own probabilities have
 it, token by token. The file of them is a corpus like any other, to be looked at, and to be put
@@ -24,7 +24,7 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 
-_TOGETHER = {"cuda": 4096, "cpu": 64}  # texts that are written side by side
+_BATCH_SIZE = {"cuda": 4096, "cpu": 64}  # texts that are written side by side
 _NOTHING_NEW = 20  # times in a row, after which there are no more
 _ENDS = re.compile(r"(?<=[.!?])\s+|\s*\n+\s*")
 
@@ -34,20 +34,20 @@ def draw_texts(
     count: int,
     *,
     begins: Sequence[str] = (),
-    longest: int = 40,
+    max_length: int = 40,
     device: str = "cpu",
     allow_pickle: bool = False,
     journal: str | Path | None = None,
     seed: int = 0,
     track: Track = untracked,
 ) -> list[str]:
-    """`count` different sentences of at most `longest` tokens.
+    """`count` different sentences of at most `max_length` tokens.
 
     `begins` are words that they begin with, by default the first words of sentences of the corpus
     that ships. `journal` keeps what was drawn so far; the same call goes on from there.
     """
     expect_count("count", count)
-    expect_count("longest", longest)
+    expect_count("max_length", max_length)
     expect_seed(seed)
     if not all(map(str.strip, begins)):
         raise InputError("expected words that sentences begin with, got none")
@@ -58,7 +58,7 @@ def draw_texts(
     encoded = _encoded(loaded, begins)
     run = {
         "run": "texts drawn", "model": loaded.identity, "begins": digest(begins),
-        "longest": longest, "seed": seed, "device": anatomy(loaded.model).device.type,
+        "max_length": max_length, "seed": seed, "device": anatomy(loaded.model).device.type,
     }  # fmt: skip
     drawn: dict[str, None] = {}
     progress = track("corpus", count)
@@ -67,8 +67,8 @@ def draw_texts(
         while len(drawn) < count and idle < _NOTHING_NEW:
             key = str(number)
             if key not in kept:
-                luck = int(digest([seed, number])[:12], 16)  # no other seed's
-                kept.add({key: {"texts": _batch(loaded, encoded, longest, luck)}})
+                chance = int(digest([seed, number])[:12], 16)  # no other seed's
+                kept.add({key: {"texts": _batch(loaded, encoded, max_length, chance)}})
             before = len(drawn)
             drawn.update(dict.fromkeys(cast("list[str]", kept.records[key]["texts"])))
             idle = 0 if len(drawn) > before else idle + 1
@@ -93,7 +93,7 @@ def _ends(loaded: Loaded) -> set[int]:
     return {loaded.tokenizer.eos_token_id, loaded.tokenizer.sep_token_id} - {None}
 
 
-def _batch(loaded: Loaded, begins: Sequence[list[int]], longest: int, seed: int) -> list[str]:
+def _batch(loaded: Loaded, begins: Sequence[list[int]], max_length: int, seed: int) -> list[str]:
     """The whole sentences of some texts that the model writes.
 
     They begin with equally many tokens: nothing is padding, which some models read, and all are
@@ -103,13 +103,13 @@ def _batch(loaded: Loaded, begins: Sequence[list[int]], longest: int, seed: int)
     generator = torch.Generator().manual_seed(seed)
     length = len(begins[int(torch.randint(len(begins), (), generator=generator))])
     alike = [ids for ids in begins if len(ids) == length]
-    chosen = torch.randint(len(alike), (_TOGETHER[device.type],), generator=generator).tolist()
+    chosen = torch.randint(len(alike), (_BATCH_SIZE[device.type],), generator=generator).tolist()
     rows = torch.tensor([alike[number] for number in chosen], device=device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
         written = loaded.model.generate(
             input_ids=rows, attention_mask=torch.ones_like(rows), do_sample=True,
-            temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=longest,
+            temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_length,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         )  # fmt: skip
     ends, sentences = _ends(loaded), list[str]()

@@ -1,15 +1,15 @@
 """Texts that are one edit away from a text, those first whose vectors might be the same.
 
-One vector stands for a whole text, so whatever changes the text is a rival: another token in the
-place of one, two tokens that change places, one token more, one less. Not all of a vocabulary can
-be run at each place. With J_p the derivative of the vector by the embedding e_p of place p, token v
+One vector stands for a whole text, so whatever changes the text is an alternative: another token at
+a place, two tokens that change places, one token more, one less. Not all of a vocabulary can be run
+at each place. With J_p the derivative of the vector by the embedding e_p of place p, token v
 there gives about f + J_p (e_v − e_p); the tokens to try are those for which this is nearest to what
 is wanted, y: least ‖J_p (e_v − e_p) − (y − f)‖². J_p is not formed. For g of independent standard
 normal numbers, E (g·x)² = ‖x‖², so with 32 draws, one backward pass of a batch of 32,
 
     ‖x‖² ≈ mean_i (g_iᵀ J_p (e_v − e_p) − g_iᵀ (y − f))²  for all tokens at once.
 
-Beside these come the tokens of most similar embedding, which the derivative at e_p may miss. A
+With these come the tokens of most similar embedding, which the derivative at e_p may miss. A
 token that is put in is tried as a copy of a neighbour, which changes little, and as the tokens that
 the gradient of ‖f − y‖² at that copy asks for.
 """
@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.rivals import most_similar
+from keyhole.recover.layers.inverse_map import most_similar
 
 _PROBES = 32  # random directions that stand for all
 _NEAREST = 8  # tokens of each place by the derivative
@@ -50,7 +50,7 @@ class Vectors:
         self.target, self.exposure, self.seen = target, exposure, seen
         self.before, self.after = _frame(target, ids)
         self.passes = 0
-        self.rivals: dict[tuple[Tokens, bool], Rivals] = {}
+        self.alternatives: dict[tuple[Tokens, bool], Alternatives] = {}
         self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
         self._probed: dict[Tokens, tuple[Tensor, Tensor]] = {}
 
@@ -68,9 +68,9 @@ class Vectors:
         """(b, k), without gradients."""
         fresh = sorted({text for text in texts if text not in self._whole}, key=len)
         device = self.target.parts.device
-        longest = max((len(text) for text in fresh), default=0)
+        max_length = max((len(text) for text in fresh), default=0)
         framed = len(self.before) + len(self.after)
-        size = max(1, _TOKENS[device.type] // (longest + framed + 1))
+        size = max(1, _TOKENS[device.type] // (max_length + framed + 1))
         for start in range(0, len(fresh), size):
             part = fresh[start : start + size]
             ids, mask = self.framed(part)
@@ -93,12 +93,11 @@ class Vectors:
     def framed(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
         """The ids and the mask that the model is run on."""
         lists = [[*self.before, *text, *self.after] for text in texts]
-        longest, pad = max(map(len, lists)), self.target.pads()[0]
+        length, pad = max(map(len, lists)), self.target.pads()[0]
         device = self.target.parts.device
-        ids = torch.tensor([each + [pad] * (longest - len(each)) for each in lists], device=device)
-        lengths = torch.tensor([len(each) for each in lists], device=device)
-        mask = torch.arange(longest, device=device) < lengths[:, None]
-        return ids, mask.long()
+        ids = torch.tensor([each + [pad] * (length - len(each)) for each in lists], device=device)
+        mask = [[1] * len(each) + [0] * (length - len(each)) for each in lists]
+        return ids, torch.tensor(mask, device=device)
 
     def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> tuple[Tensor, Tensor]:
         """The vectors (b, k), and the derivative (b, n, e) of each along (b, k), by token."""
@@ -124,7 +123,7 @@ class Vectors:
 
 
 @dataclass(frozen=True, eq=False)
-class Rivals:
+class Alternatives:
     """Texts one edit away, their vectors (r, k), and the tokens (r, n) that each edit touches."""
 
     texts: list[Tokens]
@@ -132,30 +131,32 @@ class Rivals:
     touched: Tensor
 
 
-NONE = Rivals([], torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
+NONE = Alternatives([], torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
 
 
-def rivals_of(vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool) -> Rivals:
-    """The rivals of a text for a vector `wanted` (k,); of its own length if that is known."""
+def alternatives_to(
+    vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool
+) -> Alternatives:
+    """Texts one edit away for a vector `wanted` (k,); of the same length if that is known."""
     key = text, same_length
     own = vectors([text])[0]
     plain = torch.equal(wanted.to(own), own)  # as for every text that fits but for noise
-    if plain and key in vectors.rivals:
-        return vectors.rivals[key]
+    if plain and key in vectors.alternatives:
+        return vectors.alternatives[key]
     tokens, near = _nearest(vectors, text, wanted)
     quiet = near.argsort()[:_PLACES].sort().values.tolist()
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
     if not same_length:
         edits += _shorter(text, quiet)
-        longest = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
-        if len(text) < longest:
+        max_length = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
+        if len(text) < max_length:
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]
     touched = torch.tensor([_touched(text, edit) for edit in texts])
-    rivals = Rivals(texts, vectors(texts), touched.view(len(texts), len(text)))
+    alternatives = Alternatives(texts, vectors(texts), touched.view(len(texts), len(text)))
     if plain:
-        vectors.rivals[key] = rivals
-    return rivals
+        vectors.alternatives[key] = alternatives
+    return alternatives
 
 
 def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,8 +216,8 @@ def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -
     for start in range(0, len(gaps), size):
         some = slice(start, start + size)
         _, slopes = vectors.derivatives(copies[some], off[some])
-        here = torch.tensor(gaps[some], device=table.device)
-        change = slopes[torch.arange(len(here), device=table.device), here].float() @ table.T
+        at = torch.tensor(gaps[some], device=table.device)
+        change = slopes[torch.arange(len(at), device=table.device), at].float() @ table.T
         change[:, vectors.target.pads()] = torch.inf
         wished = change.topk(min(_WISHED, change.shape[1]), largest=False).indices.tolist()
         for gap, tokens in zip(gaps[some], wished, strict=True):

@@ -6,7 +6,9 @@ product with a leak's is the cosine, and the text itself reaches 1 up to roundin
 does: that is what makes this a search with a perfect test for having arrived.
 
 A causal model also says how likely each token of a text is after those before it. It is run on
-every text anyway, so that comes almost for free (`read`).
+every text anyway, so that comes almost for free (`read`). Its last states lie in a narrow cone and
+vary most in what they predict, which many texts share; what tells texts apart is in the directions
+of little variance. So vectors may be whitened (`Whitening`), and a cosine counts all directions.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from keyhole.models.capture import Exposure, capture, pool
 from keyhole.recover.attack import Target
 
 _TOKENS = {"cuda": 1 << 19, "cpu": 1 << 11}  # in one pass
+_ROUNDING = 1e-3  # of the largest variance: what rounding may be
 _ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # tokens whose log p over a vocabulary is held at once
 
 
@@ -62,8 +65,8 @@ class Texts:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
     @classmethod
-    def of(cls, lists: list[list[int]], longest: int, device: Any = None) -> Texts:
-        ids = torch.zeros(len(lists), longest, dtype=torch.long)
+    def of(cls, lists: list[list[int]], max_length: int, device: Any = None) -> Texts:
+        ids = torch.zeros(len(lists), max_length, dtype=torch.long)
         for row, tokens in enumerate(lists):
             ids[row, : len(tokens)] = torch.tensor(tokens)
         lengths = torch.tensor([len(tokens) for tokens in lists])
@@ -140,9 +143,12 @@ class Encoder:
         model = self._fast if fast else self.target.model
         order = texts.lengths.argsort()
         step = max(1, _TOKENS[self.device.type] // (texts.ids.shape[1] + 2))
-        parts = [self._run(model, texts[rows]) for rows in order.split(step)]
-        vectors = torch.cat(parts) if parts else torch.zeros(0, 1, device=self.device)
-        return vectors[order.argsort()]
+        parts: list[Tensor] = []
+        for rows in order.split(step):
+            ids, mask = self.framed(texts[rows])
+            values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
+            parts.append(self.directions(values))
+        return torch.cat(parts)[order.argsort()]
 
     @cached_property
     def speaks(self) -> bool:
@@ -175,20 +181,14 @@ class Encoder:
 
     @torch.no_grad()
     def next_log_p(self, texts: Texts) -> Tensor:
-        """Of a model that `speaks`: log p (b, n + 1, V) of every token in each gap of texts.
-
-        That is after the tokens before the gap; where there is none, it is not a number.
-        """
+        """Of a model that `speaks`: the same (b, n + 1, V) of every token in each gap of texts."""
         self.passes += len(texts)
         n = texts.ids.shape[1]
         states = self._before(self._states(*self.framed(texts)), n + 1)
         parts = states.flatten(0, 1).split(_ANSWERS[self.device.type])
-        answers = [self._head(part).float().log_softmax(-1).to(part.dtype) for part in parts]
+        head = self._fast.get_output_embeddings()
+        answers = [head(part).float().log_softmax(-1).to(part.dtype) for part in parts]
         return torch.cat(answers).unflatten(0, states.shape[:2])
-
-    @property
-    def _head(self) -> nn.Linear:
-        return self._fast.get_output_embeddings()
 
     def _states(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The last layer's states (b, m, d) of framed texts."""
@@ -205,21 +205,15 @@ class Encoder:
     def _log_p(self, states: Tensor, texts: Texts, n: int) -> Tensor:
         """log p (b, n) of each token of texts, from the states before it."""
         states, inside = self._before(states, n), texts.mask
-        tokens = texts.ids[inside].split(_ANSWERS[self.device.type])
+        size, head = _ANSWERS[self.device.type], self._fast.get_output_embeddings()
+        parts = zip(states[inside].split(size), texts.ids[inside].split(size), strict=True)
         found = [
-            self._head(part).float().log_softmax(-1).gather(1, some[:, None])[:, 0]
-            for part, some in zip(
-                states[inside].split(_ANSWERS[self.device.type]), tokens, strict=True
-            )
+            head(part).float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            for part, tokens in parts
         ]
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
         log_p[inside] = torch.cat(found)
         return log_p
-
-    def _run(self, model: Any, texts: Texts) -> Tensor:
-        ids, mask = self.framed(texts)
-        values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
-        return self.directions(values)
 
     def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
         """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
@@ -243,30 +237,25 @@ def matrix_half() -> torch.dtype | None:
     return torch.bfloat16 if known.get("amx_bf16") else None
 
 
-# Vectors that vary alike in every direction, so that a cosine counts all of them (ours).
-#
-# The last states of a causal model lie in a narrow cone and vary most in what they predict, which
-# many texts share; what tells texts apart is in the directions of little variance. With mean μ and
-# covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes (v − μ) U diag(λ + ε)^-½. ε, a
-# share of the largest λ, keeps rounding from counting as much as the text.
-
-_LEAST = 1e-3  # of the largest variance: what rounding may be
-
-
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """`mean` (d,) and `map` (d, d) of some vectors."""
+    """Vectors made to vary alike in every direction, by their mean (d,) and a map (d, d).
+
+    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, a vector v becomes
+    (v − μ) U diag(λ + ε)^-½. ε, a share of the largest λ, keeps rounding from counting as much as
+    the text.
+    """
 
     mean: Tensor
     map: Tensor
 
     @classmethod
-    def of(cls, vectors: Tensor, least: float = _LEAST) -> Whitening:
+    def of(cls, vectors: Tensor) -> Whitening:
         """Learnt from vectors (b, d); with fewer of them than numbers the rest counts alike."""
         mean = vectors.double().mean(0)
         off = vectors.double() - mean
         spread, axes = torch.linalg.eigh(off.T @ off / len(off))
-        scale = (spread.clamp(min=0) + least * spread[-1].clamp(min=1e-30)).rsqrt()
+        scale = (spread.clamp(min=0) + _ROUNDING * spread[-1].clamp(min=1e-30)).rsqrt()
         return cls(mean.to(vectors), (axes * scale).to(vectors))
 
     def __call__(self, vectors: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposur
         values = torch.stack([cast("Pooled", leak).values for leak in leaks])
         return normalize(values, dim=-1), leaks[0].exposure
     logits = [cast("Logits", leak) for leak in leaks]
-    states = _together(model, logits)
+    states = _all_states(model, logits)
     steps = logits[0].exposure.steps
     vectors = normalize(normalize(states, dim=-1).flatten(1), dim=-1)
     return vectors.float(), Exposure("pooled", pooling="last", steps=steps)
 
 
-def _together(model: nn.Module, leaks: Sequence[Logits]) -> Tensor:
+def _all_states(model: nn.Module, leaks: Sequence[Logits]) -> Tensor:
     """The states (leaks, k, d); W is factorised once where the same tokens leaked."""
     first = leaks[0]
     if all(torch.equal(leak.leaked, first.leaked) for leak in leaks):

@@ -14,10 +14,9 @@ from typing import cast
 
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.layers.token_search import TokenSearch, Vocabulary
+from keyhole.recover.layers.trials import Comparison
 from keyhole.recover.leaks import Leak, Pooled
-from keyhole.recover.search.comparison import Comparison
-from keyhole.recover.search.relaxation import Vocabulary
-from keyhole.recover.search.token_search import TokenSearch
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import exists, parse, read_text
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
-from keyhole.recover.simulate import LONGEST, leak_of
+from keyhole.recover.simulate import MAX_LENGTH, leak_of
 
 AGREES = 0.02  # of a vector's length: what rounding to 8 bits changes, and no other pooling does
 # The same where weights are in a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 is 0.02 to
@@ -88,24 +88,24 @@ def ways(model: Any, width: int | None = None) -> list[Exposure]:
     return [*(replace(way, unit=True) for way in again), *whole]
 
 
-def longest_text(folder: str | Path) -> int:
+def encoder_max_length(folder: str | Path) -> int:
     """The tokens after which an encoder's texts are cut off, as sentence-transformers wrote it.
 
     Less than the model itself may take: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
     """
     path = Path(folder) / "sentence_bert_config.json"
     if not exists(path):
-        return LONGEST
-    longest = _settings(path, "the settings of an encoder").get("max_seq_length")
-    if longest is None:
-        return LONGEST
-    if type(longest) is not int or longest < 1:
-        raise InputError(f"expected max_seq_length as a number in {path}, got {longest!r:.40}")
-    return min(longest, LONGEST)
+        return MAX_LENGTH
+    max_length = _settings(path, "the settings of an encoder").get("max_seq_length")
+    if max_length is None:
+        return MAX_LENGTH
+    if type(max_length) is not int or max_length < 1:
+        raise InputError(f"expected max_seq_length as a number in {path}, got {max_length!r:.40}")
+    return min(max_length, MAX_LENGTH)
 
 
 def embeddings(
-    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = LONGEST
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = MAX_LENGTH
 ) -> Tensor:
     """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
     leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
@@ -113,7 +113,7 @@ def embeddings(
 
 
 def from_texts(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = LONGEST,
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = MAX_LENGTH,
     agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
@@ -124,7 +124,7 @@ def from_texts(
 
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    most: int = LONGEST, agrees: float = AGREES, width: int | None = None,
+    most: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
     made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
@@ -138,7 +138,7 @@ def from_known(
 
 
 def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
-    """What sentence-transformers wrote beside an encoder; None where it wrote nothing."""
+    """What sentence-transformers wrote next to an encoder; None where it wrote nothing."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not exists(path):
         return None

@@ -2,13 +2,12 @@
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
 its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
-attacker has. Which tokens a vector speaks of
-(embedding/bag.py), what follows what (embedding/ngrams.py) and the lines nearest to it then guide
-a search by sums of single changes (embedding/sum_search.py). Nothing is learnt. On a GPU all
-vectors are searched at once; on a CPU one after the other, with fewer tries for each, which reads
-texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships. A last state
-says most of how a text ends, and a prompt may end anywhere: there beginnings of lines are counted
-besides the lines.
+attacker has. Which tokens a vector speaks of, what follows what and the lines nearest to it
+(counts.py) then guide a search by sums of single changes (sum_search.py). Nothing is learnt. On a
+GPU all vectors are searched at once; on a CPU one after the other, with fewer tries for each, which
+reads texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships. A last
+state says most of how a text ends, and a prompt may end anywhere: there beginnings of lines are
+counted with the lines.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.final_state import vectors_of
 from keyhole.recover.embeddings.judge import may_be
-from keyhole.recover.embeddings.sum_search import MayBe, Said, SumSearch
+from keyhole.recover.embeddings.sum_search import MayBe, Notify, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 
-_TOGETHER = {"cuda": 256, "cpu": 1}  # vectors
+_BATCH_SIZE = {"cuda": 256, "cpu": 1}  # vectors
 _SAME = 1e-6  # 1 − cosine
 
 
@@ -38,31 +37,31 @@ _SAME = 1e-6  # 1 − cosine
 class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
-    `longest` is the number of tokens, special ones left out, up to which texts are looked for.
+    `max_length` is the number of tokens, special ones left out, up to which texts are looked for.
     `counted` are counts that were made before (`ready` gives them): then nothing is counted.
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
-    longest: int = 34
+    max_length: int = 34
     search: SumSearch = field(default_factory=SumSearch)
     counted: Counted | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        expect_count("longest", self.longest)
+        expect_count("max_length", self.max_length)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         target.count.begin(range(len(leaks)))
         vectors, exposure = vectors_of(target.model, leaks)
         counted = self.counted or self._count(Encoder(target, exposure, matrix_half()))
         encoder = counted.encoder
-        longest, frame = self._longest(encoder), len(encoder.before + encoder.after)
+        max_length, frame = self._max_length(encoder), len(encoder.before + encoder.after)
         once = 0 if self.counted else encoder.passes // len(leaks)
         for some in _groups(leaks, encoder.device.type):
             goals = encoder.directions(vectors[list(some)].to(encoder.device))
-            lengths = [leaks[number].length or longest + frame for number in some]
-            most = max(1, min(longest, max(lengths) - frame))
+            lengths = [leaks[number].length or max_length + frame for number in some]
+            most = max(1, min(max_length, max(lengths) - frame))
             readings = self.search(
-                encoder, goals, counted, most, self._said(target, len(some)),
+                encoder, goals, counted, most, self._notify(target, len(some)),
                 _test(target, encoder, [leaks[number] for number in some]),
             )  # fmt: skip
             for number, reading in zip(some, readings, strict=True):
@@ -86,7 +85,7 @@ class CountedReader:
         return {
             "search": asdict(self.search),
             "corpus": digest(corpus_texts(self.corpus)),
-            "longest": self.longest,
+            "max_length": self.max_length,
         }
 
     def ready(self, target: Target, exposure: Exposure) -> CountedReader:
@@ -99,29 +98,29 @@ class CountedReader:
         lines = words(corpus_texts(self.corpus), add_special_tokens=False, truncation=False)[
             "input_ids"
         ]
-        lines, longest = [ids for ids in lines if ids], self._longest(encoder)
+        lines, max_length = [ids for ids in lines if ids], self._max_length(encoder)
         if encoder.exposure.pooling == "last":
-            lines += beginnings(lines, longest)
-        counted = Counted.of(encoder, lines, longest)
+            lines += beginnings(lines, max_length)
+        counted = Counted.of(encoder, lines, max_length)
         progress(1)
         return counted
 
-    def _said(self, target: Target, count: int) -> Said | None:
+    def _notify(self, target: Target, count: int) -> Notify | None:
         """Progress of a search for many texts; one alone is a step of the whole."""
         if count == 1:
             return None
         progress = target.track("search for texts", count)
         return lambda rounds, read, _: progress(read, note=f"read, {rounds} rounds")
 
-    def _longest(self, encoder: Encoder) -> int:
+    def _max_length(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
-        return min(self.longest, encoder.target.parts.max_length - frame)
+        return min(self.max_length, encoder.target.parts.max_length - frame)
 
 
-def beginnings(lines: Sequence[list[int]], longest: int, seed: int = 0) -> list[list[int]]:
-    """Each line up to a token by chance, within `longest`."""
+def beginnings(lines: Sequence[list[int]], max_length: int, seed: int = 0) -> list[list[int]]:
+    """Each line up to a token by chance, within `max_length`."""
     chance = random.Random(seed)  # noqa: S311 - no secret
-    return [line[: chance.randint(1, min(len(line), longest))] for line in lines]
+    return [line[: chance.randint(1, min(len(line), max_length))] for line in lines]
 
 
 def _test(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
@@ -147,5 +146,5 @@ def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
 
 def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:
     """Which leaks are searched together: hundreds on a GPU, each on its own on a CPU."""
-    size = _TOGETHER[device]
+    size = _BATCH_SIZE[device]
     return (range(start, min(start + size, len(leaks))) for start in range(0, len(leaks), size))

@@ -3,15 +3,15 @@
 Logits give the last state (final_state.py), and no other prompt gives the same. One token is looked
 up: all of them are run alone. Of a longer prompt the last token shows best in the state, whatever
 stands before it, so all tokens are run behind a common one and the nearest are gone on with, by
-cosines of whitened states (whitening.py). From there prompts grow to the left: a token is put in
+cosines of whitened states (encoder.py). From there prompts grow to the left: a token is put in
 front, then each place in turn is tried with all tokens, where that is affordable. Where it is not,
-with those that the model itself finds likeliest between their neighbours (bigrams.py), those that
+with those that the model itself finds likeliest between their neighbours (`Bigrams`), those that
 the gradient points at and others at random; then with tokens whose embeddings are near the best
 ones, as long as that helps. The cosine is smooth enough in the embedding for that: with SmolLM2 the
 best of a token's 32 nearest in the first of two places comes to 0.92–1.00 in eight prompts of
 eight, the best of 128 random ones to 0.72–0.91.
 
-This ends at a few tokens; longer prompts are read with a corpus (counted_reader.py).
+This ends at a few tokens; longer prompts are read with a corpus (reader.py).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _AT_ONCE = 512  # short texts in one pass
 
 @dataclass(frozen=True)
 class ShortPrompt:
-    """Look for prompts of up to `longest` tokens, special ones left out.
+    """Look for prompts of up to `max_length` tokens, special ones left out.
 
     `kept` texts of each length are gone on with, and so many `tokens` are tried at each place of
     each of them (None: 512, or on a GPU all there are), in so many `sweeps` over the places.
     `arrived` is 1 − cosine.
     """
 
-    longest: int = 3
+    max_length: int = 3
     kept: int = 16
     tokens: int | None = None
     sweeps: int = 2
     arrived: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in ("longest", "kept", "tokens", "sweeps"):
+        for name in ("max_length", "kept", "tokens", "sweeps"):
             expect_count(name, getattr(self, name))
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
@@ -68,24 +68,24 @@ class ShortPrompt:
         encoder = Encoder(target, exposure)
         frame = len(encoder.before + encoder.after)
         lengths = [None if leak.tokens is None else leak.tokens - frame for leak in logits]
-        if all(length is not None and length > self.longest for length in lengths):
+        if all(length is not None and length > self.max_length for length in lengths):
             raise self._too_long()
         tables = _Tables(encoder)
         preparing = encoder.passes
         goals = encoder.directions(vectors.to(encoder.device))
         for number, length in enumerate(lengths):
-            if length is not None and length > self.longest:
+            if length is not None and length > self.max_length:
                 continue
             before = encoder.passes
             text, cosine = self._search(tables, goals[number], length)
             ids = [*encoder.before, *text, *encoder.after]
             spent = encoder.passes - before
             yield number, Proposal(ids, spent, spent, preparing // len(leaks), loss=1 - cosine)
-        if any(length is not None and length > self.longest for length in lengths):
+        if any(length is not None and length > self.max_length for length in lengths):
             raise self._too_long()
 
     def _too_long(self) -> Unsuccessful:
-        reason = f"longer than the {self.longest} tokens that are searched without --corpus"
+        reason = f"longer than the {self.max_length} tokens that are searched without --corpus"
         return Unsuccessful(Status.NOT_APPLICABLE, reason)
 
     def _search(self, tables: _Tables, goal: Tensor, length: int | None) -> tuple[list[int], float]:
@@ -93,7 +93,7 @@ class ShortPrompt:
         alone, token = (tables.alone @ goal).max(0)
         best = (float(alone), [int(token)])
         texts = tables.last_tokens(goal, self.kept)
-        for n in range(2, (length or self.longest) + 1):
+        for n in range(2, (length or self.max_length) + 1):
             if length is None and best[0] > 1 - self.arrived:
                 break
             texts = texts if n == 2 else _grown(texts, tables.common)

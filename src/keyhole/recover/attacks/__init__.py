@@ -1,1 +1,0 @@
-"""One module for each kind of leak that text is read from."""

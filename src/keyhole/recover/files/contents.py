@@ -1,0 +1,289 @@
+"""A file of another program as leaks of one exposure, a leak for each of its texts.
+
+Of several exposures in one file the one nearest to the text is taken: the lowest layer. Where the
+layer or the order of axes is not known, every likely reading is tried on the shortest text, and
+only one that gives a verified text is taken: rows of another layer are refused, not misread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from keyhole.core.errors import InputError
+from keyhole.models import demo
+from keyhole.models.anatomy import Anatomy
+from keyhole.models.capture import Exposure, capture, eight_bit_activations
+from keyhole.recover.attack import Target
+from keyhole.recover.files.arrays import Dump
+from keyhole.recover.files.readings import (
+    IDS,
+    MASKS,
+    Reading,
+    Section,
+    readings_of,
+)
+from keyhole.recover.leaks import TYPES, Leak
+
+_TRIED = 4  # likely layers
+_BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
+_UNIT = 1e-3  # how far from 1 rounding may put the length of a normalised vector
+_PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
+_LEAST = 1e-6  # of the largest spread: a number that hardly varies decides nothing by itself
+_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
+_MARGIN = 1.5  # above the largest error of a position of the ordinary texts; chosen, not fitted
+Verifies = Callable[[Leak], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The leaks of a file, one for each text, and the texts' token ids where those are in it."""
+
+    leaks: Sequence[Leak]
+    ids: Sequence[list[int]] | None = None
+
+
+def contents_of(
+    dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies
+) -> Contents:
+    """The leaks in a file; `expose` says what it holds, `verifies` whether a leak can be read."""
+    try:
+        contents = _verified(dump, target, expose, verifies)
+    except InputError as error:
+        raise InputError(f"{error} ({dump.name})" if dump.name else str(error)) from error
+    if not dump.served:
+        return contents
+    return replace(contents, leaks=with_served_noise(target, contents.leaks))
+
+
+def _verified(dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies) -> Contents:
+    mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
+    readings, lengths = readings_of(dump.arrays, target.parts, expose)
+    mask = lengths if mask is None else mask
+    if not readings:
+        raise _no_exposure(dump, target.parts)
+    made = [
+        (_contents(section, mask, ids), reading)
+        for reading in readings
+        for section in _chosen(reading, target, expose)
+    ]
+    if len(made) == 1:
+        return made[0][0]
+    for contents, reading in made:
+        if all(verifies(leak) for leak in _samples(contents, reading, mask, target.parts)):
+            return contents
+    raise _unexplained([contents for contents, _ in made], expose)
+
+
+def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
+    """A mask or token ids (texts, positions), if they were saved with the arrays."""
+    for name, tensor in dump.arrays.items():
+        if name.rpartition(".")[2] in names and tensor.ndim <= 2:
+            return tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
+    return None
+
+
+def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None) -> list[Section]:
+    """The section that was asked for, or else the one nearest to the text."""
+    if expose is not None:
+        asked = [
+            replace(section, layer=expose.layer) if section.layer is None else section
+            for section in reading
+            if section.kind == expose.kind and section.layer in (None, expose.layer)
+        ]
+        if not asked:
+            got = ", ".join(str(section.exposure) for section in reading)
+            raise InputError(
+                f"expected {expose}, got {got}: leave --expose out, or name one of them"
+            )
+        return asked
+    known = [section for section in reading if section.layer is not None]
+    if known:
+        return [min(known, key=lambda section: _depth(section, target.parts))]
+    return [
+        replace(section, layer=layer)
+        for section in reading
+        for layer in likely_layers(target, section)[:_TRIED]
+    ]
+
+
+def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
+    first = section.kind == "kv" and parts.causal  # layers of caches count from 0
+    return (section.layer or 0) + first, _PREFERRED.index(section.kind)
+
+
+def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Contents:
+    """A leak for each text of a section, without the padding around it."""
+    leaks: list[Leak] = []
+    known: list[list[int]] = []
+    length = _length(section)
+    for what, given in (("mask", mask), ("token ids", ids)):
+        if given is not None and given.shape != (section.texts, length or given.shape[1]):
+            raise InputError(
+                f"expected {what} of shape {(section.texts, length)}, got {tuple(given.shape)}"
+            )
+    for number in range(section.texts):
+        inside = slice(None)
+        if mask is not None:
+            text = mask[number].nonzero().flatten()
+            if not len(text):
+                raise InputError(
+                    f"expected a mask with text in it, got only padding in text {number}"
+                )
+            inside = slice(int(text[0]), int(text[-1]) + 1)
+        tensors = {name: tensor[number] for name, tensor in section.tensors.items()}
+        leaks.append(_leak(section, tensors, inside))
+        if ids is not None:
+            known.append([int(token) for token in ids[number, inside]])
+    return Contents(leaks, known or None)
+
+
+def _length(section: Section) -> int | None:
+    if section.kind in ("pooled", "logits"):
+        return None
+    return next(iter(section.tensors.values())).shape[-2]
+
+
+def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
+    make: Any = TYPES[section.kind]
+    if section.kind == "logits":
+        rows = tensors["values"][inside]
+        return make(values=rows[-1:])
+    if section.kind == "pooled":
+        length = float(tensors["values"].float().norm())
+        return make(values=tensors["values"], normalised=abs(length - 1) <= _UNIT)
+    cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
+    if section.kind == "maps":
+        cut = {name: tensor[..., inside] for name, tensor in cut.items()}
+    return make(**cut, layer=section.layer)
+
+
+def _samples(
+    contents: Contents, reading: Reading, mask: Tensor | None, parts: Anatomy
+) -> Iterator[Leak]:
+    """Leaks that are verified if the reading is right: the shortest, and one more.
+
+    That is another text, or another layer of the same. One alone does not tell a text at
+    all layers from as many texts at one.
+    """
+    leaks = sorted(contents.leaks, key=lambda leak: leak.length or 0)
+    layer = leaks[0].exposure.layer
+    others = [section for section in reading if section.layer not in (None, layer)]
+    for leak in [*leaks[:2], *(_contents(section, mask, None).leaks[0] for section in others[:1])]:
+        causal = parts.causal and leak.kind in ("hidden", "kv", "attention")
+        # The beginning of a causal model's text is a text as well.
+        yield leak.cut(min(_BEGINNING, leak.length or 1)) if causal else leak
+
+
+def _unexplained(made: Sequence[Contents], expose: Exposure | None) -> InputError:
+    tried = ", ".join(dict.fromkeys(str(contents.leaks[0].exposure) for contents in made))
+    fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
+    return InputError(
+        "expected what a layer of this model gives, got numbers that no text explains at "
+        f"{tried}{fix}"
+    )
+
+
+def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
+    shapes = ", ".join(
+        f"{name or 'an array'} {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in list(dump.arrays.items())[:3]
+    )
+    return InputError(
+        f"expected hidden states (n, {parts.width}), keys and values (2, {parts.key_heads}, n, "
+        f"{parts.head_dim}) or maps ({parts.heads}, n, n) of this model, got {shapes}: is it "
+        "another model's?"
+    )
+
+
+@torch.no_grad()
+def likely_layers(target: Target, section: Section) -> list[int]:
+    """All layers that such a section may be of, the likeliest first.
+
+    Every layer has its own means and spreads. With μ and σ those of each number over rows of
+    ordinary texts at a layer, rows x are as likely as −Σ log σ − Σ (x − μ)²/2σ² says.
+    """
+    parts = target.parts
+    from_zero = section.kind == "hidden" or (section.kind == "kv" and parts.causal)
+    layers = list(
+        range(0 if from_zero else 1, parts.layers + (section.kind == "hidden" or not from_zero))
+    )
+    if section.kind == "maps":  # as wide as the text is long: there is nothing to compare by
+        return layers
+    seen = _compared(_rows({name: tensor.float() for name, tensor in section.tensors.items()}))
+    alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
+    texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
+    own = [_at_layers(target, section.kind, layers, ids) for ids in texts]
+    likelihoods = [
+        _likelihood(
+            seen,
+            torch.cat([_compared(rows[:, : 1 if alone else None]).flatten(0, 1) for rows in each]),
+        )
+        for each in zip(*own, strict=True)
+    ]
+    return [layers[at] for at in torch.tensor(likelihoods).argsort(descending=True).tolist()]
+
+
+def _compared(rows: Tensor) -> Tensor:
+    """Without the first position, which is unlike all others, where there are others."""
+    return rows[:, 1:] if rows.shape[1] > 1 else rows
+
+
+def _at_layers(
+    target: Target, kind: str, layers: Sequence[int], ids: Sequence[int]
+) -> list[Tensor]:
+    """Rows (1, n, numbers) of a text at every layer: in one pass where the library gives all."""
+    text = torch.tensor([ids], device=target.parts.device)
+    base = cast("Any", target.parts.base)
+    if kind == "hidden":
+        return list(base(input_ids=text, output_hidden_states=True).hidden_states)
+    if kind == "kv" and target.parts.causal:
+        cache = base(input_ids=text, use_cache=True).past_key_values
+        return [_rows({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
+    return [_rows(capture(target.model, Exposure(kind, layer), ids=text)) for layer in layers]
+
+
+def _likelihood(seen: Tensor, own: Tensor) -> float:
+    own, rows = own.double().cpu()[:, : seen.shape[-1]], seen.double().flatten(0, 1)
+    rows = rows[rows.isfinite().all(-1)]
+    spread = own.std(0)
+    spread = spread.clamp(min=_LEAST * max(float(spread.max()), 1e-30))
+    strength = ((rows - own.mean(0)) / spread).square() / 2 + spread.log()
+    return -float(strength.mean(-1).median())
+
+
+def _rows(tensors: dict[str, Tensor]) -> Tensor:
+    """(texts, positions, numbers), as leaks have them."""
+    if "keys" not in tensors:
+        return tensors["values"]
+    both = torch.cat([tensors["keys"], tensors["values"]], -1)
+    return both.transpose(-3, -2).flatten(-2)
+
+
+def with_served_noise(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
+    """Leaks of one exposure, with the noise stated that a server of 8-bit blocks leaves in it."""
+    noise = served_noise(target, leaks[0])
+    return [replace(leak, noise=noise) for leak in leaks]
+
+
+@torch.no_grad()
+def served_noise(target: Target, leak: Leak) -> float:
+    """The error that a server of quantised weights leaves in such a leak.
+
+    The weights are ours, dequantised, but the server rounds what it multiplies. How far that moves
+    an exposure is measured on ordinary texts, before the leak is looked at: the largest error of a
+    position, as a root mean square over its numbers, and a margin. The judge tests the leak against
+    it, as against any noise that was stated.
+    """
+    largest = 0.0
+    for text in demo.TEXTS:
+        ids = torch.tensor([target.tokenizer(text)["input_ids"]], device=target.parts.device)
+        exact = leak.rows(capture(target.model, leak.exposure, ids=ids))
+        with eight_bit_activations(target.model):
+            rounded = leak.rows(capture(target.model, leak.exposure, ids=ids))
+        largest = max(largest, float((rounded - exact).square().mean(-1).sqrt().max()))
+    return _MARGIN * largest

@@ -1,0 +1,177 @@
+"""A linear map back from hidden states to token embeddings, learnt from the weights alone.
+
+A search over the input embeddings need not start cold. The attacker holds the weights, so random
+token sequences can be run through the very model, and ridge regression over their positions gives
+
+    e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
+
+Half of the random tokens are uniform over the vocabulary, half log-uniform over the ids: tokenizers
+number frequent tokens first, and text is mostly made of those. Read by cosine (token_table.py) the
+estimates name most tokens before any pass over the text itself, the more the lower the layer. The
+covariance of the regression's error says in which directions an estimate may still be wrong: its
+root is the preconditioner of the search.
+
+The fit is made once for a model and layer and kept as long as the model lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.core.numerics import with_ridge
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.leaks import Leak
+
+LENGTHS = (12, 20, 28, 36)
+_RIDGE = 1e-5
+_BATCH = 2048  # tokens run at once
+_KEPT: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Exposure, int, int], InverseMap]] = (
+    weakref.WeakKeyDictionary()
+)
+_SIMILAR = 4  # rivals of each token by its embedding,
+
+
+@dataclass(frozen=True, eq=False)
+class InverseMap:
+    """`estimate(h) = h M + b`; `root` (e, e) is the square root of its error's covariance."""
+
+    M: Tensor
+    b: Tensor
+    root: Tensor
+    passes: int
+
+    def estimate(self, states: Tensor) -> Tensor:
+        return states @ self.M + self.b
+
+
+def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
+    """The map for a leak's exposure, from about `tokens` random tokens; remembered."""
+    kept = _KEPT.setdefault(target.parts.base, {})
+    key = (leak.exposure, tokens, seed)
+    if key not in kept or kept[key].M.device != target.parts.device:
+        kept[key] = _fit(target, leak, tokens, seed)
+    return kept[key]
+
+
+def random_texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
+    """Random token sequences in the tokenizer's frame, (count, length)."""
+    special = set(getattr(target.tokenizer, "all_special_ids", []))
+    plain = torch.tensor([i for i in range(target.vocabulary) if i not in special])
+    shape = (count, length)
+    ranks = torch.rand(shape, generator=stream) * math.log(len(plain))
+    frequent = (ranks.exp() - 1).long().clamp(max=len(plain) - 1)
+    any_token = torch.randint(len(plain), shape, generator=stream)
+    ids = plain[torch.where(torch.rand(shape, generator=stream) < 0.5, any_token, frequent)]
+    before, after = target.frame()
+    if length > len(before) + len(after):
+        ids[:, : len(before)] = torch.tensor(before, dtype=torch.long)
+        ids[:, length - len(after) :] = torch.tensor(after, dtype=torch.long)
+    return ids
+
+
+def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
+    parts = target.parts
+    device, table = parts.device, parts.table.float()
+    stream = torch.Generator().manual_seed(seed)
+    width, size = leak.rows(leak.tensors).shape[-1], table.shape[1]
+    gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
+    cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
+    energy = torch.zeros(size, size, dtype=torch.float64, device=device)
+    passes = samples = 0
+    lengths = sorted({min(length, parts.max_length) for length in LENGTHS})
+    before, after = (len(side) for side in target.frame())
+    at_once = min(_BATCH, tokens // (2 * len(lengths)))  # every length has its turn twice
+    for length in itertools.cycle(lengths):
+        if samples >= tokens:
+            break
+        ids = random_texts(target, max(1, at_once // length), length, stream).to(device)
+        with torch.no_grad():
+            states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
+        inside = slice(before, length - after) if length > before + after else slice(None)
+        h = states[:, inside].flatten(0, 1)
+        e = table[ids[:, inside].flatten()]
+        h = torch.cat([h, torch.ones_like(h[:, :1])], -1)
+        gram += (h.T @ h).double()
+        cross += (h.T @ e).double()
+        energy += (e.T @ e).double()
+        samples, passes = samples + len(e), passes + len(ids)
+    return _solve(gram, cross, energy, samples, passes)
+
+
+def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int) -> InverseMap:
+    weights = torch.linalg.solve(with_ridge(gram, _RIDGE), cross)
+    left = energy - weights.T @ cross - cross.T @ weights + weights.T @ gram @ weights
+    sizes, axes = torch.linalg.eigh(left / samples)
+    root = (axes * sizes.clamp(min=float(1e-3 * sizes.max())).sqrt()) @ axes.T
+    return InverseMap(weights[:-1].float(), weights[-1].float(), root.float(), passes)
+
+
+# Which token is meant by a vector that is near its embedding: the largest cosine.
+#
+# Encoders normalise their embeddings (LayerNorm) before anything else sees them, so what comes back
+# from a hidden state is a token's direction; its length is hardly determined, and a distance would
+# let it decide.
+
+_CHUNK = 2**25  # similarities held at once
+_ROUNDING = 1e-7  # of a cosine in float32
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """The token table with its mean removed, each row of length one."""
+
+    vectors: Tensor
+    centre: Tensor
+    directions: Tensor
+
+    @classmethod
+    def of(cls, table: Tensor, without: list[int]) -> TokenTable:
+        """`without` names the ids that are never meant: padding."""
+        vectors = table.float()
+        centre = vectors.mean(0)
+        directions = torch.nn.functional.normalize(vectors - centre, dim=-1)
+        directions[without] = 0.0  # no cosine worth having
+        return cls(vectors, centre, directions)
+
+    def nearest(self, estimates: Tensor, count: int = 1, among: Tensor | None = None) -> Tensor:
+        """For estimates (m, e) the `count` ids of largest cosine, best first: (m, count).
+
+        `among` names the only ids that count.
+        """
+        indices = self._best(estimates, count, among)[1]
+        return indices if among is None else among[indices]
+
+    def meant(self, estimates: Tensor) -> tuple[Tensor, Tensor]:
+        """The nearest ids (m,) for estimates (m, e), and how doubtful each is.
+
+        That is the ratio of the distances (on the unit sphere, squared) to the nearest and to the
+        second: 1 if both are as near.
+        """
+        cosines, ids = self._best(estimates, 2, None)
+        away = (1 - cosines).clamp(min=_ROUNDING)
+        return ids[:, 0], away[:, 0] / away[:, -1]
+
+    def _best(self, estimates: Tensor, count: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
+        table = self.directions if among is None else self.directions[among]
+        directions = torch.nn.functional.normalize(estimates - self.centre, dim=-1)
+        parts = directions.split(max(1, _CHUNK // len(table)))
+        best = [(part @ table.T).topk(min(count, len(table)), -1) for part in parts]
+        return torch.cat([top.values for top in best]), torch.cat([top.indices for top in best])
+
+
+def most_similar(table: Tensor, text: Tensor) -> Tensor:
+    """For each token the others (k, n) whose embeddings point most nearly the same way."""
+    directions = torch.nn.functional.normalize(table.float(), dim=-1)
+    count = min(_SIMILAR, len(table) - 1)
+    rivals: list[Tensor] = []
+    for part in text.split(64):
+        likeness = directions[part] @ directions.T
+        rivals.append(likeness.scatter_(1, part[:, None], -2.0).topk(count).indices)
+    return torch.cat(rivals).T

@@ -1,0 +1,438 @@
+"""The judge of texts that were read from rows of positions: run the model, compare with the leak.
+
+A recovered text counts only if running the model on it reproduces the leak within the leak's own
+precision (precision.py): each position is tested. A wrong token fails at its own position; another
+model or layer at all of them.
+
+A fit is not enough where the leak is coarse or a position did not leak: another token might fit as
+well. So alternatives are put in its place, one at a time. With E(text) the misfit of a text in
+units of the leak's error, an alternative's margin is how much larger E becomes with it: twice the
+logarithm of the odds against it. The margin of a token is the least of its alternatives'. A token
+is verified if the text fits as a whole and the odds against each alternative are at least
+V·e¹⁰ : 1 for a vocabulary of V tokens. Two exceptions, both of coarse leaks, where several wrong
+tokens may make up for each other: a token whose own position did not leak is not verified, and none
+is where more than one in twenty is open.
+
+A token is likely if its position leaked and the odds against each alternative are e¹⁰ : 1, whether
+or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
+to be less than half of the leak's spread. Rows that leaked in no order are compared as a set, and
+the text's own order has alternatives too. Logits are one vector for a whole text: no token is
+verified where a text one edit away may be meant. benchmarks/text_marks.py measures how often all
+that is right.
+
+Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
+similar embedding e, and those whose row would be what leaked: with A a linear map from embeddings
+to rows and r what the text leaves unexplained at its own position, those of least
+‖(e_v − e) A − r‖. In 112 tokens that were wrong within the noise, on a model of four layers, these
+ten always held one that fits as well or better; of the tokens that the gradient of E asks for,
+whose steps are far too long, the first three did in 15 to 20% of them. Where the leak's error is
+above 5% of its spread, r says less: with noise of 20% a wrong token was called verified because the
+right one came twentieth. There the first 32 are tried. Where a position did not leak there is no r,
+and where rows are no position's own there is no A: then the gradient's are tried.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from keyhole.core import Status
+from keyhole.core.numerics import with_ridge
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
+from keyhole.recover.judge import ODDS, Mark, Verdict
+from keyhole.recover.layers.inverse_map import most_similar
+from keyhole.recover.layers.precision import NOISE, Fit, compare, precision_of
+from keyhole.recover.layers.unordered import assigned
+from keyhole.recover.leaks import HiddenStates, Leak, Logits
+
+_NOISY = 0.05  # of the leak's spread: an error above it needs more alternatives
+_FINE = 5e-3  # of the leak's spread: below it any other token shows
+_OPEN = 0.05  # of a coarse leak's tokens: more open ones than that leave none verified
+_ALIKE = 1e-2  # embeddings nearer than this (relative) may pass for each other
+_ALONE = 64  # alternatives tried one by one; more only several in a pass
+_AT_ONCE = 4096  # tokens in one pass
+_ANSWERING = 6  # alternatives of a token by what leaked at its position,
+_ANSWERING_NOISY = 32  # … where noise blurs it,
+_WISHED = 3  # … and by the gradient
+_SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
+_CONTEXT = 4  # random tokens before the one that is looked at: the first of a text is no example
+_RIDGE = 1e-5
+_SHORT_TEXTS = 512  # in one pass
+_SHORT = 64  # tokens: of a longer text only neighbours are exchanged
+
+Misfits = Callable[[Tensor], Tensor]
+_DUPLICATES: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+_FITTED: weakref.WeakKeyDictionary[nn.Module, dict[Exposure, RowMap]] = weakref.WeakKeyDictionary()
+
+
+def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
+    """Decide what `ids` are worth as an explanation of a leak."""
+    device = target.parts.device
+    text = torch.tensor(ids, device=device)
+    leaked = leak.rows(leak.tensors).to(device)
+    own = len(leaked) == len(ids)  # a row for each token
+    padding = torch.zeros_like(text, dtype=torch.bool)
+    if own and leak.mask is not None:
+        padding = leak.mask.to(device) == 0
+        leaked = leaked.masked_fill(padding[:, None], torch.nan)
+    numbers = leaked[leaked.isfinite()]
+    if bool((numbers == numbers[:1]).all()):
+        reason = "every number of the leak is the same: it tells no tokens apart"
+        return Verdict.without_fit(Status.NOT_IDENTIFIABLE, reason, len(ids))
+    given = exposed_rows(target, leak, text[None])[0]
+    matched = _in_best_order(leak, given)
+    if matched is not None:
+        leak, leaked = matched, matched.values.to(device)
+    fit = compare(precision_of(leak), leaked, given)
+    if not math.isfinite(fit.residual):
+        reason = "the leak's numbers are too large to compare"
+        return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
+    hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
+    odds = 2 * (math.log(target.vocabulary) + ODDS)
+    misfits = _misfits(fit, leaked, given)
+    margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
+    coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
+    if coarse or bool(_duplicates(target)[text].any()):
+        alternatives = _alternatives(target, leak, text, given, misfits, hidden, fit.level > _NOISY)
+        margin, more = _margins(target, leak, text, misfits, hidden, odds, alternatives)
+        margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
+    doubt = ""
+    if matched is not None:
+        unsettled, more = _open_places(target, matched, text, fit.sigma, odds)
+        margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
+        count = int(unsettled.sum())
+        doubt = f"; the order of {count} tokens is unknown" if count else ""
+    if isinstance(leak, Logits) and fit.whole and bool((margin > odds).all()):
+        other, more = _other_text(target, leak, ids, misfits, odds)
+        forwards += more
+        if other is not None:
+            margin = torch.zeros_like(margin)
+            doubt = f"; so could {target.decode(other)!r}, for example"
+    marks = _marks(fit, margin, hidden, odds)
+    # The tokenizer's own special tokens, and padding, are no part of the text.
+    status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
+    reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
+    return Verdict(
+        status, f"{reason}{words}{doubt}", status is Status.RECOVERED, fit.residual, fit.level,
+        marks, forwards,
+    )  # fmt: skip
+
+
+def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:
+    """What each token has earned; see the head of this file and Mark."""
+    shown = ~hidden | (fit.whole and fit.level <= _FINE)
+    apart = margin > odds
+    certain = apart & shown & fit.whole
+    if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
+        certain = torch.zeros_like(certain)
+    likely = shown & (margin > 2 * ODDS) & (fit.residual <= NOISE)
+    return tuple(
+        Mark.VERIFIED if sure else Mark.LIKELY if nearly else Mark.UNKNOWN
+        for sure, nearly in zip(certain.tolist(), likely.tolist(), strict=True)
+    )
+
+
+def _status(fit: Fit, marks: tuple[Mark, ...], given: Tensor) -> tuple[Status, str]:
+    """Read, partly read or not: `given` (n,) are tokens that are no part of the text."""
+    certain = sum(mark is Mark.VERIFIED for mark in marks)
+    if certain == len(marks):
+        return Status.RECOVERED, ""
+    likely = sum(mark is Mark.LIKELY for mark in marks)
+    known = any(
+        mark is not Mark.UNKNOWN and not free
+        for mark, free in zip(marks, given.tolist(), strict=True)
+    )
+    partly = Status.INEXACT if known else Status.UNSOLVED
+    words = f"; of {len(marks)} tokens {certain} verified, {likely} likely"
+    if fit.whole:
+        words += f": {len(marks) - certain} of {len(marks)} tokens could be others"
+        return (Status.INEXACT if known else Status.NOT_IDENTIFIABLE), words
+    if fit.settled:
+        return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
+    if fit.residual > 1:
+        return Status.MISMATCH, ": no better than nothing"
+    misfits = sum(not good for good in fit.good.tolist())
+    return partly, f"{words}; {misfits} positions do not fit"
+
+
+def _duplicates(target: Target) -> Tensor:
+    """Which tokens (v,) share their embedding, nearly, with another? Found once for a model.
+
+    Duplicates have nearly the same product with any vector: only neighbours in that order are met.
+    """
+    table = target.parts.table.float()
+    kept = _DUPLICATES.get(target.parts.base)
+    if kept is not None and kept.device == table.device:
+        return kept
+    probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
+    order = (table @ probe).argsort()
+    following = table[order].diff(dim=0).norm(dim=-1)
+    near = following <= _ALIKE * table[order[1:]].norm(dim=-1)
+    alike = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+    alike[order[1:][near]] = True
+    alike[order[:-1][near]] = True
+    _DUPLICATES[target.parts.base] = alike
+    return alike
+
+
+def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
+    """Sums of squares of rows (…, n, f) in units of the leak's error; 0 where nothing leaked.
+
+    Where the text does not fit as a whole, what it leaves unexplained is an error too.
+    """
+    seen = leaked.isfinite()
+    sigma = fit.sigma
+    if not fit.whole:
+        left = (given - leaked)[~leaked.isnan().any(-1)].square().mean().sqrt()
+        sigma = sigma.clamp(min=float(left))
+    weights, known = torch.where(seen, 1 / sigma, 0.0), leaked.nan_to_num()
+    return lambda rows: ((rows - known) * weights).square().sum(-1)
+
+
+def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
+    """What the model gives for ids (b, n), as rows."""
+    return leak.rows(target.expose(leak, ids, _mask(target, leak, len(ids))))
+
+
+def _margins(
+    target: Target,
+    leak: Leak,
+    text: Tensor,
+    misfits: Misfits,
+    hidden: Tensor,
+    enough: float,
+    alternatives: Tensor,
+) -> tuple[Tensor, int]:
+    """The margin (n,) of each token over its nearest alternative (k, n); the passes that took.
+
+    The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
+    lower layers of MiniLM), while all others do. So an alternative is tried alone. In a
+    long text a pass has one at every 64th position, each judged by its own row; the first 64 whose
+    margin is not `enough` so are tried alone, and so are the first 64 positions that did not leak
+    (`hidden`).
+    """
+    size = max(1, _AT_ONCE // len(text))
+    places = torch.arange(len(text), device=text.device)
+    before = misfits(exposed_rows(target, leak, text[None])[0])
+
+    def gains(tokens: Tensor, groups: Tensor) -> Tensor:
+        """How much worse each row (g, n) fits with the tokens of a group (g, n) in their places.
+
+        `tokens` are those of all groups (n,), or each group has its own (g, n).
+        """
+        swapped = torch.where(groups, tokens, text)
+        rows = [misfits(exposed_rows(target, leak, part)) for part in swapped.split(size)]
+        return torch.cat(rows) - before
+
+    if len(text) <= _ALONE:  # each alone, in as few passes as hold them
+        alone = (places == places[:, None]).repeat(len(alternatives), 1)
+        each = alternatives.repeat_interleave(len(text), 0)
+        return gains(each, alone).sum(-1).view_as(alternatives).amin(0), 3 + len(alone)
+    least, spent = torch.full(text.shape, torch.inf, device=text.device), 3
+    for tokens in alternatives:
+        groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
+        margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
+        spent += len(groups)
+        for part in (hidden, ~hidden & ~(margin > enough)):
+            tried = part.nonzero().flatten()[:_ALONE]
+            if len(tried):
+                margin[tried] = gains(tokens, places == tried[:, None]).sum(-1)
+                spent += len(tried)
+        least = torch.minimum(least, margin)
+    return least, spent
+
+
+def _alternatives(
+    target: Target,
+    leak: Leak,
+    text: Tensor,
+    given: Tensor,
+    misfits: Misfits,
+    hidden: Tensor,
+    noisy: bool,
+) -> Tensor:
+    """The tokens (k, n) to be tried at each position."""
+    tokens = [most_similar(target.parts.table, text)]
+    rows = _row_map(target, leak.exposure)
+    if rows is not None:
+        leaked = leak.rows(leak.tensors).to(given)
+        unexplained = rows.own(leaked - given).nan_to_num()
+        count = _ANSWERING_NOISY if noisy else _ANSWERING
+        tokens.append(rows.nearest(target.parts.table, text, unexplained, count))
+    if rows is None or bool(hidden.any()):
+        tokens.append(_wished(target, leak, text, misfits))
+    return torch.cat(tokens)
+
+
+def _wished(target: Target, leak: Leak, text: Tensor, misfits: Misfits) -> Tensor:
+    """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
+    table = target.parts.table
+    with torch.enable_grad():
+        words = table[text][None].requires_grad_()
+        mask = _mask(target, leak, 1)
+        given = leak.rows(capture(target.model, leak.exposure, embeddings=words, mask=mask))
+        (gradient,) = torch.autograd.grad(misfits(given[0]).sum(), words)
+    change = gradient[0] @ table.T
+    change[:, target.pads()] = torch.inf
+    change = change.scatter(1, text[:, None], torch.inf)
+    return change.topk(min(_WISHED, change.shape[1]), largest=False).indices.T
+
+
+def _mask(target: Target, leak: Leak, count: int) -> Tensor | None:
+    return None if leak.mask is None else leak.mask.to(target.parts.device).expand(count, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """`map` (e, f) from embeddings to rows, and the squared length (v,) of each token's answer.
+
+    Of keys and values only the values count: keys may be rotated by their position. `heads` is
+    their number, or 1.
+    """
+
+    map: Tensor
+    sizes: Tensor
+    heads: int
+
+    def own(self, rows: Tensor) -> Tensor:
+        """The part (n, f) of a leak's rows that is compared."""
+        each = rows.unflatten(-1, (self.heads, -1))
+        return each[..., -self.map.shape[1] // self.heads :].flatten(-2)
+
+    def nearest(self, table: Tensor, text: Tensor, unexplained: Tensor, count: int) -> Tensor:
+        """For each token the others (k, n) whose answers differ most nearly by `unexplained`."""
+        wanted = table[text] @ self.map + unexplained.to(self.map)
+        far = self.sizes - 2 * (wanted @ self.map.T) @ table.T
+        far = far.scatter(1, text[:, None], torch.inf)
+        return far.topk(min(count, len(table) - 1), largest=False).indices.T
+
+
+def _row_map(target: Target, exposure: Exposure) -> RowMap | None:
+    """The map of a model's exposure, fitted once; None where rows are not those of positions."""
+    if exposure.kind not in ("hidden", "kv", "attention"):
+        return None
+    fitted = _FITTED.setdefault(target.parts.base, {})
+    if exposure not in fitted or fitted[exposure].map.device != target.parts.device:
+        fitted[exposure] = _fitted_map(target, exposure)
+    return fitted[exposure]
+
+
+def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
+    table = target.parts.table
+    count = min(len(table), _SAMPLES * table.shape[1])
+    stream = torch.Generator().manual_seed(0)
+    tokens = torch.randperm(len(table), generator=stream)[:count]
+    before, after = target.frame()
+    context = torch.randint(len(table), (_CONTEXT,), generator=stream).tolist()
+    opening, ending = torch.tensor([*before, *context]), torch.tensor(after, dtype=torch.long)
+    rows: list[Tensor] = []
+    for part in tokens.split(_SHORT_TEXTS):
+        frame = [opening.expand(len(part), -1), part[:, None], ending.expand(len(part), -1)]
+        with torch.no_grad():
+            ids = torch.cat(frame, 1).to(target.parts.device)
+            given = capture(target.model, exposure, ids=ids)["values"]
+        rows.append(given[..., len(opening), :].flatten(1).double())
+    words = table[tokens.to(table.device)].double()
+    words, answers = words - words.mean(0), torch.cat(rows)
+    square = with_ridge(words.T @ words, _RIDGE)
+    linear = torch.linalg.solve(square, words.T @ (answers - answers.mean(0))).to(table)
+    heads = target.parts.key_heads if exposure.kind == "kv" else 1
+    return RowMap(linear, (table @ linear).square().sum(-1), heads)
+
+
+def _in_best_order(leak: Leak, given: Tensor) -> HiddenStates | None:
+    """The leak with its rows where they fit what the model gives, (n, f), best.
+
+    None where the rows have an order of their own.
+    """
+    if not isinstance(leak, HiddenStates) or not leak.permuted:
+        return None
+    sigma = torch.ones(()).to(given)
+    return leak.ordered(assigned(_set_misfits(given, leak.values.to(given), sigma)))
+
+
+def _open_places(
+    target: Target, leak: HiddenStates, text: Tensor, sigma: Tensor, enough: float
+) -> tuple[Tensor, int]:
+    """The positions (n,) whose tokens might stand in another order, and the passes that took.
+
+    `leak` is in the text's order, `sigma` (n, f) the error of its numbers. Neighbours, or next but
+    one, change places, all in between is reversed, or shuffled; the model runs on that, and the
+    leak is assigned anew. Two rows that are alike leave open which is which; that is no doubt about
+    the text if their tokens are the same.
+    """
+    orders = _other_orders(len(text)).to(text.device)
+    orders = orders[(text[orders] != text).any(-1)]
+    leaked = leak.values.to(text.device)
+    unsettled = torch.zeros_like(text, dtype=torch.bool)
+    if not len(orders):  # a single token, or the same one throughout
+        return unsettled, 0
+    own = _least(_set_misfits(exposed_rows(target, leak, text[None])[0], leaked, sigma))
+    for part in orders.split(max(1, _AT_ONCE // len(text))):
+        for order, given in zip(part, exposed_rows(target, leak, text[part]), strict=True):
+            if not _least(_set_misfits(given, leaked, sigma)) - own > enough:
+                unsettled |= text[order] != text
+    return unsettled, len(orders) + 1
+
+
+def _other_orders(length: int) -> Tensor:
+    """Other orders (k, n) of n tokens; the first and the last one stay where they are in some."""
+    same = torch.arange(length)
+    orders = [same.flip(0), torch.cat([same[:1], same[1:-1].flip(0), same[1:][-1:]])]
+    orders.append(torch.randperm(length, generator=torch.Generator().manual_seed(0)))
+    for distance in (1, 2) if length <= _SHORT else (1,):
+        for place in range(length - distance):
+            swapped = same.clone()
+            swapped[[place, place + distance]] = same[[place + distance, place]]
+            orders.append(swapped)
+    return torch.stack(orders)
+
+
+def _set_misfits(given: Tensor, leaked: Tensor, sigma: Tensor) -> Tensor:
+    """Sums of squares (rows, positions) in units of the leak's error; NaN for what did not leak."""
+    weights = sigma.expand_as(leaked).square().reciprocal()
+    far = (weights * leaked.square()).sum(-1, keepdim=True)
+    return far - 2 * (weights * leaked) @ given.T + weights @ given.square().T
+
+
+def _least(misfits: Tensor) -> float:
+    order = assigned(misfits).to(misfits.device)
+    return float(misfits[order, torch.arange(len(order), device=order.device)].nansum())
+
+
+def _other_text(
+    target: Target, leak: Logits, ids: Sequence[int], misfits: Misfits, enough: float
+) -> tuple[Tokens | None, int]:
+    """The text one edit away that fits best, if the odds against it are not `enough`; passes.
+
+    A token more or less counts too where the length is not known. One such text always fits: a
+    model with rotary positions and no token that begins every text gives the same for a token alone
+    and for that token repeated, because attention over equal values is that value.
+    """
+    exposure = Exposure("pooled", pooling="last", steps=leak.exposure.steps)
+    vectors = Vectors(target, exposure, ids)
+    text = vectors.inside(ids)
+    others = alternatives_to(vectors, text, vectors([text])[0], leak.length is not None).texts
+
+    def misfit(texts: Sequence[Tokens]) -> Tensor:
+        framed = [[*vectors.before, *each, *vectors.after] for each in texts]
+        rows = torch.tensor(framed, device=target.parts.device)
+        parts = rows.split(max(1, _AT_ONCE // 2 // rows.shape[1]))
+        return torch.cat([misfits(exposed_rows(target, leak, part)).sum(-1) for part in parts])
+
+    own = float(misfit([text]))
+    best: tuple[float, Tokens | None] = (enough, None)
+    for _, alike in groupby(sorted(others, key=len), key=len):
+        texts = list(alike)
+        worse, place = (misfit(texts) - own).min(0)
+        if float(worse) <= best[0]:
+            best = (float(worse), texts[int(place)])
+    return best[1], vectors.passes + len(others) + 1

@@ -1,0 +1,144 @@
+"""Text from the attention maps of one layer of an encoder.
+
+Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1 the
+special tokens are known, so each unknown token appears in three linear measurements per head (as
+key to [CLS], as key to [SEP], as query over both), and the 3H numbers are looked up in the
+vocabulary.
+
+Layer 1 is closed form: the hidden states below it are the embeddings, which depend on the token and
+its position only, so the whole vocabulary is measured at every position in a few matrix products,
+for all texts of one length together. Beyond the plain look-up, each number is weighed by what
+rounding left of it (search/map_scores.py), and further rounds use the tokens found so far as
+anchors too, which measures each position 2nH times instead of 3H and settles what rounding left
+open.
+
+Deeper layers have no closed form: the states below them depend on the whole text. They go through
+search/token_search.py, on the scores `q·k` that the maps give away.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
+from keyhole.recover.layers.token_search import TokenSearch
+from keyhole.recover.leaks import AttentionMaps, Leak
+
+_EMBEDDINGS = Exposure("hidden", 0)
+_NUMBERS = 2**24  # of hidden states held at a time
+
+
+@dataclass(frozen=True)
+class EncoderMaps:
+    """Layer 1: look every position up in the vocabulary, then ask again with what was found.
+
+    `shortlist` candidates per position stay in the later rounds, of which there are at most
+    `rounds`; at most `anchors` known tokens measure a position then. `deeper` searches the text
+    where the maps are those of a deeper layer.
+    """
+
+    shortlist: int = 64
+    rounds: int = 4
+    anchors: int = 48
+    deeper: TokenSearch = field(default_factory=TokenSearch)
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        maps = [cast("AttentionMaps", leak) for leak in leaks]
+        if maps[0].layer > 1:
+            yield from self.deeper.each(target, leaks)
+            return
+        before, after = target.frame()
+        if not before and not after:
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "no special tokens are known: the maps have no anchor"
+            )
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for number, leak in enumerate(maps):
+            by_length[leak.values.shape[-1]].append(number)
+        for length, numbers in by_length.items():
+            frame = target.framed(length)
+            logs = [LogMaps.of(maps[number], target.parts.device) for number in numbers]
+            target.count.begin(numbers)
+            shortlists = self._look_up(target, logs, frame)
+            for number, log, short in zip(numbers, logs, shortlists, strict=True):
+                yield number, self._settle(target, log, frame, short)
+
+    @torch.no_grad()
+    def _look_up(self, target: Target, logs: list[LogMaps], frame: Tensor) -> list[Tensor]:
+        """The best tokens of the vocabulary (shortlist, n) at each position of each text."""
+        parts, n = target.parts, len(frame)
+        known = (frame >= 0).nonzero().flatten().tolist()
+        states = _embedded(target, frame.clamp(min=0)[None])[0]
+        anchors = Anchors.of(parts, 1, states, known)
+        asked = [Questions.of(log, anchors) for log in logs]
+        best: list[list[Tensor]] = [[] for _ in logs]
+        kept = min(self.shortlist, target.vocabulary)
+        step = max(1, _NUMBERS // (n * parts.width))
+        for words in torch.arange(target.vocabulary, device=parts.device).split(step):
+            measured = anchors.measure(_embedded(target, words[:, None].expand(-1, n)))
+            for chunks, questions in zip(best, asked, strict=True):
+                misfit = questions.misfit(*measured)
+                top = misfit.topk(min(kept, len(words)), 0, largest=False)
+                chunks.append(torch.stack([top.values, words[top.indices].to(misfit)]))
+        shortlists: list[Tensor] = []
+        for chunks in best:
+            misfit, words = torch.cat(chunks, 1)
+            order = misfit.topk(kept, 0, largest=False).indices
+            short = words.gather(0, order).long()
+            shortlists.append(torch.where(frame >= 0, frame, short))
+        return shortlists
+
+    @torch.no_grad()
+    def _settle(self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor) -> Proposal:
+        """Ask again with the tokens found so far as anchors, until nothing changes."""
+        ids = shortlist[0]
+        candidates = _embedded(target, shortlist)
+        trusted = torch.ones_like(ids, dtype=torch.bool)
+        for _ in range(self.rounds):
+            states = _embedded(target, ids[None])[0]
+            places = _spread(trusted.nonzero().flatten().tolist(), self.anchors, frame)
+            anchors = Anchors.of(target.parts, 1, states, places)
+            questions = Questions.of(log, anchors)
+            misfit = torch.cat([
+                questions.misfit(*anchors.measure(chunk))
+                for chunk in candidates.split(max(1, _NUMBERS // _asked(anchors, len(ids))))
+            ])  # fmt: skip
+            best = misfit.min(0)
+            nearest = shortlist.gather(0, best.indices[None])[0]
+            each = best.values / questions.numbers()
+            # A token that fits far worse than most is wrong, and would mislead as an anchor.
+            trusted = (each <= each.median() + 1.0) | (frame >= 0)
+            if torch.equal(nearest, ids):
+                break
+            ids = nearest
+        return Proposal(ids.tolist(), note="closed form")
+
+
+def _asked(anchors: Anchors, length: int) -> int:
+    """The numbers one candidate text is measured by."""
+    return 2 * anchors.key_offset.numel() * length
+
+
+def _embedded(target: Target, ids: Tensor) -> Tensor:
+    """The hidden states (b, n, d) below block 1."""
+    # By embeddings, because RoBERTa counts its positions by the ids.
+    words = target.parts.tokens(ids)
+    return capture(target.model, _EMBEDDINGS, embeddings=words)["values"]
+
+
+def _spread(places: list[int], most: int, frame: Tensor) -> list[int]:
+    """At most `most` anchors, the special tokens always among them, the others evenly taken."""
+    fixed = (frame >= 0).nonzero().flatten().tolist()
+    others = [place for place in places if place not in fixed]
+    room = max(1, most - len(fixed))
+    step = -(-len(others) // room) if others else 1
+    return sorted(fixed + others[::step])

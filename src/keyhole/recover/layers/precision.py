@@ -1,0 +1,188 @@
+"""How exact a leak is, found out from its own numbers.
+
+A leaked number is y = f + ε. Rounding leaves a grid in y: bfloat16 and float16 have few bits of
+mantissa, integers one step a row (int8 with a scale for each token, decimals, …). Then ε is uniform
+over a step: variance step²/12. Float32 itself is not exact either: two machines add up in different
+orders. Noise leaves no trace in y; it shows in the residual of the right text, and only there (see
+judge.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.recover.leaks import Leak
+
+FLOOR = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
+_GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
+_DEVIATIONS = 4.5  # standard deviations that chance is granted
+NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
+_CLAIMED = 0.15  # of the leak's spread: unknown noise above it is never vouched for
+_FEW = 4  # positions, …
+_NUMBERS = 2000  # … and numbers, without which unknown noise proves nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """`sigma` (positions, numbers): the standard deviation of each leaked number's own error.
+
+    `scale` is the root mean square of the leak around its mean: the unit of relative figures.
+    """
+
+    name: str
+    sigma: Tensor
+    scale: float
+    noise: float | None
+
+    @property
+    def relative(self) -> float:
+        """The error that the numbers themselves admit, relative to the leak's spread."""
+        return float(self.sigma.square().nanmean().sqrt()) / self.scale
+
+
+def precision_of(leak: Leak) -> Precision:
+    """The rounding of a leak: from its numbers, and its stated noise on top."""
+    rows = leak.rows(leak.tensors).float()
+    seen = rows[rows.isfinite()]
+    scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
+    floor = FLOOR * float(seen.square().mean().sqrt())
+    name, step = rounding_of(rows, leak.precision)
+    if name == "float32" and leak.rank > 2:  # heads may have a scale each
+        each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
+        steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
+        name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
+    noise = leak.noise or 0.0
+    sigma = (step.square() / 12 + floor**2 + noise**2).sqrt()
+    return Precision(name, sigma, scale, leak.noise)
+
+
+def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
+    """The name of the grid that the numbers lie on, and the step at each of them."""
+    numbers = rows.nan_to_num()
+    for name, dtype, bits in (("bfloat16", torch.bfloat16, 8), ("float16", torch.float16, 11)):
+        if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
+            exponent = torch.frexp(numbers.abs().clamp(min=1e-30)).exponent
+            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits)
+    steps = _steps(rows)
+    levels = torch.where(steps > 0, numbers.abs().amax(-1) / steps.clamp(min=1e-30), torch.nan)
+    if bool((steps > 0).any()):
+        most = float(levels.nan_to_num().max())
+        name = "int4" if most <= 8.5 else "int8" if most <= 256.5 else "rounded"
+        return name, steps.unsqueeze(-1).expand_as(rows)
+    return "float32", torch.zeros_like(rows)
+
+
+def _steps(rows: Tensor) -> Tensor:
+    """The step of the grid that each row (n, f) lies on; 0 where it lies on none."""
+    whole = rows.isfinite().all(-1)
+    steps = torch.zeros(len(rows), device=rows.device)
+    steps[whole] = _step(rows[whole])
+    for place in (rows.isfinite().any(-1) & ~whole).nonzero().flatten().tolist():
+        row = rows[place]
+        steps[place] = _step(row[row.isfinite()][None])[0]
+    return steps
+
+
+def _step(rows: Tensor) -> Tensor:
+    """The same for rows without gaps, all at once: a text may have a thousand.
+
+    First the usual one: the largest number is 127 steps (or 7) from zero. Then any other: with few
+    levels many numbers meet exactly, and all gaps between the rest are whole multiples of one step.
+    """
+    step = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    if not len(rows) or rows.shape[1] < 8:
+        return step.float()
+    levels = rows.double().sort(-1).values
+    largest = levels.abs().amax(-1).clamp(min=1e-300)
+    for most in (127, 7):  # the coarser one last: it is the finer one's as well
+        step = torch.where(_whole(levels / (largest / most)[:, None]), largest / most, step)
+    gaps = levels.diff(dim=-1)
+    apart = gaps > 1e-6 * largest[:, None]
+    count = apart.sum(-1)
+    least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
+    each = (gaps / (gaps / least).round()).where(apart, 0.0)
+    common = each.sum(-1) / count.clamp(min=1)
+    fits = _whole((gaps / common[:, None]).where(apart, 0.0))
+    fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
+    step = torch.where((step == 0) & fits, common, step)
+    return step.where(rows.abs().amax(-1) > 0, 0.0).float()
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    return (numbers - numbers.round()).abs().amax(-1) < _GRID
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """How a text's own numbers compare with the leak's, position by position.
+
+    `good` (positions,) is true where the difference may be the leak's error, or nothing leaked.
+    `proven` says that the difference was tested hard enough for a claim: against a known precision,
+    or as noise that nothing but noise looks like.
+    """
+
+    good: Tensor
+    proven: bool
+    residual: float
+    sigma: Tensor
+    level: float
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is left that a search could improve on."""
+        return bool(self.good.all())
+
+    @property
+    def whole(self) -> bool:
+        return self.settled and self.proven
+
+
+def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
+    """Test a residual against a leak's precision; rows are positions."""
+    off = given - leaked
+    seen = ~off.isnan().any(-1)
+    residual = float(off[seen].square().mean().sqrt()) / precision.scale
+    sigma = precision.sigma.to(off.device)
+    limit = _limit(off.shape[-1])
+    strength = (off / sigma).square().mean(-1)
+    typical = float(strength[seen].median())
+    if typical <= limit or precision.noise is not None:
+        good = (strength <= limit) | ~seen
+        return Fit(good, True, residual, sigma, precision.relative)
+    # Larger than rounding explains: noise of unknown strength, or a wrong text.
+    strength = off.square().mean(-1)
+    level = float(strength[seen].median().sqrt())
+    good = (strength <= limit * level**2) & (level <= NOISE * precision.scale) | ~seen
+    proven = _only_noise(off[seen], given[seen], level, precision.scale)
+    return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
+
+
+def _limit(count: int, deviations: float = _DEVIATIONS) -> float:
+    """A bound on the mean of so many squared standard normals (Wilson and Hilferty, 1931)."""
+    spread = 2 / (9 * count)
+    return (1 - spread + deviations * math.sqrt(spread)) ** 3
+
+
+def _only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
+    """Is the residual independent noise of one strength, and long enough to tell?
+
+    A leak that is not what it says leaves traces that noise does not: a part along what the model
+    gives (another text mixed in), a part that positions share (another context or model: a singular
+    value beyond √n + √d), numbers that are worse than others at every position.
+    """
+    rows, count = off.shape
+    if rows * count < _NUMBERS or rows < _FEW or not level <= _CLAIMED * scale:
+        return False
+    off = off / level
+    along = float((off * given).sum() / given.norm())
+    largest = float(torch.linalg.matrix_norm(off.cpu(), 2))
+    columns = float(off.square().mean(0).max())
+    return (
+        abs(along) <= _DEVIATIONS
+        and largest <= math.sqrt(rows) + math.sqrt(count) + _DEVIATIONS
+        and columns <= _limit(rows, _DEVIATIONS + 1)
+    )

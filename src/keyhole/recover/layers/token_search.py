@@ -1,0 +1,196 @@
+"""Relax, snap, try: text from a leak that no closed form reads.
+
+The embeddings are found by `relaxation`, the tokens that agree best are tried by `substitution`,
+and where the text so found does not explain the leak, the prior narrows to the candidates and it
+begins again. Bounded: `rounds` times at most `passes` passes and `sweeps` sweeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.core.numerics import LinAlgError
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.layers.trials import Comparison, Tried, substitute
+from keyhole.recover.leaks import Leak
+
+
+@dataclass(frozen=True)
+class TokenSearch:
+    """How long to search: `rounds` of at most `passes` passes, each followed by trials.
+
+    `candidates` tokens are tried at each position, at most `sweeps` times; `narrowed` tokens at
+    each position make the next round's prior, weighed by `sharpness` times their agreement, which
+    grows by `growth` with each round. The search ends when a round gives the text of the last.
+    """
+
+    rounds: int = 8
+    passes: int = 60
+    candidates: int = 24
+    narrowed: int = 384
+    sweeps: int = 4
+    sharpness: float = 30.0
+    growth: float = 1.3
+
+    def each(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        """Every leak by itself, with the special tokens where the tokenizer puts them."""
+        vocabulary = Vocabulary.of(target)
+        for number, leak in enumerate(leaks):
+            known = target.framed(leak.length or 0)
+            yield number, self(Comparison.of(target, leak), vocabulary, known)
+
+    def __call__(self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor) -> Proposal:
+        """The text of `known.shape` tokens (-1: unknown) that explains the leak best."""
+        prior = Prior.whole(vocabulary, len(known))
+        best = Tried(known.clamp(min=0), float("inf"), 0)
+        before = best.ids
+        passes = forwards = 0
+        for number in range(self.rounds):
+            relaxed, spent = relax(comparison, prior, known, self.passes)
+            agreement = vocabulary.agreement(relaxed, self.sharpness * self.growth**number)
+            wide = agreement.topk(min(self.narrowed, agreement.shape[-1]), -1).indices.T
+            ids = torch.where(known >= 0, known, wide[0])
+            # Once directions say nothing new, the best text is repaired with all candidates.
+            stuck = torch.equal(ids, before)
+            start, candidates = (best.ids, wide) if stuck else (ids, wide[: self.candidates])
+            tried = substitute(comparison, start, candidates, known, self.sweeps)
+            passes, forwards, before = passes + spent, forwards + tried.forwards, ids
+            best = min(best, tried, key=lambda text: text.loss)
+            if stuck or best.loss <= comparison.tolerance:
+                break
+            prior = Prior.among(vocabulary, agreement, self.narrowed)
+        return Proposal(
+            best.ids.tolist(),
+            passes=passes + forwards,
+            forwards=forwards,
+            note=f"loss {best.loss:.1e} in {passes} passes and {forwards} trials",
+            loss=best.loss,
+        )
+
+
+# Embeddings that explain a leak, with the vocabulary as a prior that narrows.
+#
+# A leak such as the maps of one layer holds fewer numbers than the embeddings have, so what decides
+# is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
+# every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
+# whole vocabulary. Tables of tokens are sorted by frequency in every tokenizer that is in use, so a
+# token counts `1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made
+# of.
+#
+# The result is short of the truth (the prior pulls), so tokens are compared by direction, in the
+# prior's own coordinates. Then the prior narrows to the tokens that are left: mean and covariance
+# of the candidates at each position, weighed by how well they agree, and the search goes on from
+# there.
+
+_FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
+_THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
+_DOUBT = 0.2  # of the vocabulary's spread, left beside the candidates
+_PULL = 1e-4  # the prior's weight in the loss
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The token table as a distribution: mean (e,), factor (e, e), tokens in its coordinates."""
+
+    table: Tensor
+    log_frequency: Tensor
+    mean: Tensor
+    factor: Tensor
+    whiten: Tensor
+    directions: Tensor  # (V, e), unit length, in the coordinates where the prior is round
+
+    @classmethod
+    def of(cls, target: Target) -> Vocabulary:
+        table = target.parts.table
+        count = len(table)
+        order = torch.arange(count, device=table.device, dtype=table.dtype)
+        weight = 1.0 / (order + count / _FLAT)
+        weight[_never(target, table.device)] = 0.0
+        weight = weight / weight.sum()
+        mean = weight @ table
+        off = (table - mean) * weight.sqrt()[:, None]
+        variance, axes = torch.linalg.eigh((off.T @ off).double())
+        variance = variance.clamp(min=_THINNEST * float(variance.max()))
+        whiten = (axes / variance.sqrt()).to(table)
+        directions = torch.nn.functional.normalize((table - mean) @ whiten, dim=-1)
+        frequency = weight.clamp(min=1e-30).log()
+        return cls(table, frequency, mean, (axes * variance.sqrt()).T.to(table), whiten, directions)
+
+    def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
+        """Log-weights (n, V) of the tokens at each position, given relaxed embeddings (n, e)."""
+        directions = torch.nn.functional.normalize((embeddings - self.mean) @ self.whiten, dim=-1)
+        return sharpness * (directions @ self.directions.T) + self.log_frequency
+
+
+def _never(target: Target, device: torch.device) -> Tensor:
+    """Ids that no text holds: special tokens, and the places BERT's table keeps unused."""
+    words = target.tokenizer.convert_ids_to_tokens(range(target.vocabulary))
+    unused = [number for number, word in enumerate(words) if str(word).startswith("[unused")]
+    special = [number for number in target.tokenizer.all_special_ids if number < len(words)]
+    return torch.tensor([*unused, *special], dtype=torch.long, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """What is believed about each position: means (n, e), factors (n, r, e) or one (r, e)."""
+
+    means: Tensor
+    factors: Tensor
+
+    @classmethod
+    def whole(cls, vocabulary: Vocabulary, length: int) -> Prior:
+        return cls(vocabulary.mean.expand(length, -1), vocabulary.factor)
+
+    @classmethod
+    def among(cls, vocabulary: Vocabulary, agreement: Tensor, candidates: int) -> Prior:
+        """The tokens that agree best, weighed by how well they do."""
+        best = agreement.topk(min(candidates, agreement.shape[-1]), -1)
+        weights = best.values.softmax(-1)
+        words = vocabulary.table[best.indices]
+        means = torch.einsum("nk,nke->ne", weights, words)
+        among = (words - means[:, None]) * weights.sqrt()[..., None]
+        # The right token may not be among them: leave it a way back.
+        beyond = (_DOUBT * vocabulary.factor).expand(len(means), -1, -1)
+        return cls(means, torch.cat([among, beyond], 1))
+
+    def embed(self, coordinates: Tensor) -> Tensor:
+        if self.factors.ndim == 2:
+            return self.means + coordinates @ self.factors
+        return self.means + torch.einsum("nr,nre->ne", coordinates, self.factors)
+
+
+def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> tuple[Tensor, int]:
+    """Embeddings (n, e) near the prior that explain the leak, and the passes that took.
+
+    `known` (n,) holds the ids that are certain, -1 elsewhere.
+    """
+    table = comparison.target.parts.table
+    fixed = table[known.clamp(min=0)]
+    free = (known < 0)[:, None]
+    shape = (len(known), prior.factors.shape[-2])
+    at = torch.zeros(shape, dtype=table.dtype, device=table.device, requires_grad=True)
+    search = torch.optim.LBFGS(
+        [at], max_iter=passes, max_eval=passes, history_size=min(50, passes),
+        tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
+    )  # fmt: skip
+    spent = 0
+
+    def embed() -> Tensor:
+        return torch.where(free, prior.embed(at), fixed)
+
+    def evaluate() -> Tensor:
+        nonlocal spent
+        spent += 1
+        search.zero_grad()
+        loss = comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
+        if spent == 1 and not bool(loss.isfinite()):
+            raise LinAlgError("what the model gives of its own embeddings is not finite")
+        loss.backward()
+        return loss
+
+    search.step(evaluate)
+    return embed().detach(), spent

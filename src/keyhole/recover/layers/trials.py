@@ -1,0 +1,229 @@
+"""How far what a model exposes for some embeddings is from a leak: one number per text.
+
+Hidden states, attention outputs and pooled embeddings are compared in units of the leak's standard
+deviation. Maps are compared by their logarithms, less each row's mean: those are the scores
+`q·k`, which are nearly linear in the hidden states where the probabilities are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from keyhole.models.capture import capture
+from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.sums import Effects, Sets
+from keyhole.recover.layers.map_scores import LogMaps
+from keyhole.recover.layers.precision import precision_of
+from keyhole.recover.leaks import AttentionMaps, Leak
+
+_BLURRED = 0.1  # the error of a score above which it counts less: scores of tokens differ by more
+_SMALLEST = 1e-30
+_ARITHMETIC = 1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """A leak in the numbers it is compared by; `tolerance` is the loss its own error explains."""
+
+    target: Target
+    leak: Leak
+    expected: Tensor
+    weights: Tensor
+    tolerance: float
+
+    @classmethod
+    def of(cls, target: Target, leak: Leak) -> Comparison:
+        device = target.parts.device
+        if isinstance(leak, AttentionMaps):
+            logs = LogMaps.of(leak, device)
+            error = 1.0 / logs.weights.clamp(min=_SMALLEST)
+            weights = torch.where(logs.weights > 0, 1.0 / (1.0 + error / _BLURRED**2), 0.0)
+            explained = float((weights * error.clamp(max=1.0)).sum() / weights.sum())
+            expected = _centred(logs.values, weights)
+            return cls(target, leak, expected, weights, 4.0 * explained + _ARITHMETIC)
+        values = leak.rows(leak.tensors).to(device)
+        known = values.isfinite()
+        precision = precision_of(leak)
+        scaled = torch.where(known, values, 0.0) / precision.scale
+        explained = precision.relative**2
+        return cls(target, leak, scaled, known / precision.scale, 4.0 * explained + _ARITHMETIC)
+
+    def loss(self, embeddings: Tensor) -> Tensor:
+        """The mean square difference of each text's exposure (b,) from the leak."""
+        exposed = capture(self.target.model, self.leak.exposure, embeddings=embeddings)
+        if isinstance(self.leak, AttentionMaps):
+            scores = _centred(exposed["values"].clamp(min=_SMALLEST).log(), self.weights)
+            off = (scores - self.expected).square() * self.weights
+            return off.flatten(1).sum(1) / self.weights.sum()
+        off = (self.leak.rows(exposed) * self.weights - self.expected).square()
+        return off.flatten(1).sum(1) / (self.weights > 0).sum()
+
+    def losses(self, ids: Tensor, tokens_at_once: int = 4096) -> Tensor:
+        """The loss of each of many texts (b, n), without gradients."""
+        step = max(1, tokens_at_once // ids.shape[1])
+        with torch.no_grad():
+            return torch.cat([self.loss(self.target.parts.tokens(b)) for b in ids.split(step)])
+
+
+def _centred(scores: Tensor, weights: Tensor) -> Tensor:
+    """Scores less their row's weighted mean: a map leaves each row's constant open."""
+    total = weights.sum(-1, keepdim=True).clamp(min=_SMALLEST)
+    return scores - (scores * weights).sum(-1, keepdim=True) / total
+
+
+# Candidates tried by running the model: one position at a time, all positions side by side.
+#
+# Each candidate at each position is put into the text as it stands, the model runs on all of them
+# in batches, and the best of each position are taken over together as far as that helps: they are
+# put in one after another, the best first, and the prefix with the smallest loss stays (one batch
+# more).
+
+_TEXTS = 4096  # tried in one sweep at most: long texts get fewer candidates for each position
+_WORTH = 0.8  # a further sweep is worth it while the loss falls by a fifth
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A text, its loss, and the forward passes that finding it took."""
+
+    ids: Tensor
+    loss: float
+    forwards: int
+
+
+def substitute(
+    comparison: Comparison, ids: Tensor, candidates: Tensor, known: Tensor, sweeps: int
+) -> Tried:
+    """Improve `ids` (n,) with `candidates` (k, n), wherever `known` (n,) is -1."""
+    places = (known < 0).nonzero().flatten()
+    each = max(2, min(len(candidates), _TEXTS // max(1, len(places))))
+    loss, forwards = float(comparison.losses(ids[None])[0]), 1
+    for _ in range(sweeps):
+        if loss <= comparison.tolerance or len(places) == 0:
+            break
+        better = _sweep(comparison, ids, candidates[:each], places, loss)
+        forwards += better.forwards
+        enough = better.loss <= _WORTH * loss
+        ids, loss = better.ids, better.loss
+        if not enough:
+            break
+    return Tried(ids, loss, forwards)
+
+
+def _sweep(
+    comparison: Comparison, ids: Tensor, candidates: Tensor, places: Tensor, loss: float
+) -> Tried:
+    texts = ids.repeat(len(places), len(candidates), 1)
+    rows = torch.arange(len(places), device=ids.device)
+    texts[rows, :, places] = candidates[:, places].T
+    losses = comparison.losses(texts.flatten(0, 1)).view(len(places), len(candidates))
+    best = losses.min(1)
+    order = best.values.argsort()
+    order = order[best.values[order] < loss]
+    spent = losses.numel()
+    if len(order) == 0:
+        return Tried(ids, loss, spent)
+    prefixes = ids.repeat(len(order), 1)
+    for number, place in enumerate(order.tolist()):
+        prefixes[number:, places[place]] = candidates[best.indices[place], places[place]]
+    joint = comparison.losses(prefixes)
+    kept = int(joint.argmin())
+    return Tried(prefixes[kept], float(joint[kept]), spent + len(order))
+
+
+# Tokens tried at many positions in one pass, each judged by the row of its own position.
+#
+# A wrong token shows most in its own row: once most of a text is right, putting the right one in
+# takes that row's residual to nearly nothing, whatever is still wrong elsewhere. So candidates need
+# not be tried one position at a time (substitution.py, which costs a pass for each candidate at
+# each position). Positions are dealt to a few groups, neighbours to different ones; a pass puts one
+# candidate at every position of a group, and each is judged by its own row. What won is put in, the
+# largest gain first, as far as the whole text fits better.
+
+_WON = 0.5  # of a row's squared residual, or less, must be left for a candidate to count
+
+Misfits = Callable[[Tensor], Tensor]
+
+
+def try_rows(
+    misfits: Misfits, ids: Tensor, places: Tensor, candidates: Tensor, together: int
+) -> Tried:
+    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), so many `together` in a pass.
+
+    `misfits` gives the squared residual of each row, (b, n), for texts (b, n).
+    """
+    before = misfits(ids[None])[0]
+    order = places.argsort()
+    places, candidates = places[order], candidates[order]
+    own = torch.full(candidates.shape, torch.inf, dtype=before.dtype, device=ids.device)
+    groups = -(-len(places) // together)
+    for group in range(groups):
+        chosen = torch.arange(group, len(places), groups, device=ids.device)
+        texts = ids.repeat(candidates.shape[1], 1)
+        texts[:, places[chosen]] = candidates[chosen].T
+        own[chosen] = misfits(texts)[:, places[chosen]].T
+    spent = 1 + groups * candidates.shape[1]
+    least, winner = own.min(1)
+    gain = before[places] - least
+    won = (least < _WON * before[places]).nonzero().flatten()
+    won = won[gain[won].argsort(descending=True)]
+    if len(won) == 0:
+        return Tried(ids, float(before.sum()), spent)
+    prefixes = ids.repeat(len(won), 1)
+    for number, place in enumerate(won.tolist()):
+        prefixes[number:, places[place]] = candidates[place, winner[place]]
+    joint = misfits(prefixes).sum(-1)
+    best = int(joint.argmin())
+    if joint[best] >= before.sum():
+        return Tried(ids, float(before.sum()), spent + len(won))
+    return Tried(prefixes[best], float(joint[best]), spent + len(won))
+
+
+# The last wrong tokens of a text, several at once, by what each change does alone (ours).
+#
+# A trial at one position is judged by what is left of the residual (row_trials.py). Where two
+# tokens near each other are wrong, neither right one by itself takes much of it away, and a wrong
+# one may take more. But what changes at different positions do to the leaked rows nearly adds up
+# (embedding/sums.py): so every candidate is run once, alone; sets of them whose effects add up to
+# what is missing are found without the model, and the best of those are run.
+
+_WIDTH = 32  # of the beam over sets
+_DEPTH = 4  # tokens of a set, at most
+_RUN = 16  # sets that are run
+
+Missing = Callable[[Tensor], Tensor]
+
+
+def try_sums(missing: Missing, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:
+    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k).
+
+    `missing` gives what texts (b, n) leave unexplained, (b, numbers).
+    """
+    m, k = candidates.shape
+    off = missing(ids[None])[0]
+    singles = ids.repeat(m * k, 1)
+    slots = torch.arange(m, device=ids.device).repeat_interleave(k)
+    singles[torch.arange(m * k, device=ids.device), places[slots]] = candidates.flatten()
+    left = missing(singles)
+    moves = off - left
+    effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
+    depth = min(_DEPTH, m)
+    sets = effects.grown(Sets.none(off[None]), _WIDTH, depth, _RUN)[0] if depth > 1 else None
+    texts, losses, spent = singles, left.square().sum(-1), 1 + m * k
+    if sets is not None:
+        sets = sets[(sets >= 0).any(-1)]
+        several = ids.repeat(len(sets), 1)
+        for changes in sets.unbind(1):
+            rows = (changes >= 0).nonzero().flatten()
+            several[rows, places[slots[changes[rows]]]] = candidates.flatten()[changes[rows]]
+        texts = torch.cat([texts, several])
+        losses = torch.cat([losses, missing(several).square().sum(-1)])
+        spent += len(several)
+    best, before = int(losses.argmin()), float(off.square().sum())
+    if float(losses[best]) >= before:
+        return Tried(ids, before, spent)
+    return Tried(texts[best], float(losses[best]), spent)

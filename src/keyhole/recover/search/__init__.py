@@ -1,1 +1,0 @@
-"""The searches that attacks on text share: relax, snap to tokens, substitute."""

@@ -1,0 +1,278 @@
+"""Leaks behind a secret: rotated, scrambled or mixed under a key that the owner keeps; and undone.
+
+Rows that attention reads can be multiplied by a secret matrix if the weights are changed to match,
+so a cache or a store may hold them that way at no cost in answers. For each matrix of rows X (n, k)
+of a leak (hidden states have one, keys and values one for each head), with b = 16 tokens a block:
+
+    rotated      X R            R orthogonal, secret, the same for all texts
+    scrambled    P X M          M invertible, secret, the same for all texts; P exchanges the tokens
+                                of a block, anew for every block and text, all heads alike
+    mixed        S P X M        S (b, b) invertible and secret besides: a row is of no one token
+
+*Shadow in the Cache* (arXiv 2508.09442) proposes the last for KV caches (KV-Cloak), with a secret
+matrix added to X besides and permutations of each head's own.
+
+Whoever uses the server as well has texts that he knows, X, and their leaks Y. What follows:
+
+- A rotation keeps every distance. With U S Wᵀ the singular value decomposition of XᵀY, the
+  orthogonal matrix that comes nearest to X R = Y is U Wᵀ (Schönemann, 1966). It is unique only on
+  what the pairs span: with r of the singular values above rounding, the r numbers y W_r are f U_r,
+  exactly, for every other vector as well, and of the rest of f nothing but the length is known. So
+  m pairs give m numbers of every stored vector, as if it had been cut to m dimensions.
+- A general linear map keeps nothing that is not in the span of the known vectors: Y = X M has one
+  solution from k pairs on, and Y⁺ X then undoes it.
+- With the tokens of a block exchanged, Y = P X M, sums do not see the order: the rows of a block
+  add up to 1ᵀY = 1ᵀX M, so every known block is one pair of sums, and k blocks give M. What is left
+  are rows in no order. Hidden states are read as such (layers/unordered.py). An encoder's keys and
+  values give the hidden states below them by least squares (layers/key_values.py). A decoder's
+  first layer is looked up: values tell the token; keys, which are rotated by position, its place.
+- With tokens mixed as well (S P X M) neither rows nor their sums are pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.layers.key_values import attention_inputs
+from keyhole.recover.layers.unordered import assigned
+from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
+
+FORMS = ("rotated", "scrambled", "mixed")
+BLOCK = 16  # tokens
+_STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
+
+
+def matrices_of(leak: Leak) -> list[Tensor]:
+    """The matrices of rows (n, k) that a secret is applied to, one by one."""
+    if isinstance(leak, KeyValues):
+        return [*leak.keys, *leak.values]
+    if isinstance(leak, HiddenStates):
+        return [leak.values]
+    if isinstance(leak, Pooled):
+        return [leak.values[None]]
+    raise InputError(
+        f"expected hidden states, keys and values or a pooled embedding, got {leak.exposure}"
+    )
+
+
+def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:
+    """The leak with other rows."""
+    if isinstance(leak, KeyValues):
+        half = len(matrices) // 2
+        keys, values = torch.stack(matrices[:half]), torch.stack(matrices[half:])
+        return replace(leak, keys=keys.float(), values=values.float())
+    rows = matrices[0].float()
+    return replace(leak, values=rows[0] if isinstance(leak, Pooled) else rows)
+
+
+def blocks(length: int) -> list[slice]:
+    """The blocks that the tokens of a text are in; the last may be shorter."""
+    return [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+
+
+def hidden_behind(leak: Leak, form: str, key: int, stream: torch.Generator) -> Leak:
+    """The leak as an attacker without `key` finds it; `stream` draws what is drawn anew."""
+    if form not in FORMS:
+        raise InputError(f"expected a form among {', '.join(FORMS)}, got {form}")
+    if form != "rotated" and isinstance(leak, Pooled):
+        raise InputError(f"expected rows of several tokens to be {form}, got {leak.exposure}")
+    matrices = [matrix.double() for matrix in matrices_of(leak)]
+    if form != "rotated":
+        order = torch.cat([
+            part.start + torch.randperm(part.stop - part.start, generator=stream)
+            for part in blocks(len(matrices[0]))
+        ])  # fmt: skip
+        matrices = [matrix[order] for matrix in matrices]
+    secret = torch.Generator().manual_seed(key)
+    changed: list[Tensor] = []
+    for matrix in matrices:
+        rows = matrix @ _map(matrix.shape[1], secret, orthogonal=form == "rotated")
+        if form == "mixed":
+            mix = _map(BLOCK, secret)
+            rows = torch.cat([mix[: len(part), : len(part)] @ part for part in rows.split(BLOCK)])
+        changed.append(rows)
+    return with_matrices(leak, changed)
+
+
+def _map(size: int, stream: torch.Generator, orthogonal: bool = False) -> Tensor:
+    """A random orthogonal matrix, or an invertible one with singular values from ½ to 2."""
+
+    def rotation() -> Tensor:
+        return torch.linalg.qr(torch.randn(size, size, generator=stream, dtype=torch.float64)).Q
+
+    if orthogonal:
+        return rotation()
+    sizes = torch.rand(size, generator=stream, dtype=torch.float64) * 2 - 1
+    return rotation() * _STRETCH**sizes @ rotation()
+
+
+_ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Directions (d, r) of stored vectors y and of those behind them, f: y `stored` = f `own`."""
+
+    stored: Tensor
+    own: Tensor
+
+    def numbers(self, vectors: Tensor) -> Tensor:
+        """What is known (b, r) of the vectors behind stored ones (b, d)."""
+        return vectors.to(self.stored) @ self.stored
+
+    def undo(self, vectors: Tensor) -> Tensor:
+        """The vectors (b, d) behind stored ones, 0 in the directions that nobody knows."""
+        return self.numbers(vectors) @ self.own.T
+
+
+def undo_rotation(known: Tensor, stored: Tensor) -> Alignment:
+    """What m pairs (m, d) of vectors tell of a rotation between them."""
+    _expect_pairs(known, stored)
+    u, s, wt = torch.linalg.svd(known.double().T @ stored.double())
+    rank = int((s > _ROUNDING * s[0]).sum())
+    return Alignment(wt[:rank].T, u[:, :rank])
+
+
+def undo_linear(known: Tensor, stored: Tensor) -> Tensor:
+    """The matrix (d, d) that stored vectors are multiplied by to undo a linear map."""
+    _expect_pairs(known, stored)
+    return torch.linalg.lstsq(stored.double(), known.double(), driver="gelsd").solution
+
+
+def _expect_pairs(known: Tensor, stored: Tensor) -> None:
+    if known.shape != stored.shape or known.ndim != 2 or not len(known):
+        raise InputError(
+            f"expected as many known vectors as stored ones, of the same width, "
+            f"got {tuple(known.shape)} and {tuple(stored.shape)}"
+        )
+    if not bool((known.isfinite() & stored.isfinite()).all()):
+        raise InputError("expected finite vectors, got infinity or NaN")
+
+
+_AT_ONCE = 4096  # tokens of the vocabulary in one pass
+_ELSEWHERE = 1e30  # the cost of a place in another block
+_SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
+_OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
+
+Pairs = Sequence[tuple[Leak, Leak]]  # of a known text: its leak as it would be, and as it is
+
+
+def unrotated(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
+    """Leaks behind a rotation as they were."""
+    pairs = _rows(known, sums=False)
+    _expect_spanned([stored for _, stored in pairs], leaks, "rows")
+    found = [undo_rotation(plain, stored) for plain, stored in pairs]
+    return _multiplied(leaks, [alignment.stored @ alignment.own.T for alignment in found])
+
+
+def unscrambled(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
+    """Leaks behind a map as they were, but for the order of tokens in a block."""
+    pairs = _rows(known, sums=True)
+    _expect_spanned([stored for _, stored in pairs], leaks, "sums of blocks")
+    return _multiplied(leaks, [undo_linear(plain, stored) for plain, stored in pairs])
+
+
+def _expect_spanned(stored: Sequence[Tensor], leaks: Sequence[Leak], what: str) -> None:
+    """What is solved for is known on what was seen: the leaks must lie in it, nearly.
+
+    Rows need not span all dimensions: those of a layer normalisation leave one out.
+    """
+    for place, rows in enumerate(stored):
+        _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
+        seen = directions[sizes > _SPANNED * sizes[0]]
+        for leak in leaks:
+            given = matrices_of(leak)[place].double()
+            inside = (given @ seen.mT).square().sum() / given.square().sum()
+            if 1 - float(inside) > _OUTSIDE:
+                raise Unsuccessful(
+                    Status.UNSOLVED,
+                    f"the {what} of known texts span {len(seen)} of {rows.shape[1]} dimensions",
+                )
+
+
+def _rows(known: Pairs, sums: bool) -> list[tuple[Tensor, Tensor]]:
+    """For each matrix of a leak all known rows (m, k), or sums over blocks, and those stored."""
+    if not known:
+        raise InputError("expected known texts, got none")
+
+    def rows(leak: Leak) -> list[Tensor]:
+        matrices = [matrix.double() for matrix in matrices_of(leak)]
+        if not sums:
+            return matrices
+        parts = blocks(len(matrices[0]))
+        return [torch.stack([matrix[part].sum(0) for part in parts]) for matrix in matrices]
+
+    each = [(rows(plain), rows(stored)) for plain, stored in known]
+    count = len(each[0][0])
+    return [
+        (torch.cat([plain[place] for plain, _ in each]),
+         torch.cat([stored[place] for _, stored in each]))
+        for place in range(count)
+    ]  # fmt: skip
+
+
+def _multiplied(leaks: Sequence[Leak], back: list[Tensor]) -> list[Leak]:
+    return [
+        with_matrices(leak, [m.double() @ b for m, b in zip(matrices_of(leak), back, strict=True)])
+        for leak in leaks
+    ]
+
+
+def in_no_order(target: Target, leak: Leak) -> Leak:
+    """Unscrambled rows as a leak that an attack reads."""
+    if isinstance(leak, HiddenStates):
+        return replace(leak, permuted=True)
+    if not isinstance(leak, KeyValues):
+        raise Unsuccessful(Status.NOT_APPLICABLE, f"no attack here orders {leak.exposure}")
+    number = leak.exposure.block(target.parts)
+    if not target.parts.causal:
+        below = attention_inputs(target, leak, number).cpu()
+        return HiddenStates(below, number - 1, normalised=False, permuted=True, model=leak.model)
+    if number > 1:
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "the order of a causal model's rows is read at its first layer"
+        )
+    return _ordered(target, leak)
+
+
+@torch.no_grad()
+def _ordered(target: Target, leak: KeyValues) -> KeyValues:
+    """First-layer keys and values in their order: tokens by their values, places by their keys."""
+    tokens = _tokens_by_values(target, leak.values.transpose(0, 1).flatten(1))
+    length = len(tokens)
+    keys = leak.keys.transpose(0, 1).flatten(1)
+    costs = torch.full((length, length), _ELSEWHERE)
+    rows = torch.arange(length)
+    for shift in range(length):  # so that every token comes to stand at every place
+        moved = tokens.roll(shift)[None].to(target.parts.device)
+        given = capture(target.model, leak.exposure, ids=moved)["keys"][0].cpu()
+        there = (rows + shift) % length
+        costs[rows, there] = (given.transpose(0, 1).flatten(1)[there] - keys).square().sum(-1)
+    for part in blocks(length):
+        outside = torch.ones(length, dtype=torch.bool)
+        outside[part] = False
+        costs[part, outside] = _ELSEWHERE
+    order = assigned(costs)
+    return replace(leak, keys=leak.keys[:, order], values=leak.values[:, order])
+
+
+def _tokens_by_values(target: Target, rows: Tensor) -> Tensor:
+    """The token (n,) whose own values of the first layer are nearest to each row (n, f)."""
+    best = torch.full((len(rows),), torch.inf)
+    tokens = torch.zeros(len(rows), dtype=torch.long)
+    for part in torch.arange(target.vocabulary, device=target.parts.device).split(_AT_ONCE):
+        given = capture(target.model, Exposure("kv", 0), ids=part[:, None])["values"]
+        table = given[:, :, 0].flatten(1).cpu()
+        far, nearest = torch.cdist(rows, table).min(1)
+        closer = far < best
+        tokens = torch.where(closer, part.cpu()[nearest], tokens)
+        best = torch.minimum(best, far)
+    return tokens

@@ -1,0 +1,119 @@
+"""What names say, against what the model itself exposes at that layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.core.errors import InputError
+from keyhole.models.anatomy import anatomy
+from keyhole.models.capture import Exposure, capture
+from keyhole.recover.files.readings import sections_by_name, slot_of
+
+IDS = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
+# ALBERT uses one block for all layers: the path of a module does not say which time it was.
+FAMILIES = [family for family in (*tiny.ENCODERS, *tiny.DECODERS) if family != "albert"]
+
+
+def hooked(model):
+    """What every module of a model gives, under its path: what nnsight and hooks save."""
+    seen, handles = {}, []
+    for path, module in model.named_modules():
+
+        def hook(_module, _inputs, output, path=path):
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, torch.Tensor):
+                seen[path] = first
+
+        handles.append(module.register_forward_hook(hook))
+    with torch.no_grad():
+        model(IDS)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def expect_exposed(model, arrays, exposures):
+    sections = {
+        str(section.exposure): section for section in sections_by_name(arrays, anatomy(model))
+    }
+    assert set(sections) == set(exposures)
+    for section in sections.values():
+        with torch.no_grad():
+            given = capture(model, section.exposure, ids=IDS)
+        for name, tensor in section.tensors.items():
+            torch.testing.assert_close(tensor, given[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_paths_of_modules(family):
+    model = tiny.model(family)
+    arrays = {path: rows for path, rows in hooked(model).items() if path}
+    hidden = [f"hidden:{layer}" for layer in range(1, 4)]
+    attention = [f"attention:{layer}" for layer in range(1, 4)]
+    first = 0 if family in tiny.DECODERS else 1
+    kv = [f"kv:{layer}" for layer in range(first, first + 3)]
+    if family in tiny.ENCODERS:
+        hidden.insert(0, "hidden:0")
+    if family == "gpt2":  # one projection gives queries, keys and values
+        kv = []
+    expect_exposed(model, arrays, [*hidden, *attention, *kv])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_names_of_transformer_lens(family):
+    model = tiny.model(family)
+    parts = anatomy(model)
+    seen, arrays = hooked(model), {}
+    with torch.no_grad():
+        whole = model(IDS, output_hidden_states=True)
+    blocks = "h" if family == "gpt2" else "layers"
+    for layer in range(3):
+        arrays[f"blocks.{layer}.hook_resid_pre"] = whole.hidden_states[layer]
+        arrays[f"blocks.{layer}.hook_resid_post"] = seen[f"{blocks}.{layer}"]
+        cached = whole.past_key_values.layers[layer]
+        arrays[f"blocks.{layer}.attn.hook_v"] = cached.values.transpose(1, 2)
+        keys = cached.keys.transpose(1, 2)
+        if parts.rotary:  # before and after the rotation, as its hooks see them
+            keys = seen[f"layers.{layer}.self_attn.k_proj"].unflatten(-1, (parts.key_heads, -1))
+        arrays[f"blocks.{layer}.attn.hook_k"] = keys
+    exposures = [*(f"hidden:{layer}" for layer in range(4)), *(f"kv:{layer}" for layer in range(3))]
+    expect_exposed(model, arrays, exposures)
+    if parts.rotary:
+        wrong = {**arrays, "blocks.1.attn.hook_k": torch.zeros_like(keys)}
+        wrong["blocks.1.attn.hook_rot_k"] = whole.past_key_values.layers[1].keys.transpose(1, 2)
+        expect_exposed(model, wrong, exposures)
+
+
+def test_names_of_transformers():
+    model = tiny.model("gpt2")
+    with torch.no_grad():
+        whole = model(IDS, output_hidden_states=True)
+    cache = whole.past_key_values.layers
+    pairs = {f"{n}.0": layer.keys for n, layer in enumerate(cache)}
+    pairs |= {f"{n}.1": layer.values for n, layer in enumerate(cache)}
+    expect_exposed(model, pairs, ["kv:0", "kv:1", "kv:2"])
+    old = {f"key_cache.{n}": layer.keys for n, layer in enumerate(cache)}
+    old |= {f"value_cache.{n}": layer.values for n, layer in enumerate(cache)}
+    expect_exposed(model, old, ["kv:0", "kv:1", "kv:2"])
+    states = {f"hidden_states.{n}": rows for n, rows in enumerate(whole.hidden_states)}
+    expect_exposed(model, states, [f"hidden:{layer}" for layer in range(4)])
+    expect_exposed(model, {"last_hidden_state": whole.last_hidden_state}, ["hidden:3"])
+
+
+def test_maps_by_name():
+    model = tiny.model("bert")
+    with torch.no_grad():
+        maps = capture(model, Exposure("maps", 2), ids=IDS)["values"]
+    expect_exposed(model, {"attentions.1": maps}, ["maps:2"])
+    expect_exposed(model, {"blocks.1.attn.hook_pattern": maps}, ["maps:2"])
+
+
+def test_names_that_say_nothing():
+    parts = anatomy(tiny.model("bert"))
+    assert slot_of("activations", parts) is None
+    assert slot_of("encoder.layer.7", parts) is None
+    keys = {"layers.0.keys": torch.zeros(4, 5, 8), "layers.0.values": torch.zeros(4, 6, 8)}
+    with pytest.raises(InputError, match="expected keys and values of one shape"):
+        sections_by_name(keys, parts)

@@ -1,0 +1,310 @@
+"""The judge of texts: right ones pass at the leak's precision, wrong ones never."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole import invert
+from keyhole.core import Status
+from keyhole.invert import Mark
+from keyhole.models import Exposure, capture
+from keyhole.models.demo import load_demo
+from keyhole.recover.attack import Target
+from keyhole.recover.files.sources import WrittenIds
+from keyhole.recover.layers import judge as judge_module
+from keyhole.recover.layers.judge import judge_rows
+from keyhole.recover.layers.precision import precision_of
+
+FULL = bool(os.environ.get("KEYHOLE_FULL"))
+
+
+@functools.cache
+def target(family="bert", seed=0):
+    return Target.of(tiny.model(family, seed=seed, hidden_size=192), tiny.tokenizer())
+
+
+def leak_of(ids, layer=2, whose=None):
+    values = capture((whose or target()).model, Exposure("hidden", layer), ids=ids[None])
+    return invert.HiddenStates(values["values"][0], layer)
+
+
+def rounded(values, most):
+    step = values.abs().amax(-1, keepdim=True) / most
+    return (values / step).round() * step
+
+
+def noisy(values, share, seed=0):
+    stream = torch.Generator().manual_seed(seed)
+    return values + share * values.std() * torch.randn(values.shape, generator=stream)
+
+
+DAMAGE = {
+    "exact": lambda v: v,
+    "bfloat16": lambda v: v.bfloat16().float(),
+    "float16": lambda v: v.half().float(),
+    "int8": lambda v: rounded(v, 127),
+    "decimals": lambda v: (v * 20).round() / 20,
+    "noise 1%": lambda v: noisy(v, 0.01),
+    "noise 10%": lambda v: noisy(v, 0.1),
+}
+IDS = tiny.ids(texts=2, length=14)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
+    for text in IDS:
+        leak = leak_of(text)
+        leak = replace(leak, values=DAMAGE[damage](leak.values))
+        verdict = judge_rows(target(), leak, text.tolist())
+        assert verdict.verified, verdict
+        assert verdict.status is Status.RECOVERED
+        assert set(verdict.marks) == {Mark.VERIFIED}
+        for place in (1, 12):
+            other = text.clone()
+            other[place] = 5 + (int(text[place]) + 11) % 190
+            verdict = judge_rows(target(), leak, other.tolist())
+            assert not verdict.verified
+            assert verdict.status is Status.INEXACT  # the others are known: partly read
+            assert verdict.marks[place] is Mark.UNKNOWN
+            assert Mark.VERIFIED not in verdict.marks
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [("exact", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("int8", "int8"),
+     ("decimals", "int8"), ("noise 10%", "float32")],
+)  # fmt: skip
+def test_rounding_is_read_off_the_numbers(damage, name):
+    leak = leak_of(IDS[0])
+    values = DAMAGE[damage](leak.values)
+    result = precision_of(replace(leak, values=values))
+    assert result.name == name
+    if name != "float32":
+        error = float((values - leak.values).square().mean().sqrt())
+        assert float(result.sigma.square().mean().sqrt()) == pytest.approx(error, rel=0.2)
+
+
+def test_int4_and_stated_noise():
+    leak = leak_of(IDS[0])
+    assert precision_of(replace(leak, values=rounded(leak.values, 7))).name == "int4"
+    sigma = 0.1 * float(leak.values.std())
+    result = precision_of(replace(leak, noise=sigma))
+    assert float(result.sigma.mean()) == pytest.approx(sigma, rel=1e-3)
+    verdict = judge_rows(
+        target(), replace(leak, values=noisy(leak.values, 0.1), noise=sigma), IDS[0].tolist()
+    )
+    assert verdict.verified
+    # The residual is far above what is stated: not this text's leak, or not this noise.
+    verdict = judge_rows(
+        target(), replace(leak, values=noisy(leak.values, 0.4), noise=sigma), IDS[0].tolist()
+    )
+    assert not verdict.verified
+
+
+def test_leaks_of_something_else():
+    text = IDS[0]
+    right = text.tolist()
+    other_model = leak_of(text, whose=target(seed=5))
+    other_layer = replace(leak_of(text, 3), layer=2)
+    other_text = leak_of(IDS[1])
+    stream = torch.Generator().manual_seed(0)
+    nothing = replace(other_text, values=torch.randn(other_text.values.shape, generator=stream))
+    for leak in (other_model, other_layer, other_text, nothing):
+        verdict = judge_rows(target(), leak, right)
+        assert not verdict.verified
+        assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
+        assert Mark.VERIFIED not in verdict.marks
+    assert judge_rows(target(), nothing, right).status is Status.MISMATCH
+
+
+@pytest.mark.parametrize("width", [32, 192])
+def test_two_texts_in_one_leak_are_never_verified(width):
+    """Spliced or mixed, each position may look right; the residual then is no noise."""
+    whose = Target.of(tiny.model("bert", hidden_size=width), tiny.tokenizer())
+    first, second = tiny.ids(texts=2, length=14, seed=9)
+    a, b = leak_of(first, 1, whose), leak_of(second, 1, whose)
+    for cut in range(2, 13):
+        spliced = replace(a, values=torch.cat([a.values[:cut], b.values[cut:]]))
+        verdict = judge_rows(whose, spliced, [*first[:cut].tolist(), *second[cut:].tolist()])
+        assert not verdict.verified
+    for share in (0.02, 0.1, 0.3, 0.5):
+        mixed = replace(a, values=(1 - share) * a.values + share * b.values)
+        assert not judge_rows(whose, mixed, first.tolist()).verified
+
+
+def test_unknown_noise_in_too_few_numbers_is_not_vouched_for():
+    whose = Target.of(tiny.model("bert"), tiny.tokenizer())
+    leak = leak_of(IDS[0], whose=whose)
+    loud = replace(leak, values=noisy(leak.values, 0.05))
+    verdict = judge_rows(whose, loud, IDS[0].tolist())
+    assert verdict.status is Status.INEXACT
+    assert set(verdict.marks) == {Mark.LIKELY}
+    assert "was not stated" in verdict.reason
+    stated = replace(loud, noise=0.05 * float(leak.values.std()))
+    assert judge_rows(whose, stated, IDS[0].tolist()).verified
+
+
+def test_a_common_shift_is_not_noise():
+    leak = leak_of(IDS[0])
+    shift = 0.1 * leak.values.std() * torch.ones(leak.values.shape[-1])
+    assert not judge_rows(
+        target(), replace(leak, values=leak.values + shift), IDS[0].tolist()
+    ).verified
+
+
+def test_noise_of_unknown_strength_needs_several_positions():
+    leak = leak_of(IDS[0])
+    only = leak.values.clone()
+    only[1:] = torch.nan
+    assert (
+        judge_rows(target(), replace(leak, values=only), IDS[0].tolist()).status is Status.RECOVERED
+    )
+    verdict = judge_rows(
+        target(), replace(leak, values=noisy(only.nan_to_num(), 0.1) + only * 0), IDS[0].tolist()
+    )
+    assert not verdict.verified
+
+
+def test_twins_cannot_be_told_apart():
+    """Two tokens with one embedding: the leak fits both, so neither is verified."""
+    model = tiny.model("bert", hidden_size=192)
+    text = IDS[0].clone()
+    table = model.embeddings.word_embeddings.weight
+    table.data[150] = table.data[text[5]]
+    doubled = Target.of(model, tiny.tokenizer())
+    leak = leak_of(text, whose=doubled)
+    for token in (int(text[5]), 150):
+        verdict = judge_rows(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
+        assert not verdict.verified
+        assert verdict.status is Status.INEXACT
+        assert verdict.marks[5] is Mark.UNKNOWN  # as likely as its twin is not likely
+        assert verdict.marks[3] is Mark.VERIFIED
+        assert "1 of 14 tokens could be others" in verdict.reason
+
+
+def test_positions_that_did_not_leak():
+    leak = leak_of(IDS[0])
+    values = leak.values.clone()
+    values[1::2] = torch.nan
+    half = replace(leak, values=values)
+    assert judge_rows(target(), half, IDS[0].tolist()).verified
+    other = IDS[0].clone()
+    other[3] = 5 + (int(other[3]) + 11) % 190
+    assert not judge_rows(target(), half, other.tolist()).verified
+    loud = replace(leak, values=noisy(values.nan_to_num(), 0.4) + values * 0)
+    verdict = judge_rows(target(), loud, IDS[0].tolist())
+    assert not verdict.verified  # what did not leak could be many words
+
+
+def test_a_text_of_another_length():
+    shorter = WrittenIds([IDS[0][:-1].tolist()])
+    whose = target()
+    verdict = invert.recover_text(whose.model, whose.tokenizer, leak_of(IDS[0]), method=shorter)
+    assert verdict.status is Status.UNSOLVED
+    assert "13 tokens proposed for 14 positions" in verdict.reason
+
+
+def test_the_whole_leak_speaks_for_a_token(monkeypatch):
+    """Here a row shows only the token before it, as [CLS] shows in the others' rows of MiniLM."""
+    table = target().parts.table
+    ids = tiny.ids(texts=1, length=14)[0]
+    monkeypatch.setattr(
+        judge_module, "exposed_rows", lambda _t, _l, text: table[text].roll(1, dims=1)
+    )
+    values = table[ids].roll(1, dims=0)
+    noise = 0.05 * float(values.std())
+    leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=noise)
+    assert judge_rows(target(), leak, ids.tolist()).verified
+    wrong = ids.clone()
+    wrong[3] = ids[3] + 1
+    assert not judge_rows(target(), leak, wrong.tolist()).verified
+
+
+def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
+    """The token at 3 shows nowhere; what other alternatives change must not speak for it."""
+    table = target().parts.table
+    ids = tiny.ids(texts=1, length=40)[0]
+
+    def rows(_target, _leak, text):
+        shown = table[text].clone()
+        shown[:, 3] = shown[:, 19] + shown[:, 35]  # other tokens do change its row
+        return shown
+
+    monkeypatch.setattr(judge_module, "exposed_rows", rows)
+    values = rows(None, None, ids[None])[0]
+    leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
+    result = judge_rows(target(), leak, ids.tolist())
+    assert not result.verified
+    assert [place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED] == [3]
+
+
+def test_nothing_is_known_of_another_text():
+    verdict = judge_rows(target(), leak_of(IDS[1]), IDS[0].tolist())
+    assert verdict.status in (Status.UNSOLVED, Status.MISMATCH)
+    assert set(verdict.marks[1:-1]) == {Mark.UNKNOWN}
+
+
+def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
+    """Wrong tokens that did not leak can make up for each other where noise hides the rest."""
+    leak = leak_of(IDS[0])
+    values = leak.values.clone()
+    values[3] = torch.nan
+    assert judge_rows(target(), replace(leak, values=values), IDS[0].tolist()).verified
+    sigma = 0.05 * float(leak.values.std())
+    loud = replace(leak, values=noisy(values.nan_to_num(), 0.05) + values * 0, noise=sigma)
+    verdict = judge_rows(target(), loud, IDS[0].tolist())
+    assert verdict.marks[3] is Mark.UNKNOWN
+    assert verdict.status is Status.INEXACT
+    assert Mark.VERIFIED not in verdict.marks  # more than one in twenty is open
+    assert verdict.marks.count(Mark.LIKELY) == 13
+
+
+@functools.cache
+def shipped():
+    demo = load_demo()
+    return Target.of(demo.model, demo.tokenizer)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2] if FULL else [0.1])
+def test_a_word_of_like_meaning_is_tried_as_an_alternative(share):
+    """The classifier gives words of one sentiment nearly the same states: a wrong one may fit."""
+    tokenizer = shipped().tokenizer
+    ids = tokenizer("a solid film , well told and refreshingly funny .")["input_ids"]
+    values = capture(shipped().model, Exposure("hidden", 4), ids=torch.tensor([ids]))["values"][0]
+    words = ["solid", "enjoyable", "charming", "unique", "moving", "touching", "entertaining"]
+    words = [number for number in tokenizer.convert_tokens_to_ids(words) if number is not None]
+    noise = share * float(values.std())
+    for seed in range(5 if FULL else 1):
+        leak = invert.HiddenStates(noisy(values, share, seed), 4, noise=noise)
+        for word in words:
+            verdict = judge_rows(shipped(), leak, [*ids[:2], word, *ids[3:]])
+            assert verdict.marks[2] is Mark.UNKNOWN or word == ids[2]
+
+
+def test_noise_does_not_hide_the_right_token_among_many_alternatives():
+    """One rare part of a word for another: the right one is far down by what leaked."""
+    demo = load_demo()
+    target = Target.of(demo.model, demo.tokenizer)
+    text = (
+        "there 's something auspicious , and daring , too , about the artistic instinct that "
+        "pushes a majority-oriented director like steven spielberg to follow a.i. with this "
+        "challenging report so liable to unnerve the majority ."
+    )
+    right = torch.tensor(demo.tokenizer(text)["input_ids"])
+    own, other = demo.tokenizer.convert_tokens_to_ids(["##erv", "##rence"])
+    place = right.tolist().index(own)
+    leak = invert.HiddenStates(torch.ones(len(right), 128), 4)
+    clean = target.expose(leak, right[None])["values"][0]
+    strength = 0.2 * float(clean.std())
+    wrong = right.clone()
+    wrong[place] = other
+    for seed in range(2):
+        added = torch.randn(clean.shape, generator=torch.Generator().manual_seed(seed))
+        leak = invert.HiddenStates(clean + strength * added, 4, noise=strength)
+        assert judge_rows(target, leak, wrong.tolist()).marks[place] is not Mark.VERIFIED

@@ -1,0 +1,115 @@
+"""Keys and values: closed form at the first layer, least squares below the deeper ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.core import Status
+from keyhole.models import Exposure, capture
+from keyhole.recover.attack import Target
+from keyhole.recover.layers.key_values import CachedKeys, attention_inputs
+from keyhole.recover.leaks import HiddenStates, KeyValues
+from keyhole.recover.run import recover_text, recover_texts
+
+FIRST = [*((family, 1) for family in tiny.ENCODERS), *((family, 0) for family in tiny.DECODERS)]
+
+
+def leaks_of(model, layer, ids):
+    given = capture(model, Exposure("kv", layer), ids=ids)
+    return [KeyValues(k, v, layer) for k, v in zip(given["keys"], given["values"], strict=True)]
+
+
+@pytest.mark.parametrize(("family", "layer"), FIRST)
+def test_the_first_layer_is_closed_form(family, layer):
+    causal = family in tiny.DECODERS
+    model, ids = tiny.model(family), tiny.ids(texts=3, length=14, causal=causal)
+    texts = [ids[:1], ids[1:2, :9], ids[2:]]
+    leaks = [leaks_of(model, layer, text)[0] for text in texts]
+    for result, text in zip(
+        recover_texts(model, tiny.tokenizer(causal), leaks), texts, strict=True
+    ):
+        assert result.ids == text[0].tolist()
+        assert result.verified
+        # Either no token was tried at all, or the first one was right everywhere.
+        assert result.tested in (0, text.shape[1])
+
+
+@pytest.mark.parametrize("family", ["bert", "albert", "gpt2"])
+def test_least_squares_gives_the_attentions_input(family):
+    """Against NumPy's own least squares on weights taken apart by hand."""
+    model = tiny.model(family)
+    causal = family == "gpt2"
+    ids = tiny.ids(texts=1, causal=causal)
+    layer = 1 if causal else 2
+    leak = leaks_of(model, layer, ids)[0]
+    states = capture(model, Exposure("hidden", 1), ids=ids)["values"][0]
+    if causal:
+        block = model.h[1]
+        truth = block.ln_1(states)
+        weight = block.attn.c_attn.weight[:, 32:].numpy()
+        bias = block.attn.c_attn.bias[32:].numpy()
+    else:
+        truth = states
+        blocks = model.encoder.layer if family == "bert" else None
+        own = (
+            blocks[1].attention.self
+            if blocks is not None
+            else model.encoder.albert_layer_groups[0].albert_layers[0].attention
+        )
+        weight = torch.cat([own.key.weight, own.value.weight]).mT.numpy()
+        bias = torch.cat([own.key.bias, own.value.bias]).numpy()
+    flat = torch.cat(
+        [leak.keys.transpose(0, 1).flatten(1), leak.values.transpose(0, 1).flatten(1)], 1
+    )
+    witness = np.linalg.lstsq(weight.T, (flat.numpy() - bias).T, rcond=None)[0].T
+    result = attention_inputs(Target.of(model, tiny.tokenizer(causal)), leak, 2)
+    assert np.allclose(result.numpy(), witness, atol=1e-4)
+    assert torch.allclose(result, truth, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_deeper_layers_of_an_encoder(family):
+    model, ids = tiny.model(family), tiny.ids(texts=2, length=10)
+    for result, text in zip(
+        recover_texts(model, tiny.tokenizer(), leaks_of(model, 2, ids)), ids.tolist(), strict=True
+    ):
+        assert result.ids == text
+        assert result.verified
+
+
+def test_noise_and_a_missing_position():
+    model, ids = tiny.model("bert"), tiny.ids(texts=1, length=10)
+    leak = leaks_of(model, 1, ids)[0]
+    stream = torch.Generator().manual_seed(0)
+    sigma = 0.05 * float(leak.keys.std())
+    noisy = {n: t + sigma * torch.randn(t.shape, generator=stream) for n, t in leak.tensors.items()}
+    result = recover_text(model, tiny.tokenizer(), replace(leak, **noisy, noise=sigma))
+    assert result.ids == ids[0].tolist()
+    gap = {name: tensor.clone() for name, tensor in leak.tensors.items()}
+    for tensor in gap.values():
+        tensor[:, 4] = torch.nan
+    result = recover_text(model, tiny.tokenizer(), replace(leak, **gap))
+    assert [a for n, a in enumerate(result.ids) if n != 4] == ids[
+        0, [0, 1, 2, 3, *range(5, 10)]
+    ].tolist()
+    assert not result.verified
+
+
+def test_another_models_keys_are_not_believed():
+    ids = tiny.ids(texts=1, length=10)
+    leak = leaks_of(tiny.model("bert", seed=7), 1, ids)[0]
+    result = recover_text(tiny.model("bert"), tiny.tokenizer(), leak)
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
+
+
+def test_another_kind_of_leak():
+    model = tiny.model("bert")
+    leak = HiddenStates(torch.zeros(5, 32), 1)
+    result = recover_text(model, tiny.tokenizer(), leak, method=CachedKeys())
+    assert result.status is Status.NOT_APPLICABLE

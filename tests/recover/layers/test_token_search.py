@@ -1,0 +1,119 @@
+"""The search behind exposures without a closed form: attention outputs, pooled embeddings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tiny_models as tiny
+from keyhole.core import OUTCOMES, Outcome, Status
+from keyhole.core.errors import InputError
+from keyhole.models import Exposure, capture
+from keyhole.recover import PooledEmbedding, SubLayerOutput, TokenSearch, recover_text
+from keyhole.recover.attack import Target
+from keyhole.recover.layers.token_search import Prior, Vocabulary
+from keyhole.recover.layers.trials import Comparison, substitute
+from keyhole.recover.leaks import AttentionOutput, Pooled
+
+TOKENIZER = tiny.tokenizer()
+QUICK = TokenSearch(rounds=2, passes=30, candidates=8)
+BRIEF = TokenSearch(rounds=1, passes=12, candidates=8)
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return tiny.model("bert")
+
+
+def output_of(model, ids, layer=1):
+    return capture(model, Exposure("attention", layer), ids=ids)["values"][0]
+
+
+def test_the_vocabularys_coordinates_are_round(bert):
+    words = Vocabulary.of(Target.of(bert, TOKENIZER))
+    weights = words.log_frequency.exp()
+    assert float(weights.sum()) == pytest.approx(1.0, rel=1e-4)
+    assert float(weights[:5].max()) < 1e-20  # special tokens stand in no text
+    round_ = (words.table - words.mean) @ words.whiten
+    moment = (weights[:, None] * round_).T @ round_
+    assert torch.allclose(moment, torch.eye(len(moment)), atol=1e-3)
+    assert torch.allclose(words.factor @ words.whiten, torch.eye(len(moment)), atol=1e-4)
+
+
+def test_a_narrowed_prior_is_the_candidates_mean(bert):
+    words = Vocabulary.of(Target.of(bert, TOKENIZER))
+    agreement = torch.full((2, len(words.table)), -1e4)
+    agreement[0, 17], agreement[1, 20], agreement[1, 30] = 0.0, 0.0, 0.0
+    prior = Prior.among(words, agreement, 4)
+    assert torch.allclose(prior.means[0], words.table[17], atol=1e-5)
+    assert torch.allclose(prior.means[1], words.table[[20, 30]].mean(0), atol=1e-5)
+    at = torch.zeros(2, prior.factors.shape[1])
+    assert torch.equal(prior.embed(at), prior.means)
+
+
+def test_trials_repair_a_text(bert):
+    target, ids = Target.of(bert, TOKENIZER), tiny.ids(1, 9)[0]
+    comparison = Comparison.of(target, AttentionOutput(output_of(bert, ids[None]), 1))
+    broken = ids.clone()
+    broken[[2, 5]] = 50
+    candidates = torch.stack([torch.full_like(ids, 60), ids, torch.full_like(ids, 70)])
+    tried = substitute(comparison, broken, candidates, target.framed(9), sweeps=3)
+    assert torch.equal(tried.ids, ids)
+    assert tried.loss <= comparison.tolerance
+    assert tried.forwards >= 3 * 7
+    untouched = substitute(comparison, broken, candidates, ids, sweeps=3)
+    assert torch.equal(untouched.ids, broken)
+
+
+@pytest.mark.parametrize("family", tiny.ENCODERS)
+def test_sub_layer_output(family):
+    model, ids = tiny.model(family), tiny.ids(1, 8, seed=1)
+    leak = AttentionOutput(output_of(model, ids), 1)
+    result = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    assert result.ids == ids[0].tolist()
+    assert result.verified
+
+
+def test_sub_layer_output_rounded_and_with_gaps(bert):
+    ids = tiny.ids(1, 8, seed=2)
+    leak = AttentionOutput(output_of(bert, ids).bfloat16(), 1)
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(QUICK))
+    assert result.ids == ids[0].tolist()
+    values = output_of(bert, ids)
+    values[3] = torch.nan
+    result = recover_text(bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF))
+    assert len(result.ids) == 8
+    assert not result.verified or result.ids == ids[0].tolist()
+
+
+def test_another_models_output_is_never_verified(bert):
+    ids = tiny.ids(1, 7, seed=3)
+    leak = AttentionOutput(output_of(tiny.model("bert", seed=1), ids), 1)
+    result = recover_text(bert, TOKENIZER, leak, method=SubLayerOutput(BRIEF))
+    assert not result.verified
+    assert result.status is not Status.RECOVERED
+
+
+def test_a_pooled_embedding_of_two_words(bert):
+    """One vector says two words of 200; of ten it does not, and that is not called verified."""
+    ids = tiny.ids(1, 4, seed=4)
+    pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
+    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=4), method=PooledEmbedding(BRIEF))
+    assert result.ids == ids[0].tolist()
+    unknown = PooledEmbedding(BRIEF, lengths=(3, 4))
+    assert recover_text(bert, TOKENIZER, Pooled(pooled), method=unknown).ids == ids[0].tolist()
+
+
+def test_a_pooled_embedding_of_a_longer_text_is_not_overclaimed(bert):
+    ids = tiny.ids(1, 14, seed=5)
+    pooled = capture(bert, Exposure("pooled"), ids=ids)["values"][0]
+    result = recover_text(bert, TOKENIZER, Pooled(pooled, tokens=14), method=PooledEmbedding(BRIEF))
+    assert result.ids != ids[0].tolist()
+    assert not result.verified
+    assert result.status is Status.BUDGET  # it did not arrive: nothing is proven
+    assert OUTCOMES[result.status] is Outcome.UNCHECKED
+
+
+def test_lengths_are_checked():
+    with pytest.raises(InputError, match="positive lengths"):
+        PooledEmbedding(lengths=())

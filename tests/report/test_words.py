@@ -1,0 +1,63 @@
+"""Words are made last: whatever an exposure is called, ids, gates and baselines stay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from exposures import called
+from keyhole.assess import assess
+from keyhole.core import Audit, Exposure
+from keyhole.core.errors import InputError
+from keyhole.core.exposure import NOT_CHECKED, is_chosen
+from keyhole.report import json_form, junit, sarif, words
+from sample_audits import judged, whole
+
+
+def decided_of() -> dict[str, object]:
+    """Everything that a pipeline may rely on."""
+    made = judged(whole())
+    results = json.loads(sarif.render(made))["runs"][0]["results"]
+    return {
+        "ids": [(item.id, item.rule.id, item.severity, item.state) for item in made.items],
+        "gone": [item.id for item in made.gone],
+        "rulings": made.decision,
+        "sarif": [(result["ruleId"], result["partialFingerprints"]) for result in results],
+        "ends": [junit.render(made).count(f"<{tag} ") for tag in ("failure", "error", "skipped")],
+        "chosen": [is_chosen(item.finding.exposure, ["KH-TEXT-*"]) for item in made.items],
+        "layers": [item.finding.exposure.layer for item in made.items],
+    }
+
+
+def test_rewording_every_exposure_changes_no_id_gate_or_baseline(monkeypatch):
+    before, page = decided_of(), json_form.render(assess(whole()))
+    other = {key: f"reworded {number}" for number, key in enumerate(words.EXPOSURES)}
+    monkeypatch.setattr(words, "EXPOSURES", other)
+    assert json_form.render(assess(whole())) != page
+    assert decided_of() == before
+
+
+def test_an_audit_of_an_older_version_is_refused_in_a_line():
+    data = json.loads(json.dumps(whole().to_dict()))
+    data["findings"][0]["exposure"] = "full scores"
+    with pytest.raises(
+        InputError, match="made by an older version of Keyhole; run the audit again"
+    ):
+        Audit.from_dict(data)
+
+
+def test_words_of_fields():
+    assert words.exposure(called("keys and values of layer 0, rotated")) == (
+        "keys and values of layer 0, rotated"
+    )
+    left_out = Exposure("KH-TEXT-HIDDEN-STATES", part="it")
+    assert words.in_full(left_out, (2, 3, 4, 7)) == "hidden states of layers 2–4, 7, it"
+    assert words.exposure(Exposure(NOT_CHECKED, "others", name="{0}")) == "all but {0}"
+    strange = Exposure("KH-TEXT-OTHER", "a {new} kind", layer=2, name="{layer}")
+    assert words.exposure(strange) == "a new kind, layer of layer 2"
+
+
+def test_what_is_no_rule_is_refused():
+    with pytest.raises(InputError, match="KH-DREAMS is not the id of a rule"):
+        Exposure("KH-DREAMS")
