@@ -54,7 +54,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     elif parts.layers < 2:
         reason = "texts are put together by the second block, and the model has one"
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
-        reason = "takes longer than an audit: keyhole capture --expose gradient, invert text"
+        reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
         return [nothing_to_try(Skip(EXPOSURE, "none", reason))]
     exposure = replace(EXPOSURE, part=part)

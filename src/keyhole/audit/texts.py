@@ -162,7 +162,7 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
             skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
         elif not any(row.layers(parts) for row in reading):
             names = " or ".join(readers(kind, parts.causal))
-            reason = f"takes longer than an audit: keyhole capture, invert text --method {names}"
+            reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
             skips.append(Skip(exposure, "none", reason))
     return tuple(skips)
 

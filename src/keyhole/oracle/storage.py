@@ -135,7 +135,7 @@ def metadata_of(target: Planted | Linked) -> dict[str, str]:
 
 
 def load(path: str | Path) -> Oracle:
-    """Read a target that `save` (or `keyhole plant`) wrote, with what is done to its answers."""
+    """Read a target that `save` (or `keyhole lab plant`) wrote, and what its answers go through."""
     target, degradation = load_plain(path)
     return degradation.applied(target)
 
@@ -145,7 +145,7 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
     metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {"output-layer"}:
         raise InputError(
-            f"expected a target written by `keyhole plant`, got {path} with "
+            f"expected a target written by `keyhole lab plant`, got {path} with "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
         )
     target = from_tensors(metadata, tensors, path)
