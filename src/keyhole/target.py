@@ -6,7 +6,7 @@
 | endpoint | `http(s)://host:port/v2/models/NAME`, of the Open Inference Protocol |
 | server | `http(s)://host:port`: a server of a language model |
 | route | any other address: one route of such a server |
-| store | `chroma:FOLDER`, `postgresql://…`, `.npy` and others (stores/registry.py) |
+| store | `chroma:FOLDER`, `postgresql://…`, `.npy` and others (stores/__init__.py) |
 | leak | a saved slot of llama.cpp, a captured leak, tensors that another program wrote |
 | model | a folder, a .gguf file, `owner/name` on the hub |
 | attention | `MODEL:attention.LAYER[+residual]`: the attention of one block, as an endpoint |

@@ -64,7 +64,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
-    longest = min(LONGEST, anatomy(loaded.model).longest)
+    longest = min(LONGEST, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]

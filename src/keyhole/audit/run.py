@@ -34,7 +34,7 @@ from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
 from keyhole.oracle.connection import without_password
-from keyhole.oracle.ledger import Notice, unheard
+from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
 Resuming = Callable[[int, int], None]  # called with how many checks are done, of how many
@@ -50,7 +50,7 @@ def audit(
     force: bool = False,
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
-    notice: Notice = unheard,
+    notice: Notice = ignored,
     **more: Any,
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.

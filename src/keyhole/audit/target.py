@@ -34,7 +34,7 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.connection import expect_authorized, names_address, without_password
-from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.open_inference import TakesTexts
 from keyhole.oracle.probe import Server
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
@@ -172,7 +172,7 @@ class Target:
         return {part.name: part for part in self.parts if isinstance(part, StoreTarget)}
 
     @contextmanager
-    def ready(self, ledger: str | None = None, notice: Notice = unheard) -> Generator[Target]:
+    def ready(self, ledger: str | None = None, notice: Notice = ignored) -> Generator[Target]:
         """The same with its endpoints counted, and remembered where there is a ledger."""
         if ledger is not None and not self.endpoints:
             kind = TargetKind.STORE if self.stores else TargetKind.MODEL

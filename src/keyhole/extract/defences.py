@@ -21,7 +21,7 @@ from keyhole.extract.ordinary_questions import usual_norm_of
 from keyhole.oracle.connection import EndpointOptions, without_password
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
-from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
 from keyhole.target import open_endpoint
 
@@ -38,7 +38,7 @@ def against_defences(
     track: Track = untracked,
     endpoint: EndpointOptions | None = None,
     authorized: bool = False,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> DefencesTried:
     """Put every defence in front of a target, attack it as it is best attacked, and measure both.
 

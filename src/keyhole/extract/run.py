@@ -15,7 +15,7 @@ from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
 from keyhole.extract.token_answers import compared
-from keyhole.oracle.ledger import Ledger, Notice, session, unheard
+from keyhole.oracle.ledger import Ledger, Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle
 from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of, open_endpoint, open_language_model
 
@@ -31,7 +31,7 @@ def run(
     track: Track = untracked,
     endpoint: EndpointOptions | None = None,
     authorized: bool = False,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
     **options: Any,
 ) -> Extraction:
     """Read the weights of a target back from its answers.
