@@ -20,9 +20,9 @@ from keyhole.audit import servers as server_checks
 from keyhole.audit import stores as store_checks
 from keyhole.audit import texts as text_checks
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.layers import left_out as layers_left_out
 from keyhole.audit.stores import StoreFacts
 from keyhole.audit.targets import Target
+from keyhole.audit.texts import left_out as layers_left_out
 from keyhole.core import Audit, Skip
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Run, digest

@@ -18,12 +18,11 @@ from typing import Literal
 from keyhole.audit.check import Check
 from keyhole.audit.elsewhere import make
 from keyhole.audit.journal import Resuming, make_all, what_determines
-from keyhole.audit.layers import Layers
 from keyhole.audit.opening import Opening, no_endpoint
 from keyhole.audit.plan import Plan, checks_of, numbered
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.targets import Target, target_of
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import Layers, TextTarget
 from keyhole.core import Audit
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, expect_count, expect_seed

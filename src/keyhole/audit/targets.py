@@ -14,11 +14,10 @@ from pathlib import Path
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.encoders import likeliest
 from keyhole.audit.given import Data, Stored, corpus_file
-from keyhole.audit.layers import Layers
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.servers import ServerTarget
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import Layers, TextTarget
 from keyhole.core import Skip
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, MissingExtra
