@@ -24,7 +24,7 @@ LAYERS = (  # from the bottom up
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
     {"extract", "invert", "recover", "disrupt"},  # the attacks
-    {"harden", "cost"},  # training against them; what they cost, without running them
+    {"harden"},  # training against them
     {"assess"},  # what an audit means: severities, policies, baselines
     {"report"},  # what came out, for people: pages, tables, files
     {"audit"},  # all attacks on one target

@@ -198,7 +198,12 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
     assert "expected a new file, got out/index.html" in refused.stderr
     for words, line in {
         ("demo", "--targets", "x"): "expected TARGET without --targets, got both",
-        ("--targets", "x", "--page", "y"): "expected --page without --targets, got both",
+        (
+            "--targets",
+            "x",
+            "--output",
+            "html=y",
+        ): "expected --output html=without --targets, got both",
         ("demo", "--out", "x"): "expected --out with --targets, got demo",
         (): "expected TARGET, --targets FILE, or a policy with targets, got none",
         ("--targets", "missing.toml"): "expected a fleet file, got missing.toml",

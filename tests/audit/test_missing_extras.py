@@ -159,7 +159,7 @@ def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "keyhole.oracle.server", raising=False)
     keyhole.oracle.save(LAYER, tmp_path / "t.safetensors")
     done = command_line.inside(
-        "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        "lab", "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )
     assert done.returncode == 2
     assert "pip install 'keyhole[serve]'" in done.stderr

@@ -10,8 +10,8 @@ import pytest
 
 import tampered
 from command_line import KEYHOLE, finished, inside, interrupted, started
-from keyhole.cli.failures import said
 from keyhole.core.errors import InputError, KeyholeError
+from keyhole.report.sarif import said
 
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),
@@ -100,6 +100,6 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     def loading(process) -> bool:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
-    done = interrupted("plant", "x.safetensors", cwd=tmp_path, ready=loading)
+    done = interrupted("lab", "plant", "x.safetensors", cwd=tmp_path, ready=loading)
     assert (done.returncode, done.stderr) == (130, "keyhole: stopped\n")
     assert list(tmp_path.iterdir()) == []

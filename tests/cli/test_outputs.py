@@ -37,7 +37,7 @@ def test_every_format_from_a_saved_audit(here, tmp_path):
 
 
 def test_a_page_beside_other_formats(here, tmp_path):
-    assert here("report", "audit.json", "--output=junit=x", "--page=p.html").returncode == 0
+    assert here("report", "audit.json", "--output=junit=x", "--output html=p.html").returncode == 0
     assert (tmp_path / "p.html").exists()
     assert (tmp_path / "x").exists()
 
@@ -70,7 +70,7 @@ WRONG = {
     "no folder": (["--output=sarif=no/x"], "there is no such folder"),
     "a folder": (["--output=sarif=."], "it is a folder"),
     "one file for two": (["--output=sarif=x", "--output=junit=./x"], "twice"),
-    "the page's file": (["--output=sarif=p", "--page=p"], "twice"),
+    "the page's file": (["--output=sarif=p", "--output html=p"], "twice"),
     "two on stdout": (["--output=sarif=-", "--output=junit=-"], "expected one thing to print"),
     "JSON on stdout too": (["--output=sarif=-", "--json"], "expected one thing to print"),
     "a file that exists": (["--output=sarif=audit.json"], "give --force to replace it"),

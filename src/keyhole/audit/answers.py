@@ -163,7 +163,9 @@ def _numbers(name: str, rows: Tensor) -> str:
 def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
     """What the model itself says to a text, in the forms that servers give."""
     parts = anatomy(loaded.model)
-    inputs = loaded.tokenizer(text, return_tensors="pt", truncation=True, max_length=parts.longest)
+    inputs = loaded.tokenizer(
+        text, return_tensors="pt", truncation=True, max_length=parts.max_length
+    )
     with torch.no_grad():
         said = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
     states = said.hidden_states[-1][0].double().cpu()

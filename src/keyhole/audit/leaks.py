@@ -1,4 +1,4 @@
-"""The text from a leak that is at hand: a saved slot, a file of keyhole capture or another program.
+"""The text from a leak at hand: a saved slot, a file of keyhole lab capture or another program.
 
 A file whose token ids stand in it gives two findings: the ids as they are, checked against the
 rest, and what an attack reads of the rest alone.

@@ -8,7 +8,7 @@
 | `flips` | classifiers and models that write text | the prediction |
 | `scores` | endpoints: whatever they answer | weights |
 
-The names of leaks are those of `keyhole capture --expose`.
+The names of leaks are those of `keyhole lab capture --expose`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from keyhole.core.machine import threads_for
 from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, Runner
 from keyhole.oracle import Oracle
-from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, ignored, session
 
 
 def audit(
@@ -60,7 +60,7 @@ def audit(
     track: Track = untracked,
     resuming: Resuming = lambda done, total: None,  # noqa: ARG005
     endpoint: EndpointOptions | None = None,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.
 

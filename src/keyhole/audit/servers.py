@@ -38,10 +38,10 @@ from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
+from keyhole.recover.files.contents import served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.served import served_noise, with_served_noise
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
@@ -163,7 +163,7 @@ def _texts(
     """Texts sent, and read back from the states that came."""
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(MAX_LENGTH, parts.longest)
+    longest = min(MAX_LENGTH, parts.max_length)
     progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):

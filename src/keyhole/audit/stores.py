@@ -108,7 +108,7 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).longest)
+        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
         pooling = _pooling(store, loaded, vectors, kept, known, longest)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)

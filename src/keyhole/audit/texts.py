@@ -163,7 +163,7 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
             skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
         elif not any(row.layers(parts) for row in reading):
             names = " or ".join(readers(kind, parts.causal))
-            reason = f"takes longer than an audit: keyhole capture, invert text --method {names}"
+            reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
             skips.append(Skip(exposure, "none", reason))
     return tuple(skips)
 
@@ -177,7 +177,7 @@ def _check(
     texts = [*target.texts, *(target.notes if row.short else ())]
     exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
     parts = anatomy(model)
-    longest = min(MAX_LENGTH, parts.longest)
+    longest = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
     cells: list[Readings] = []

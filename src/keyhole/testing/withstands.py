@@ -59,7 +59,7 @@ def assert_withstands(
 
     `target` is what `keyhole audit` takes, a loaded model, a transformers model with its
     `tokenizer`, an oracle (any callable with `.dim`), or several oracles by name. `exposure` is
-    what `keyhole capture --expose` takes (`hidden:3`, `kv:0`, `pooled`, `gradient`, …), `scores`
+    what `keyhole lab capture --expose` takes (`hidden:3`, `kv:0`, `pooled`, `gradient`), `scores`
     for whatever an endpoint answers, or `flips`. `texts` are the secrets: a list, one text, or the
     Path of a file. `precision` says how the leak is rounded, `budget` how many queries an attacker
     of an endpoint may ask. For flips, `share` is how much of the

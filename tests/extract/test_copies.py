@@ -48,5 +48,5 @@ def test_the_same_token_twice_tells_nothing_and_breaks_nothing():
 
 def test_lengths_that_cannot_be_written():
     copied = Copied(oracle.LengthLimited(TARGET, 4, 4), 4, 4)
-    with pytest.raises(InputError, match="expected a multiple of 3 among the lengths"):
+    with pytest.raises(InputError, match="no multiple of 3 is among the lengths"):
         copied(draw(2, 3))

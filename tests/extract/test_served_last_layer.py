@@ -22,6 +22,8 @@ from keyhole.oracle.completions import Completions
 from keyhole.oracle.ledger import answers_in
 
 FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+RELEASE = pytest.mark.release
+ROUTES = ["/completion", "/v1/completions"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def matrix(path):
     return torch.from_numpy(values.astype(np.float64))
 
 
-@pytest.mark.parametrize("route", ["", "/completion", "/v1/completions"])
+@pytest.mark.parametrize("route", ["", *(pytest.param(route, marks=RELEASE) for route in ROUTES)])
 def test_whole_answers(route, url, weights):
     result = extract.run(f"{url}{route}", "output-layer")
     assert (result.status, result.width) == (Status.RECOVERED, tiny_gguf.WIDTH)
@@ -55,6 +57,7 @@ def test_whole_answers(route, url, weights):
     assert result.queries < 2 * tiny_gguf.WIDTH
 
 
+@RELEASE
 def test_a_matrix_without_blocks(tmp_path):
     tiny_gguf.expect_server()
     kind = gguf.GGMLQuantizationType.Q8_0
@@ -66,7 +69,8 @@ def test_a_matrix_without_blocks(tmp_path):
     assert result.layer.tied is False
 
 
-@pytest.mark.parametrize("route", ["/completion", "/v1/completions"])
+@RELEASE
+@pytest.mark.parametrize("route", ROUTES)
 def test_the_best_twenty_with_a_bias(route, url, weights):
     result = extract.run(f"{url}{route}", "output-layer", top=20)
     assert (result.status, result.width) == (Status.RECOVERED, tiny_gguf.WIDTH)
@@ -76,13 +80,15 @@ def test_the_best_twenty_with_a_bias(route, url, weights):
 
 
 @FULL
-@pytest.mark.parametrize("route", ["/completion", "/v1/completions"])
+@pytest.mark.parametrize("route", ROUTES)
 def test_one_at_a_time_as_it_is_sampled(route, url):
     result = extract.run(f"{url}{route}", "output-layer", top=1)
     assert (result.status, result.width) == (Status.RECOVERED, tiny_gguf.WIDTH)
 
 
-@pytest.mark.parametrize("decimals", [1, 3, 6])
+@pytest.mark.parametrize(
+    "decimals", [3, *(pytest.param(decimals, marks=RELEASE) for decimals in (1, 6))]
+)
 def test_rounded_answers_of_a_server(decimals, url, weights):
     with closing(Completions.at(url)) as server:
         result = OutputLayer()(oracle.Rounded(server, decimals))
@@ -91,6 +97,7 @@ def test_rounded_answers_of_a_server(decimals, url, weights):
     assert 0.1 * 10.0**-decimals < error < 2 * 10.0**-decimals
 
 
+@RELEASE
 def test_killed_it_goes_on_and_asks_nothing_twice(url, tmp_path):
     ledger = tmp_path / "layer.db"
     case = kill_points.Case(

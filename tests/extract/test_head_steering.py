@@ -46,7 +46,7 @@ def test_steering_with_a_head_that_looks_nowhere() -> None:
 def test_steering_that_does_not_exist() -> None:
     target = transformer(9, 3, 4, rank=1)
     with pytest.raises(NotSteerable, match="look apart"):
-        Steered(target, target.W, 0)(normal(0, 10, 1, 27))
+        Steered(target, target.W, 0)(normal(0, 2, 1, 27))
     with pytest.raises(NotSteerable):
         Steered(target, target.W, 0)(torch.zeros(1, 1, 27, dtype=torch.float64))
 
