@@ -18,28 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.audit.check import Check, Checked, joined, nothing_to_try
-from keyhole.audit.layers import left_out as layers_left_out
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreFacts, StoreTarget, whole
 from keyhole.audit.target import NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
+from keyhole.audit.texts import left_out as layers_left_out
 from keyhole.core import Audit, Skip, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
-from keyhole.audit.check import Check
-from keyhole.audit.elsewhere import make
-from keyhole.audit.journal import Resuming, make_all, what_determines
-from keyhole.audit.opening import Opening, no_endpoint
-from keyhole.audit.plan import Plan, checks_of, numbered
-from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import Target, target_of
-from keyhole.audit.texts import Layers, TextTarget
-from keyhole.core import Audit
-from keyhole.core.endpoint import EndpointOptions
-from keyhole.core.errors import InputError, expect_count, expect_seed
-from keyhole.core.exposure import expect_exposures
-from keyhole.core.journal import Journal
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Expecting, Track, untracked
 from keyhole.core.result import restored

@@ -24,20 +24,16 @@ from keyhole.audit.texts import aligned
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
+from keyhole.core.finding import Piece, Reading
 from keyhole.core.journal import digest
-from keyhole.core.machine import largest_matrix
-from keyhole.core.progress import Track
+from keyhole.core.machine import device_of, largest_matrix
+from keyhole.core.progress import Track, untracked
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure as Captured
-from keyhole.models.loading import Loaded, identity
-from keyhole.recover.attack import Attack, Counts
-from keyhole.core.finding import Piece, Reading
-from keyhole.core.machine import device_of
-from keyhole.core.progress import Track, untracked
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded, kept_open
+from keyhole.models.loading import Loaded, identity, kept_open
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.attack import Target as Attacked
