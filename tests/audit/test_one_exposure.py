@@ -32,7 +32,8 @@ def test_a_leak_is_attacked_as_in_an_audit(precision):
     subject = replace(SUBJECT, layers=[2], precisions=[precision])
     (check,) = [
         check for check in texts.checks("tiny", subject, 0)
-        if check.name == "text from hidden states of layer 2, encoder-states"
+        if (check.exposure.rule, check.exposure.layer) == ("KH-TEXT-HIDDEN-STATES", 2)
+        and check.attack == "encoder-states"
     ]  # fmt: skip
     audit = audit_exposure(BOTH, "hidden:2", precision=precision)
     assert timeless(audit.findings) == timeless(check.run(untracked).findings)
