@@ -11,8 +11,8 @@ from keyhole import oracle
 from keyhole.audit import TextTarget, texts, weights
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
-from keyhole.audit.together import together
 from keyhole.core import Status
+from keyhole.core.audit import combined
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
@@ -69,11 +69,11 @@ def test_an_exposure_that_the_target_does_not_have():
 def test_audits_together():
     text, scores = audit_exposure(BOTH, "hidden:1"), audit_exposure(BOTH, "scores")
     other = replace(scores, target="another", identity="its own")
-    made = together([text, scores, text], "one model")
+    made = combined([text, scores, text], "one model")
     assert made.target == "both"
     assert made.findings == (*text.findings, *scores.findings)
-    made = together([text, scores, other], "a test")
+    made = combined([text, scores, other], "a test")
     assert made.target == "2 targets of a test"
     parts = [finding.part for finding in made.findings]
     assert parts == ["both, tiny", "both, head", "both, head", "another, head", "another, head"]
-    assert together([], "nothing").exit_code == 3
+    assert combined([], "nothing").exit_code == 3
