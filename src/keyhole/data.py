@@ -1,6 +1,6 @@
 """Examples and texts from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
 
-A file is told by what is in it, not by its name:
+A file is recognised by what is in it, not by its name:
 
 | kind | file | one example |
 |---|---|---|

@@ -270,7 +270,7 @@ def _demo(data: Data | None, layers: Layers | None, device: str, corpus: Path | 
         exposure = Exposure(NOT_CHECKED, "demo")
         skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
         return Target(name, surfaces, skips=(skip,))
-    twin = demo.load_demo("classification", device, hardened=True) if demo.has_twin() else None
+    twin = demo.load_demo("classification", device, hardened=True) if demo.has_hardened() else None
     texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
     notes = demo.NOTES
     if data is not None:

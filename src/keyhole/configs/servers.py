@@ -2,7 +2,7 @@
 
 llama.cpp's options are those of its own README; what /slots, /props and saved slots hold was looked
 up on the running server. vLLM's and SGLang's are as their documentation has them, not tried on the
-servers. Chroma and Qdrant ask nobody for a key unless they are told to.
+servers. Chroma and Qdrant ask nobody for a key unless they are configured to.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def trouble(what: str, path: str | Path, error: BaseException) -> KeyholeError:
     """What to raise where `what` was expected: a wrong name, or a machine that cannot."""
     number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
     if number is None:  # safetensors is written in Rust, and tells the number in words
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(told[1]) if told else None
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else None
     kind = KeyholeError if number in _MACHINE else InputError
     return kind(f"expected {what}, got {path}: {why}")
 

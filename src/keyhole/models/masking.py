@@ -41,7 +41,7 @@ from keyhole.models.loading import transformers
 
 __all__ = ["Rewrite", "Site", "Sites", "Untouched", "rewriting", "sites_of"]
 
-_CLOSED = 50.0  # e⁻⁵⁰ is nothing beside 1; Swin masks with −100, the others with the minimum
+_CLOSED = 50.0  # e⁻⁵⁰ is nothing next to 1; Swin masks with −100, the others with the minimum
 
 
 @contextmanager
@@ -149,8 +149,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return torch.softmax(scores, -1, dtype=dtype)
     extra = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], -1)
-    together = torch.cat([scores, extra.to(scores.dtype)], -1)
-    return torch.softmax(together, -1, dtype=dtype)[..., :-1]
+    joined = torch.cat([scores, extra.to(scores.dtype)], -1)
+    return torch.softmax(joined, -1, dtype=dtype)[..., :-1]
 
 
 def _as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -216,15 +216,15 @@ def _by_id(entries: Any) -> dict[int, float]:
 
 def _openai_content(answer: Any) -> dict[Any, float]:
     """llama.cpp's form of OpenAI's, in which tokens have their numbers, or OpenAI's own."""
-    told = answer["choices"][0]["logprobs"]
-    if "content" in told:
-        entries = told["content"][0]["top_logprobs"]
+    logprobs = answer["choices"][0]["logprobs"]
+    if "content" in logprobs:
+        entries = logprobs["content"][0]["top_logprobs"]
         return (
             _by_id(entries)
             if "id" in entries[0]
             else {entry["token"]: float(entry["logprob"]) for entry in entries}
         )
-    return {token: float(value) for token, value in told["top_logprobs"][0].items()}
+    return {token: float(value) for token, value in logprobs["top_logprobs"][0].items()}
 
 
 def _sglang_rows(answer: Any) -> list[list[float]] | None:
