@@ -59,7 +59,7 @@ def expect_device(name: str | torch.device) -> None:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # No such device, no memory left on it, or none that holds numbers; a torch without CUDA asserts.
+        # No such device, a full one, or none that holds numbers; a torch without CUDA asserts.
         raise refusal from error
     if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
         raise refusal
