@@ -1,4 +1,4 @@
-"""Files that are broken or hostile: one line, an exit code that says whose fault, nothing half made.
+"""Broken and hostile files: one line, an exit code that says whose fault, nothing half made.
 
 Some run in every test, all of them before a release.
 """

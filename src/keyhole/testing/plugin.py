@@ -125,8 +125,8 @@ def keyhole_audit() -> Callable[..., Audit]:
     made: dict[Any, tuple[Any, Audit]] = {}  # targets are held, so that an id stays their own
 
     def audited(target: Any, **options: Any) -> Audit:
-        name = str(target) if isinstance(target, str | Path) else id(target)
-        key = name, repr(sorted(options.items()))
+        target = str(target) if isinstance(target, Path) else target
+        key = target if isinstance(target, str) else id(target), repr(sorted(options.items()))
         if key not in made:
             made[key] = target, audit(target, **options)
             notify(made[key][1])
