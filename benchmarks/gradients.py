@@ -127,7 +127,7 @@ def measure(
     tokens: list[int] = []
     known: list[float] = []
     started = time.perf_counter()
-    longest = min(128, anatomy(loaded.model).longest)
+    longest = min(128, anatomy(loaded.model).max_length)
     for number in range(count):
         chosen = examples[number * size : (number + 1) * size]
         batch = batch_of(loaded.model, loaded.tokenizer, chosen, longest)

@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from hostile import Server, raw
 
 import served_target
 from keyhole import extract, oracle
@@ -60,10 +61,9 @@ def test_what_the_server_refuses_is_one_line(served):
     remote.close()
 
 
-def test_a_dead_server_ends_in_a_status(served):
-    url, _ = served
-    remote = OpenInference(url, "target", retries=1, timeout=2)
-    remote.url = "http://127.0.0.1:9/v2/models/target"
-    result = extract.SingleHead()(remote)
+def test_a_dead_server_ends_in_a_status():
+    with Server(raw(), "none") as server:
+        remote = OpenInference(server.url, "m", retries=1, timeout=2)
+    with closing(remote):
+        result = extract.SingleHead()(remote)
     assert result.status is Status.ORACLE_FAILED
-    remote.close()

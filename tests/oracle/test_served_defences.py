@@ -55,6 +55,7 @@ def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
             assert refused.value.status == 422
 
 
+@pytest.mark.release  # the wrapper itself: test_refusing.py
 def test_labels_with_noise_anew_each_time_under_a_budget_and_a_rate(tmp_path):
     X = draw(1).repeat(10, 1, 1)
     noise = 10 * abs(float(TARGET(X)[0]))  # so that a label is wrong nearly half of the time

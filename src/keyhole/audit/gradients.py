@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.texts import TextTarget, reading_of
+from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -64,7 +63,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
-    longest = min(LONGEST, anatomy(loaded.model).longest)
+    longest = min(LONGEST, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]

@@ -128,7 +128,7 @@ def _audit_one(
         bars("audit", "checks") as track,
     ):
         result = run(
-            target, **vars(options), processes=processes, dask=dask, journal=journal, force=force,
+            target, options, processes=processes, dask=dask, journal=journal, force=force,
             track=track, resuming=report_resuming, notice=say,
         )  # fmt: skip
         assessment = judge(result)

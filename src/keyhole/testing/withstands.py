@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.audit.given import Stored, corpus_file
 from keyhole.audit.one_exposure import FLIPS, audit_exposure
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import Target, open_target, target_of
+from keyhole.audit.target import ModelPart, Target, corpus_file, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Finding, Outcome, Skip
 from keyhole.core.endpoint import EndpointOptions
@@ -78,8 +78,9 @@ def assert_withstands(
         raise InputError(f"expected at_most from 0 to 1, got {at_most}")
     if examples and exposure != FLIPS:
         raise InputError(f"expected examples with {FLIPS}, got {exposure}")
-    stored = Stored(model, sample, known, seed, corpus)
-    with _opened(target, tokenizer, stored, authorized, endpoint, device) as opened:
+    about: dict[str, Any] = {"model": model, "known": known, "corpus": corpus, "endpoint": endpoint}
+    options = AuditOptions(**about, texts=sample, seed=seed, authorized=authorized, device=device)
+    with _opened(target, tokenizer, options) as opened:
         subject = _with_texts(opened, _listed(texts), [_example(each) for each in examples])
         try:
             audit = audit_exposure(
@@ -103,23 +104,18 @@ def assert_withstands(
 
 
 @contextmanager
-def _opened(
-    target: Any, tokenizer: Any, stored: Stored, authorized: bool,
-    endpoint: EndpointOptions | None, device: str,
-) -> Generator[Target]:  # fmt: skip
+def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Target]:
     """Whatever a test has at hand, as the audit takes it."""
     if is_model(target):
         with lent(target, tokenizer) as loaded:
-            yield _model(loaded, stored)
+            yield _model(loaded, options)
         return
     if tokenizer is not None:
         raise InputError("expected tokenizer with a transformers model, got another target")
     if isinstance(target, str | Path):
-        yield open_target(
-            str(target), stored=stored, authorized=authorized, endpoint=endpoint, device=device
-        )
+        yield open_target(str(target), options)
     elif isinstance(target, Loaded):
-        yield _model(target, stored)
+        yield _model(target, options)
     elif isinstance(target, Target | TextTarget | StoreTarget | Mapping) or (
         callable(target) and hasattr(target, "dim")
     ):
@@ -131,10 +127,10 @@ def _opened(
         )
 
 
-def _model(loaded: Loaded, stored: Stored) -> Target:
-    stored.expect_none(loaded.name, corpus=True)
-    corpus = None if stored.corpus is None else corpus_file(stored.corpus)
-    return target_of(TextTarget(loaded, demo.TEXTS, corpus=corpus))
+def _model(loaded: Loaded, options: AuditOptions) -> Target:
+    if options.model or options.known:
+        raise InputError(f"model and known are for a vector store, and {loaded.name} is a model")
+    return target_of(TextTarget(loaded, demo.TEXTS, corpus=corpus_file(options.corpus)))
 
 
 def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[Example]) -> Target:
@@ -144,11 +140,16 @@ def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[
     if not target.models:
         raise InputError(f"expected texts with a model, got {target.name or 'an endpoint'}")
     given = texts or [example.text for example in examples]
-    models = {
-        name: replace(model, texts=given, examples=examples, notes=(), about="", twin=None)
-        for name, model in target.models.items()
-    }
-    return replace(target, models=models)
+    parts = tuple(
+        ModelPart(
+            part.name,
+            replace(part.target, texts=given, examples=examples, notes=(), about="", twin=None),
+        )
+        if isinstance(part, ModelPart)
+        else part
+        for part in target.parts
+    )
+    return replace(target, parts=parts)
 
 
 def _listed(texts: Texts | None) -> Sequence[str] | None:
