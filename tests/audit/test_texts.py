@@ -13,8 +13,7 @@ from command_line import inside
 from exposures import by_name, names
 from keyhole import report
 from keyhole.audit import Audit, audit, texts
-from keyhole.audit.layers import left_out
-from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
+from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget, left_out
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure as Shown

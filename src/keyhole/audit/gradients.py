@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.texts import TextTarget, reading_of
+from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
