@@ -46,7 +46,7 @@ def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
     demo = load_demo()
     leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled").save(tmp_path / "leak.safetensors")
     (tmp_path / "own.txt").write_text(f"this is no secret .\n{NOTES[0]}\nan old coin\n")
-    done = keyhole("invert", "text", "demo", "leak.safetensors", "--corpus", "own.txt")
+    done = keyhole("recover", "demo", "leak.safetensors", "--corpus", "own.txt")
     assert done.returncode == 1, done.stderr
     assert NOTES[0] in done.stdout
     words = "recovered (cosine 1.000000, within its precision (float32); read with counts of the "
