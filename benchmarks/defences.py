@@ -4,7 +4,7 @@ Weights of one head behind a server's defences, for d = 16 and 64 and three seed
 honest client's questions, relative, of the thief's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
 all-MiniLM-L6-v2 and SmolLM2-135M (`--encoder`, `--model`, `--data`): `--texts` of SST-2 on
- the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
 `--quick`: small heads, models of random weights.
 
 The picture is docs/defences.png.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import plotly.graph_objects as go
@@ -29,11 +30,7 @@ from keyhole.recover.defences import DEFENCES, read_behind
 from keyhole.recover.secrets import FORMS
 from show import Row
 
-OPTIONS = subjects.options(texts=5)
-OPTIONS.add_argument("--few", type=int, default=2)
-OPTIONS.add_argument("--dims", type=subjects.listed, default=[16, 64])
-OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
-CHOSEN = subjects.chosen(OPTIONS)
+PARTS = ["weights", "minilm", "smollm2"]
 SEEDS = 3
 EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
@@ -74,31 +71,32 @@ class Point:
     honest: float
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    parts = CHOSEN.parts.split(",")
-    if "weights" in parts:
-        for d in CHOSEN.dims:
-            yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    model: Path | None = None,
+    texts: int = 5,
+    few: int = 2,
+    dims: list[int] = [16, 64],  # noqa: B006 - read, never changed
+    parts: list[str] = PARTS,
+) -> Iterator[Row]:
+    if quick:
+        yield from weights(5, 1)
+        words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
+        yield from leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
+        yield from leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
+        return
+    for d in dims if "weights" in parts else ():
+        yield from weights(d, SEEDS)
     if "minilm" in parts:
-        loaded = subjects.minilm(CHOSEN)
-        some = subjects.sst2(CHOSEN.data, CHOSEN.texts)
+        loaded, some = subjects.minilm(encoder, device), subjects.sst2(data, texts)
         for exposure in ("hidden:3", "kv:1"):
-            yield f"MiniLM, {exposure}", lambda e=exposure: leaks(loaded, "MiniLM", some, e)
+            yield from leaks(loaded, "MiniLM", some, exposure)
     if "smollm2" in parts:
-        loaded = subjects.smollm2(CHOSEN)
-        some = subjects.sst2(CHOSEN.data, CHOSEN.few)
-        yield "SmolLM2, kv:0", lambda: leaks(loaded, "SmolLM2", some, "kv:0")
-
-
-def small() -> Iterator[subjects.Part]:
-    yield "weights", lambda: weights(5, 1)
-    words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
-    yield "bert", lambda: leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
-    yield "llama", lambda: leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
+        loaded = subjects.smollm2(model, device)
+        yield from leaks(loaded, "SmolLM2", subjects.sst2(data, few), "kv:0")
 
 
 def weights(d: int, seeds: int) -> Iterator[Row]:
@@ -186,4 +184,4 @@ def figure(points: list[Point]) -> go.Figure:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -140,10 +140,10 @@ def test_the_command(here, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["head.safetensors", "--rank", "2"], "expected no --rank with --against-defences"),
-        (["head.safetensors", "--method", "tolerant"], "expected no --method"),
+        (["head.safetensors", "-o", "rank=2"], "--against-defences has no option 'rank'"),
+        (["head.safetensors", "--method", "tolerant"], "leave --method out"),
         (["heads.safetensors"], "read one head's scores"),
-        (["head.safetensors", "--usual-norm", "0"], "expected a usual norm"),
+        (["head.safetensors", "-o", "usual_norm=0"], "expected a usual norm"),
     ],
 )
 def test_what_does_not_go_together(options, reason, here):

@@ -57,7 +57,7 @@ class Batches:
         device, done = next(self.model.parameters()).device, 0
         longest = fitting(self.model, self.tokenizer, self.longest)
         for part in grouped((self.examples[number] for number in self._order()), self.together):
-            batch, labels = encode(self.tokenizer, part, longest=longest)
+            batch, labels = encode(self.tokenizer, part, max_length=longest)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
             done += len(part)

@@ -93,7 +93,7 @@ def attack(
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
         batch, given = encode(
-            tokenizer, examples, longest=fitting(model, tokenizer, source.longest)
+            tokenizer, examples, max_length=fitting(model, tokenizer, source.longest)
         )
         labels = None
         if source.task not in GENERATES:

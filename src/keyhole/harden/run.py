@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -41,9 +41,6 @@ def run(
     out: str | Path,
     *,
     method: str | Defence = "strongest",
-    rate: float | None = None,
-    mode: Literal["unit", "token"] | None = None,
-    weight: float | None = None,
     plain_first: float = 0.0,
     average: float = 0.0,
     text: Sequence[str] = (),
@@ -64,6 +61,7 @@ def run(
     seeds: int = 1,
     force: bool = False,
     track: Track = untracked,
+    **options: Any,
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
 
@@ -71,7 +69,7 @@ def run(
     file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`). The
     trained model goes to the folder `out`, with a card (hardening.json) that is written as it
     grows; of several `seeds`, each has a folder inside. `method` is a name of the registry, with
-    `rate`, `mode` and `weight` for those that have them, or a defence of your own; before it the
+    its hyperparameters as `options`, or a defence of your own; before it the
     model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
     model is a running mean of the weights, of which each step keeps so much. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples (50, if it is not
@@ -93,7 +91,7 @@ def run(
     expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
-        method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
+        method = DEFENCES.make(method, **options)
     for option, share in (("--plain-first", plain_first), ("--average", average)):
         if not 0 <= share < 1:
             raise InputError(f"expected {option} from 0 to below 1, got {share}")

@@ -192,7 +192,7 @@ def _batches(
     order = torch.randperm(len(examples), generator=stream).tolist()
     for numbers in _alike(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
-        inputs, labels = encode(tokenizer, chosen, longest=run.longest)
+        inputs, labels = encode(tokenizer, chosen, max_length=run.longest)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
 

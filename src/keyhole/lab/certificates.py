@@ -323,7 +323,7 @@ def certify_all(
     progress = track("disrupt", len(chosen))
     proofs: list[Certificate] = []
     for example in chosen:
-        batch, labels = encode(tokenizer, [example], longest=longest)
+        batch, labels = encode(tokenizer, [example], max_length=longest)
         answer = int(settled(loaded, batch, labels)[0])
         proofs.append(certify(loaded, batch, answer, k, spare=spare, name=example.id))
         progress(len(proofs), len(chosen))

@@ -8,11 +8,12 @@ import os
 import pytest
 import torch
 
-from keyhole import cost, extract, oracle
+from keyhole import extract, oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.cost.measured import figures
 from keyhole.extract.output_layer import answers_for
+from keyhole.lab import cost
+from keyhole.lab.cost import figures
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
@@ -51,7 +52,7 @@ def test_a_head_takes_exactly_so_many(dim, exposure, rank, method, view):
     meter = asked(method, view(target) if view else target)
     estimate = cost.head(dim, rank=rank, exposure=exposure)
     assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-    assert estimate.floor == method(view(target) if view else target).floor
+    assert estimate.lower_bound == method(view(target) if view else target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])
@@ -60,7 +61,7 @@ def test_a_layer_that_answers_with_vectors_takes_exactly_so_many(dim):
     meter = asked(extract.FullOutput(), target)
     for estimate in (cost.layer(dim, exposure="vectors"), cost.head(dim, exposure="vectors")):
         assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-        assert estimate.floor == extract.FullOutput()(target).floor
+        assert estimate.lower_bound == extract.FullOutput()(target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])
@@ -82,7 +83,7 @@ def test_signs_take_as_many_as_stated(dim, accuracy, seed):
     assert result.status is Status.RECOVERED
     estimate = cost.head(dim, exposure="signs", accuracy=accuracy)
     assert estimate.low <= result.queries <= estimate.high
-    assert estimate.floor <= result.queries
+    assert estimate.lower_bound <= result.queries
     assert asked(extract.SignOnly(accuracy=accuracy, seed=seed), target).tokens <= (
         2 * result.queries
     )
@@ -102,14 +103,14 @@ def test_the_last_layer_takes_exactly_so_many(width):
     assert (result.status, result.width) == (Status.RECOVERED, width)
     estimate = cost.layer(width, exposure="log-probabilities", vocabulary=400)
     assert estimate.queries == answers_for(width) == result.queries
-    assert (estimate.floor, estimate.tokens) == (width, 4 * result.queries)
+    assert (estimate.lower_bound, estimate.tokens) == (width, 4 * result.queries)
 
 
 def test_what_was_measured_lies_within_what_is_stated():
     for width, heads, low, high, floor in ((384, 12, 2944, 3148, 1474), (576, 9, 5424, 5508, None)):
         estimate = cost.layer(width, heads=heads)
         assert estimate.low <= low <= high <= estimate.high
-        assert floor in (None, estimate.floor)
+        assert floor in (None, estimate.lower_bound)
     whole = cost.layer(576, exposure="log-probabilities", vocabulary=49_152)
     assert whole.queries == 632 - 8  # eight are the judge's
     best = cost.layer(576, exposure="log-probabilities", vocabulary=49_152, top=100)
@@ -117,7 +118,7 @@ def test_what_was_measured_lies_within_what_is_stated():
 
 
 def test_prices():
-    bill = cost.Prices(rate=50, price=0.01, token_price=3, daily=100).of(cost.head(64, rank=8))
+    bill = cost.Cost(cost.head(64, rank=8), cost.Prices(50, price=0.01, token_price=3, daily=100))
     assert bill.estimate.queries == 1024
     assert bill.hours == pytest.approx(1024 / 50 / 3600, rel=1e-12)
     assert bill.money == pytest.approx(10.24 + 3 * bill.estimate.tokens / 1e6, rel=1e-12)

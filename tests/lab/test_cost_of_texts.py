@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from keyhole import cost
 from keyhole.core.errors import InputError
-from keyhole.cost.measured import figures
+from keyhole.lab import cost
+from keyhole.lab.cost import figures
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("checkpoint", "best tokens", "answer bytes", "text")
@@ -32,16 +32,16 @@ def test_a_row_says_what_it_quotes(figure):
 
 
 def test_many_texts():
-    bill = cost.text(12).cost(texts=1000, price=2.0)
+    bill = cost.TextCost(cost.text(12), texts=1000, price=2.0)
     assert bill.hours == pytest.approx(1000 * 0.18 / 3600, rel=1e-12)
     assert bill.money == pytest.approx(2 * 1000 * 0.18 / 3600, rel=1e-12)
     assert "990 expected" in bill.summary()
-    slower = cost.text(12).cost(texts=10, seconds=36.0)
+    slower = cost.TextCost(cost.text(12), texts=10, seconds=36.0)
     assert slower.hours == pytest.approx(10 * 19.67 * 36 / 3600, rel=1e-12)
 
 
 def test_what_was_not_measured_is_not_made_up():
-    bill = cost.text(2, exposure="logits").cost(price=1.0)
+    bill = cost.TextCost(cost.text(2, exposure="logits"), price=1.0)
     assert (bill.hours, bill.money) == (None, None)
     assert "not measured" in bill.summary()
     for ask in (

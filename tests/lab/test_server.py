@@ -1,4 +1,4 @@
-"""What `keyhole serve` makes of a target, without the network in between."""
+"""What `keyhole lab serve` makes of a target, without the network in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     from mlserver import ModelSettings
     from mlserver.settings import ModelParameters
 
-    from keyhole.oracle.server import TargetRuntime
+    from keyhole.lab.server import TargetRuntime
 
     target = oracle.plant(dim=4, seed=1)
     path = tmp_path / "t.safetensors"
