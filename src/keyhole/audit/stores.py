@@ -115,7 +115,7 @@ class StoreTarget:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
+            tuple(rows), vectors, tuple(kept), pooling, longest, store.rounding, store.note,
         )  # fmt: skip
 
     @property

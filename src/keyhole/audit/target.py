@@ -372,7 +372,7 @@ class _Opener:
             exposure = Exposure(NOT_CHECKED, "demo")
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
-        hardened = demo.has_twin() and demo.load_demo("classification", device, hardened=True)
+        hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
         texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
         notes = demo.NOTES
         if self.options.data is not None:
