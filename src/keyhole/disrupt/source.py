@@ -42,7 +42,7 @@ class ModelSource:
         return digest([self.name, commit])
 
 
-# What a checkpoint computes with; a card or a report beside it changes nothing.
+# What a checkpoint computes with; a card or a report next to it changes nothing.
 _PARTS = (".safetensors", ".bin", ".gguf", ".txt", ".model")
 _CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
             "vocab.json", "added_tokens.json")  # fmt: skip

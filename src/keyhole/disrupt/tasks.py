@@ -295,14 +295,12 @@ def _decoded(model: Any, inputs: Batch, labels: Tensor | None, count: int) -> tu
     return inputs, own if mask is None else own.masked_fill(mask == 0, IGNORED)
 
 
-# Labels as an attack needs them: known to the model, and its own answer where there is none.
-#
-# An example without a label is held to be one that the model gets right: what is asked then is not
-# whether a right answer can be made wrong, but whether the answer can be changed.
-
-
 def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None) -> Tensor:
-    """The labels of a classifier's (or a multiple-choice model's) batch, all of them known."""
+    """The labels of a classifier's (or a multiple-choice model's) batch, all of them known.
+
+    An example without a label is held to be one that the model gets right: what is asked then is
+    not whether a right answer can be made wrong, but whether the answer can be changed.
+    """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
     inputs.pop("special_tokens_mask", None)

@@ -135,7 +135,7 @@ def evaluate(
     wrong_label: HackAttend | None = None,
     attacked: int | None = None,
     seed: int = 0,
-    together: int = 64,
+    batch_size: int = 64,
     longest: int | None = 128,
     keep: Callable[[Evaluation], object] | None = None,
     track: Track = untracked,
@@ -147,7 +147,7 @@ def evaluate(
     run that is stopped has not been for nothing.
     """
     started = time.perf_counter()
-    everything = Batches(model, tokenizer, examples, together, longest)
+    everything = Batches(model, tokenizer, examples, batch_size, longest)
 
     def batches(name: str, count: int | None) -> Batches:
         part = everything.first(count)
@@ -177,10 +177,10 @@ def evaluate(
 
 def attack(
     model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
-    together: int = 64, longest: int | None = 128,
+    batch_size: int = 64, longest: int | None = 128,
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
-    return Batches(model, tokenizer, examples, together, longest).attack(method)
+    return Batches(model, tokenizer, examples, batch_size, longest).attack(method)
 
 
 def transferred(batches: Batches, donor: Disruption) -> Measured:

@@ -31,8 +31,8 @@ from keyhole.models.loading import Task, class_names, expect_names, load_config,
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
-_FLIPS = 50  # answers to flip where nothing is said
-_TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
+_FLIPS = 50  # answers to flip by default
+_BATCH_SIZE = 16  # examples that are attacked at once: few, so that the bar moves
 
 
 def run(
@@ -198,7 +198,7 @@ class _Measure:
 
         return evaluate(
             loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=self.seed, together=_TOGETHER, longest=self.longest, track=track, **more,
+            seed=self.seed, batch_size=_BATCH_SIZE, longest=self.longest, track=track, **more,
         )  # fmt: skip
 
 
@@ -316,11 +316,6 @@ class _Parts:
         self._progress(self._done, note=f"measured {when}" if self._evaluation else "")
 
 
-# What hardening a model gave: the settings, each seed's training, the figures before and after.
-#
-# It is the card (hardening.json) that stands beside the trained model.
-
-
 @dataclass(frozen=True)
 class Trained:
     """One seed: the folder of its model inside the output, what training cost, what it withstands.
@@ -349,9 +344,10 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class Hardening(Result):
-    """`identity` is the model's before training, `before` what it withstood then.
+    """The settings, each seed's training, the figures before and after: hardening.json.
 
-    The card is written as it grows; `finished` says that it grows no more.
+    `identity` is the model's before training, `before` what it withstood then. The card
+    is written as it grows; `finished` says that it grows no more.
     """
 
     model: str

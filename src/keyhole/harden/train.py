@@ -94,7 +94,7 @@ def train(
     `average` is how much of their running mean the weights keep at each step; the model ends with
     the mean (0: with the last weights). `amp` runs the passes in bfloat16 where autocast allows.
     `pool` batches at a time are sorted by length, so that little is padding: faster, less random.
-    `progress` is told of every step.
+    `progress` is called after every step.
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),

@@ -1,4 +1,4 @@
-"""Problems of known answer, to try attacks on: the input comes beside the problem, never in it."""
+"""Problems of known answer, to try attacks on: the input comes with the problem, never in it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
-STARTS = 256  # of every search from many starts, unless told otherwise
+STARTS = 256  # of every search from many starts, by default
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
 
 
 _OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
-_MAPS = "Do not return attention maps beside outputs: together they are linear equations."
+_MAPS = "Do not return attention maps with outputs: both are linear equations."
 _ROUNDED = "Rounding hides the input of a badly conditioned layer only: keep the outputs inside."
 _output = partial(Exposure, "KH-INPUTS-LAYER-OUTPUT")
 _BRIEF = {"starts": 16, "seconds": 60.0}

@@ -208,8 +208,6 @@ class _Proof:
         return margin - float(cost.topk(min(k, len(cost))).values.sum())
 
 
-# `keyhole disrupt --certify K` as a function, and what it gives: one certificate for each text.
-
 MOST = 64  # units: the bound says nothing long before
 
 

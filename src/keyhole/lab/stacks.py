@@ -204,7 +204,7 @@ class StackInversion(Result):
     """The input of a stack, or how far down the search came.
 
     `residual` is of the last layer's output, recomputed from X through all layers. `layers` go
-    from the first to the last; `amplification` is measured through all of them together, `bound`
+    from the first to the last; `amplification` is measured through all of them, `bound`
     the product of their conditions. Where a layer could not be solved, `layers` is empty.
     """
 

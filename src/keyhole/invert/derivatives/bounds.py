@@ -1,4 +1,4 @@
-"""The paper's bounds on the Hessian, beside what is measured.
+"""The paper's bounds on the Hessian, and what is measured.
 
 *Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms, which
 are at most the Frobenius norms of Theorem 1.3: what holds with them holds with those):
