@@ -31,7 +31,7 @@ from keyhole.cli.console import say, show
 from keyhole.core import dump
 from keyhole.core.errors import InputError
 from keyhole.core.files import write_text
-from keyhole.harden.registry import DEFENCES
+from keyhole.harden.defences import DEFENCES
 from keyhole.harden.run import run
 
 

@@ -17,8 +17,7 @@ from keyhole.disrupt.disruption import Attacker, Disruption
 from keyhole.disrupt.greedy import Order, Scale
 from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.registry import ATTACKERS
-from keyhole.disrupt.source import ModelSource
-from keyhole.disrupt.sweep import sweep
+from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
 from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,24 +96,9 @@ class Evaluation(Result):
         return f"{'; '.join(shown)} ({self.examples} examples, {self.seconds:.1f} s)"
 
     def contents(self) -> dict[str, Any]:
-        groups = {
-            kind: {name: asdict(measured) for name, measured in getattr(self, kind).items()}
-            for kind in _KINDS
-        }
-        return {name: getattr(self, name) for name in _PLAIN} | groups
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        kinds: dict[str, Any] = {
-            kind: {name: Measured(**measured) for name, measured in data[kind].items()}
-            for kind in _KINDS
-        }
-        return cls(**{name: data[name] for name in _PLAIN}, **kinds)
-
-
-_PLAIN = ("accuracy", "examples", "seconds", "environment")
-_KINDS = ("attacks", "transferred", "wrong_label")
+        data = asdict(replace(self, disruptions={}))
+        del data["disruptions"]
+        return data
 
 
 def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:

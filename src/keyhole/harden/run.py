@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from keyhole.core import Result, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
@@ -20,10 +19,10 @@ from keyhole.core.machine import expect_device, largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, untracked
 from keyhole.data import Example, read_examples
 from keyhole.disrupt import HackAttend
+from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.combined import Stages
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
-from keyhole.harden.registry import DEFENCES
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
@@ -328,19 +327,6 @@ class Trained:
     training: Training
     after: Evaluation | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "folder": self.folder,
-            "training": self.training.to_dict(),
-            "after": _written(self.after),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Trained:
-        training = Training.from_dict(data["training"])
-        return cls(data["seed"], data["folder"], training, _read(data["after"]))
-
 
 @dataclass(frozen=True, repr=False)
 class Hardening(Result):
@@ -394,35 +380,10 @@ class Hardening(Result):
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            **self.settings,
-            "finished": self.finished,
-            "before": _written(self.before),
-            "runs": [trained.to_dict() for trained in self.runs],
-        }
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        return cls(
-            **{name: data[name] for name in _PLAIN},
-            # Weights were not always averaged.
-            settings={"average": 0.0, **{name: data[name] for name in _SETTINGS if name in data}},
-            before=_read(data["before"]),
-            runs=tuple(Trained.from_dict(trained) for trained in data["runs"]),
-            finished=data.get("finished", True),  # cards did not always say so
-        )
-
-
-_PLAIN = ("model", "method", "defence", "data", "examples", "device", "seed", "identity",
-          "environment")  # fmt: skip
-_SETTINGS = ("epochs", "rate", "batch", "longest", "amp", "average")
-
-
-def _written(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    return None if evaluation is None else evaluation.to_dict()
-
-
-def _read(data: dict[str, Any] | None) -> Evaluation | None:
-    return None if data is None else Evaluation.from_dict(data)
+        runs = [
+            {**vars(trained), "training": trained.training.contents(),
+             "after": trained.after and trained.after.contents()}
+            for trained in self.runs
+        ]  # fmt: skip
+        before = self.before and self.before.contents()
+        return {**vars(self), "before": before, "runs": runs}

@@ -12,10 +12,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -57,16 +57,6 @@ class Training(Result):
         resumed = f", {self.resumed} epochs of them earlier" if self.resumed else ""
         end = self.reason or (f"loss {self.losses[-1]:.3f}" if self.losses else "no epoch is whole")
         return f"{self.steps} steps in {self.seconds:.1f} s{resumed}; {end}"
-
-    def contents(self) -> dict[str, Any]:
-        return {**asdict(self), "losses": list(self.losses)}
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        settings: dict[str, Any] = {field.name: data[field.name] for field in fields(cls)}
-        settings["losses"] = tuple(data["losses"])
-        return cls(**settings)
 
 
 def train(

@@ -35,7 +35,7 @@ from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import Result, typed
-from keyhole.invert import planted
+from keyhole.invert import problem as planted
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
