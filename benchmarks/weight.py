@@ -77,7 +77,7 @@ class Checkout:
     def options(self) -> set[str]:
         """Every option that the reference of the command line lists."""
         text = (self.root / "docs" / "cli.md").read_text("utf-8")
-        return set(re.findall(r"^[ │|`]*(?:-\w,? +)?(--[a-z][a-z-]*)", text, re.M)) - {"--help"}
+        return set(re.findall(r"^[- │|`]*(?:-\w,? +)?(--[a-z][a-z-]*)", text, re.M)) - {"--help"}
 
     @property
     def commands(self) -> int:

@@ -170,8 +170,6 @@ CUTS = "predictions-the-classifier-that-ships-with-keyhole-1-of-all-attention-cu
 TEXTS = {
     "cli.md": commands.cli_reference,
     "methods.md": methods_reference,
-    "../src/keyhole/cli/completion.json": commands.completion_table,
-    "../src/keyhole/cli/help.json": commands.help_table,
     "benchmarks.md": benchmarks_page,
     **{
         f"drawings/{name}.svg": lambda draw=draw: draw().svg()

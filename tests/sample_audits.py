@@ -9,7 +9,7 @@ from typing import Any
 
 from exposures import called
 from keyhole.assess import Assessment, Ignore, Policy, assess, compared, decided
-from keyhole.assess.conditions import condition
+from keyhole.assess.policy import condition
 from keyhole.core import (
     Audit,
     Cut,

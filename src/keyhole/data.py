@@ -289,7 +289,7 @@ def opening(text: str, tokens: int | None) -> str:
 
 
 def encode(
-    tokenizer: Any, examples: Sequence[Example], *, longest: int | None = None
+    tokenizer: Any, examples: Sequence[Example], *, max_length: int | None = None
 ) -> tuple[Batch, Tensor]:
     """Padded tensors for a model with a head, and the labels; (b, choices, n) where there are any.
 
@@ -299,21 +299,23 @@ def encode(
     if len(widths) != 1:
         raise InputError(f"expected as many choices in every example, got {sorted(widths)}")
     options: dict[str, Any] = {
-        "padding": True, "truncation": longest is not None, "max_length": longest,
+        "padding": True, "truncation": max_length is not None, "max_length": max_length,
         "return_special_tokens_mask": True, "return_tensors": "pt",
         "padding_side": "right",  # so that a unit's number is its token's, whatever its neighbours
     }  # fmt: skip
     width = widths.pop()
     if width:
-        firsts = [opening(example.text, longest) for example in examples for _ in example.choices]
+        firsts = [
+            opening(example.text, max_length) for example in examples for _ in example.choices
+        ]
         seconds = [choice for example in examples for choice in example.choices]
-        if longest is not None:
+        if max_length is not None:
             options["truncation"] = "longest_first"
         encoded = tokenizer(firsts, seconds, **options)
         batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
     else:
-        seconds = [opening(example.second, longest) for example in examples]
+        seconds = [opening(example.second, max_length) for example in examples]
         pairs = [seconds] if any(seconds) else []
-        firsts = [opening(example.text, longest) for example in examples]
+        firsts = [opening(example.text, max_length) for example in examples]
         batch = dict(tokenizer(firsts, *pairs, **options))
     return batch, torch.tensor([example.label for example in examples])

@@ -6,7 +6,7 @@ from test_severity import finding
 
 from exposures import called
 from keyhole.assess import assess
-from keyhole.assess.measured import measured
+from keyhole.assess.assessment import measured
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Remedied, Status
 from keyhole.report import words
 

@@ -17,7 +17,7 @@ import keyhole
 import tiny_gguf
 import tiny_models as tiny
 from exposures import by_name
-from keyhole.audit import last_layers
+from keyhole.audit import servers as last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts

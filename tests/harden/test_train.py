@@ -35,7 +35,7 @@ def weights(model):
 
 
 def train_small(defence, model, examples, **changes):
-    settings = {"epochs": 2, "rate": 1e-3, "batch": 8, "longest": 32}
+    settings = {"epochs": 2, "rate": 1e-3, "batch": 8, "max_length": 32}
     return train(model, tiny.tokenizer(), examples, defence, **{**settings, **changes})
 
 

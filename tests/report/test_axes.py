@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from keyhole.report.axes import SMALLEST, Axis
+from keyhole.report.curves import SMALLEST, Axis
 
 
 def test_powers_of_ten_are_equally_far_apart():

@@ -11,7 +11,7 @@ import pytest
 from keyhole.configs import Checked, Finding, Level, Unread, check
 from keyhole.configs.registry import RULES
 from keyhole.report.configurations import CONFIG_FORMATS
-from keyhole.report.sarif_places import in_file
+from keyhole.report.sarif import in_file
 from published_schemas import junit_errors, sarif_errors
 
 HOSTILE = "x\x1b[2J|`</details>](http://x) {0} \udcff @all"

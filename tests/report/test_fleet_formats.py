@@ -11,7 +11,7 @@ import pytest
 from keyhole.assess import assess, assess_fleet
 from keyhole.core import Audit, Fleet, Skip
 from keyhole.core.exposure import NOT_CHECKED, Exposure
-from keyhole.report.fleet_formats import FLEET_FORMATS
+from keyhole.report.fleet import FLEET_FORMATS
 from published_schemas import junit_errors, sarif_errors
 from sample_audits import clean, empty, judged, whole
 

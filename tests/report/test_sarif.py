@@ -11,7 +11,7 @@ from exposures import called
 from keyhole.assess import RULES, Severity, assess
 from keyhole.core import Status
 from keyhole.report import sarif
-from keyhole.report.sarif_places import Places
+from keyhole.report.sarif import Places
 from sample_audits import FINDINGS, clean, finding, judged, whole
 
 

@@ -4,13 +4,22 @@
 from the `Assessment` that it gives, so no two of them can disagree.
 """
 
-from keyhole.assess.assessment import Assessment, Card, Level, assess
+from keyhole.assess.assessment import (
+    Assessment,
+    Card,
+    Decision,
+    FleetAssessment,
+    Ignore,
+    Item,
+    Level,
+    Ruled,
+    Ruling,
+    State,
+    assess,
+    assess_fleet,
+)
 from keyhole.assess.baseline import compared
-from keyhole.assess.decision import decided
-from keyhole.assess.fleet import FleetAssessment, assess_fleet
-from keyhole.assess.item import Ignore, Item, State
-from keyhole.assess.policy import Policy, find_policy, read_policy
-from keyhole.assess.ruling import Decision, Ruled, Ruling
+from keyhole.assess.policy import Policy, decided, find_policy, read_policy
 from keyhole.assess.severity import Scale, Score, Severity, score
 from keyhole.core.exposure import RULES, Family, Rule
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from enum import StrEnum
 
-from keyhole.assess.item import Item
-from keyhole.assess.ruling import Decision
-from keyhole.assess.severity import USUAL, Scale, Severity, score
-from keyhole.core import Audit, Finding, Outcome
+from keyhole.assess.severity import USUAL, Scale, Severity, exact, is_proved, score, share
+from keyhole.core import Audit, Finding, Fleet, Outcome, Readings
 from keyhole.core.exposure import Family, Rule, rule_of, slug
+from keyhole.core.text import percent
 
 
 class Level(StrEnum):
@@ -194,3 +194,201 @@ def _verdict(audit: Audit, families: Sequence[Card]) -> str:
 
 def _skipped(audit: Audit) -> int:
     return sum(skip.unchecked for skip in audit.skips)
+
+
+# A finding with its id, its rule and how bad it is: a row of every format.
+
+
+class State(StrEnum):
+    """What became of a finding since the baseline."""
+
+    NEW = "new"
+    WORSE = "worse"
+    SAME = "same"
+    BETTER = "better"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """Findings that somebody has decided to live with: whose, why, and until when.
+
+    `finding` is an id of a finding or of a rule; `*` stands for anything.
+    """
+
+    finding: str
+    reason: str
+    until: date
+
+
+@dataclass(frozen=True)
+class Item:
+    """A finding, its id in all formats, and how bad it is.
+
+    `id` is made of what the finding is about, not of where it stands, so that the next audit of
+    the same target gives the same one. `score` is 0 to 10, `why` says what it is made of. `state`
+    is set where there is a baseline, `ignored` where a policy says so.
+    """
+
+    id: str
+    rule: Rule
+    finding: Finding
+    severity: Severity
+    score: int
+    why: str
+    state: State | None = None
+    ignored: Ignore | None = None
+
+    @property
+    def family(self) -> Family:
+        return self.rule.family
+
+    @property
+    def share(self) -> float:
+        return share(self.finding)
+
+    @property
+    def exact(self) -> float:
+        return exact(self.finding)
+
+    @property
+    def proved(self) -> bool:
+        return is_proved(self.finding)
+
+
+# What a policy decides: a ruling on each finding, an exit code, and the rule behind it.
+#
+# Exit codes, for every command that judges: 0 nothing was given away that fails the policy, 1
+# findings fail it, 2 wrong input (which never gets as far as a decision), 3 something could not be
+# checked, also where everything else was clean. Findings that fail come first: a target that is
+# known to be open is not waiting for the rest.
+
+PASSED, FAILED, UNCHECKED = 0, 1, 3
+
+
+class Ruling(StrEnum):
+    """What a policy says of one finding."""
+
+    FAILS = "fails"
+    IGNORED = "ignored"
+    KNOWN = "known"  # in the baseline, and no worse
+    UNCHECKED = "could not check"
+    PASSES = "passes"
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """One finding, or one check that could not be made, and which rule decided about it."""
+
+    name: str
+    ruling: Ruling
+    rule: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the audit passes; `rule` says what decided, `rulings` the same for each finding."""
+
+    exit_code: int
+    rule: str
+    rulings: tuple[Ruled, ...]
+    source: str
+
+    @property
+    def failing(self) -> tuple[Ruled, ...]:
+        return tuple(ruled for ruled in self.rulings if ruled.ruling is Ruling.FAILS)
+
+
+# How far a remedy goes, where the audit itself measured it: nothing here is promised or guessed.
+#
+# What was measured of an exposure stands in three places: in its own readings, which were also
+# tried rounded, noisy or scaled; in what it was told of a model trained against the attack
+# (`Finding.remedied`); and in other findings of the same part of the target, where less was exposed
+# (labels in place of scores, a defence in front, fewer decimals).
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Something done against an exposure, and the share that was still given away.
+
+    `words` say what was left; where that is a finding of its own, `item` is that finding, and its
+    exposure says what was done.
+    """
+
+    change: str
+    share: float
+    words: str = ""
+    item: Item | None = None
+
+
+_PRECISIONS = {
+    "bfloat16": "rounded to bfloat16", "int8": "rounded to int8",
+    "noise of 10%": "noise of 10% added", "normalised": "scaled to length 1",
+}  # fmt: skip
+_LESS = {  # rules whose exposures are less than those of another
+    "KH-WEIGHTS-SCORES": ("KH-WEIGHTS-ROUNDED-SCORES", "KH-WEIGHTS-SIGNS"),
+    "KH-WEIGHTS-ROUNDED-SCORES": ("KH-WEIGHTS-SIGNS",),
+}
+
+
+def measured(item: Item, items: Sequence[Item]) -> list[Measure]:
+    """What helped most first; empty where nothing was measured."""
+    finding = item.finding
+    own = [_rounded(cell) for cell in finding.texts[1:]]
+    told = [Measure(each.remedy, each.left, each.words) for each in finding.remedied]
+    others = [
+        Measure("", other.share if other.finding.exposed else 0.0, "", other)
+        for other in items
+        if _exposes_less(other, item)
+    ]
+    return sorted([*own, *told, *others], key=lambda measure: measure.share)
+
+
+def _rounded(cell: Readings) -> Measure:
+    count = len(cell.readings)
+    words = f"{percent(cell.known)} of tokens right, {cell.exact} of {count} texts exact"
+    return Measure(_PRECISIONS.get(cell.precision, cell.precision), cell.known, words)
+
+
+def _exposes_less(other: Item, item: Item) -> bool:
+    """Is it the same secret of the same part of the target, with less of it in sight?"""
+    more, less = item.finding.exposure, other.finding.exposure
+    if other is item or other.family is not item.family or less.part != more.part:
+        return False
+    fewer = item.rule.id in _LESS and (less.rule in _LESS[more.rule] or less.variant == "budget")
+    return fewer or less.narrows(more)
+
+
+# What audits of many targets mean: each by its name, one verdict, one exit code.
+
+_COUNTED = {1: "give something away", 3: "could not be checked", 0: "give nothing away"}
+
+
+@dataclass(frozen=True)
+class FleetAssessment:
+    """What the table, the page and all formats of a fleet are made from."""
+
+    fleet: Fleet
+    targets: Mapping[str, Assessment]  # by the name that the target's row has
+
+    @property
+    def verdict(self) -> str:
+        """The one sentence that a reader takes away: what is given away, whatever a policy says."""
+        counts = Counter(audit.exit_code for audit in self.fleet.audits.values())
+        parts = [f"{counts[code]} {words}" for code, words in _COUNTED.items() if counts[code]]
+        total = len(self.targets)
+        return f"Of {total} {'target' if total == 1 else 'targets'} {', '.join(parts)}."
+
+    @property
+    def exit_code(self) -> int:
+        """As of one audit: 1 where any target fails, else 3 where something was not checked."""
+        codes = {assessment.exit_code for assessment in self.targets.values()}
+        return next((code for code in (1, 3) if code in codes), 0)
+
+
+def assess_fleet(
+    fleet: Fleet, judge: Callable[[str, Audit], Assessment] = lambda name, audit: assess(audit)  # noqa: ARG005
+) -> FleetAssessment:  # fmt: skip
+    """Every audit with its meaning; `judge` is told the target's name, and may know a policy."""
+    made = {name: judge(name, audit) for name, audit in fleet.audits.items()}
+    return FleetAssessment(fleet, made)

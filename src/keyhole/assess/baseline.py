@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keyhole.assess.assessment import Assessment
-from keyhole.assess.item import Item, State
+from keyhole.assess.assessment import Assessment, Item, State
 from keyhole.core import Outcome
 
 SLACK = 0.02  # of the share that came back: two runs of one search differ by as much

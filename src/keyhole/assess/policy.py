@@ -25,21 +25,34 @@ are added. Names of files are relative to the policy's.
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.assess.conditions import Condition, condition
-from keyhole.assess.item import Ignore
+from keyhole.assess.assessment import (
+    FAILED,
+    PASSED,
+    UNCHECKED,
+    Assessment,
+    Decision,
+    Ignore,
+    Item,
+    Ruled,
+    Ruling,
+    State,
+)
 from keyhole.assess.severity import Severity
-from keyhole.core import Finding
+from keyhole.core import Finding, Outcome, Skip
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import Rule, expect_exposures
+from keyhole.core.exposure import Family, Rule, expect_exposures
 from keyhole.core.files import exists, read_text
 
 FILES = ("keyhole.toml", "pyproject.toml")
@@ -221,3 +234,170 @@ def _beside(path: Path, name: str) -> str:
     """A file or folder by its place beside the policy; addresses and other names as they are."""
     beside = path.parent / name
     return str(beside) if exists(beside) else name
+
+
+# When an audit fails: the conditions that `fail-on` lists, one of which is enough.
+#
+#     "high"                        any finding of this severity or a worse one
+#     "text"                        anything of this family that is given away
+#     "KH-TEXT-*", "text-layer-3"   anything given away under this rule or id; * stands for anything
+#     "text.exact > 0.1"            a figure of this family, whatever the attack's outcome
+#
+# Figures are `exact` (the share that came back exactly), `share` (the share that is known), `score`
+# (0 to 10), `error`, `queries` and `seconds`. A finding without the figure does not meet the
+# condition; controls never do.
+
+FIGURES: dict[str, Callable[[Item], float | None]] = {
+    "exact": lambda item: item.exact,
+    "share": lambda item: item.share,
+    "score": lambda item: item.score,
+    "error": lambda item: item.finding.error,
+    "queries": lambda item: item.finding.queries,
+    "seconds": lambda item: item.finding.seconds,
+}
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_COMPARISON = re.compile(r"\s*([a-z]+)\.([a-z]+)\s*(>=|<=|>|<)\s*(\S+)\s*")
+_NAME = re.compile(r"[\w*?-]+")
+_FAILING = [severity for severity in Severity if severity.rank >= Severity.LOW.rank]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One entry of `fail-on`, as it was written, and whether a finding meets it."""
+
+    words: str
+    met: Callable[[Item], bool]
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def condition(words: str) -> Condition:
+    """What an entry means, or one line that says what may stand there."""
+    if words in _FAILING:
+        least = Severity(words).rank
+        return Condition(words, lambda item: item.finding.exposed and item.severity.rank >= least)
+    if words in list(Family):
+        return Condition(words, lambda item: item.finding.exposed and item.family == words)
+    comparison = _COMPARISON.fullmatch(words)
+    if comparison:
+        return Condition(words, _figure(words, *comparison.groups()))
+    if _NAME.fullmatch(words) and "-" in words:
+        return Condition(words, lambda item: item.finding.exposed and matches(words, item))
+    raise InputError(
+        f"expected in fail-on a severity ({', '.join(_FAILING)}), a family "
+        f"({', '.join(Family)}), an id of a rule or finding, or a figure such as "
+        f"'text.exact > 0.1', got {words[:60]!r}"
+    )
+
+
+def matches(pattern: str, item: Item) -> bool:
+    """Is this the finding, or a finding of the rule, that a pattern names?"""
+    return fnmatchcase(item.id, pattern) or fnmatchcase(item.rule.id, pattern)
+
+
+def _figure(words: str, family: str, name: str, sign: str, number: str) -> Callable[[Item], bool]:
+    if family not in list(Family) or name not in FIGURES:
+        raise InputError(
+            f"expected a family ({', '.join(Family)}) and a figure ({', '.join(FIGURES)}) "
+            f"such as text.exact in fail-on, got {words[:60]!r}"
+        )
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if math.isnan(limit):
+        raise InputError(f"expected a number at the end of {words[:60]!r} in fail-on")
+
+    def met(item: Item) -> bool:
+        value = FIGURES[name](item)
+        return item.family == family and value is not None and _COMPARE[sign](value, limit)
+
+    return met
+
+
+# Whether an audit passes: what a policy says of each finding, and which rule decided.
+
+
+def decided(assessment: Assessment, policy: Policy, today: date | None = None) -> Assessment:
+    """The assessment with the policy's decision, and its ignores marked on the items."""
+    today = today or datetime.now(UTC).date()
+    items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
+    rulings = [_ruled(item, policy, today) for item in items]
+    rulings += [_skipped(skip, policy, today) for skip in assessment.audit.skips if skip.unchecked]
+    decision = _decision(rulings, len(items), policy)
+    return replace(assessment, items=items, decision=decision)
+
+
+def _decision(rulings: Sequence[Ruled], tried: int, policy: Policy) -> Decision:
+    def first(ruling: Ruling) -> list[Ruled]:
+        return [ruled for ruled in rulings if ruled.ruling is ruling]
+
+    failing, unchecked = first(Ruling.FAILS), first(Ruling.UNCHECKED)
+    if failing:
+        rules = list(dict.fromkeys(ruled.rule for ruled in failing))
+        code, rule = FAILED, f"{len(failing)} of {tried} findings fail: {'; '.join(rules)}"
+    elif not rulings:
+        code, rule = UNCHECKED, "nothing was checked"
+    elif unchecked and not policy.allow_unchecked:
+        code, rule = UNCHECKED, f"{len(unchecked)} could not be checked, and that is not clean"
+    elif unchecked and len(unchecked) == len(rulings):
+        code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
+    else:
+        code, rule = PASSED, _passed(rulings)
+    return Decision(code, rule, tuple(rulings), policy.source)
+
+
+def _passed(rulings: Sequence[Ruled]) -> str:
+    words = [
+        f"{sum(ruled.ruling is ruling for ruled in rulings)} {about}"
+        for ruling, about in (
+            (Ruling.IGNORED, "ignored"),
+            (Ruling.KNOWN, "in the baseline already"),
+            (Ruling.UNCHECKED, "could not be checked, which the policy allows"),
+        )
+        if any(ruled.ruling is ruling for ruled in rulings)
+    ]
+    about = f" ({', '.join(words)})" if words else ""
+    return f"no finding fails{about}"
+
+
+def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
+    expired = _expired(item, policy, today)
+    if item.ignored is not None:
+        return Ruled(item.id, Ruling.IGNORED, _because(item.ignored))
+    met = next((condition for condition in policy.fail_on if condition.met(item)), None)
+    if met is not None and item.state in (State.SAME, State.BETTER):
+        return Ruled(item.id, Ruling.KNOWN, f"{item.state} as in the baseline")
+    if met is not None:
+        return Ruled(item.id, Ruling.FAILS, f"fail-on {met}{expired}")
+    if item.finding.outcome is Outcome.UNCHECKED:
+        return Ruled(item.id, Ruling.UNCHECKED, item.finding.status.value)
+    why = "meets no condition of fail-on" if item.finding.exposed else "nothing was given away"
+    return Ruled(item.id, Ruling.PASSES, why)
+
+
+def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
+    """A check that would apply and could not be made; ignored by the id of its exposure."""
+    name = skip.exposure.id
+    for ignore in policy.ignores:
+        if ignore.until >= today and fnmatchcase(name, ignore.finding):
+            return Ruled(name, Ruling.IGNORED, _because(ignore))
+    return Ruled(name, Ruling.UNCHECKED, skip.reason)
+
+
+def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
+    """The ignore that holds for a finding today; what gave nothing away needs none."""
+    if not item.finding.exposed and item.finding.outcome is not Outcome.UNCHECKED:
+        return None
+    given = [ignore for ignore in policy.ignores if matches(ignore.finding, item)]
+    return next((ignore for ignore in given if ignore.until >= today), None)
+
+
+def _expired(item: Item, policy: Policy, today: date) -> str:
+    ends = [i.until for i in policy.ignores if matches(i.finding, item) and i.until < today]
+    return f" (ignored until {max(ends)}, which has passed)" if ends else ""
+
+
+def _because(ignore: Ignore) -> str:
+    return f"until {ignore.until}: {ignore.reason}"

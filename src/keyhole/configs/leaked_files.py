@@ -1,4 +1,4 @@
-"""Files that hold what a model gave away: leaks of `keyhole capture`, saved slots, hidden states.
+"""Files that hold what a model gave away: leaks of `keyhole lab capture`, slots, hidden states.
 
 Only the beginning of a file is read: its magic, or the header of a .safetensors file.
 """
@@ -16,9 +16,9 @@ from keyhole.core.files import parse
 _KEEP = "take it out of the repository and its history, and keep it as secret as the text"
 
 LEAK = Rule(
-    "KH-CONFIG-FILE-LEAK", "A leak of keyhole capture is kept here", Level.HIGH,
+    "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
     "the text it was made from can be read back with the model",
-    _KEEP, "keyhole invert text MODEL FILE",
+    _KEEP, "keyhole recover MODEL FILE",
 )  # fmt: skip
 SLOT = Rule(
     "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
@@ -28,7 +28,7 @@ SLOT = Rule(
 STATES = Rule(
     "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
     "it holds a prompt's token ids as they are, and its hidden states",
-    _KEEP, "keyhole invert text MODEL FILE",
+    _KEEP, "keyhole recover MODEL FILE",
 )  # fmt: skip
 RULES = (LEAK, SLOT, STATES)
 SLOT_MAGIC = b"qsgg"  # as recover/files/llama_slot.py has it; a test compares

@@ -36,7 +36,7 @@ def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """`batch_size` examples make a batch, `longest` is where a text is cut off.
+    """`batch_size` examples make a batch, `max_length` is where a text is cut off.
 
     `alike` is False where the examples' order must stay: what an attack draws at random depends on
     a batch's width. `progress` is called after each batch with how many examples are done.
@@ -46,7 +46,7 @@ class Batches:
     tokenizer: Any
     examples: Sequence[Example]
     batch_size: int = 64
-    longest: int | None = 128
+    max_length: int | None = 128
     alike: bool = True
     progress: Progress = silent
 
@@ -55,9 +55,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
         device, done = next(self.model.parameters()).device, 0
-        longest = fitting(self.model, self.tokenizer, self.longest)
+        max_length = fitting(self.model, self.tokenizer, self.max_length)
         for part in grouped((self.examples[number] for number in self._order()), self.batch_size):
-            batch, labels = encode(self.tokenizer, part, longest=longest)
+            batch, labels = encode(self.tokenizer, part, max_length=max_length)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
             done += len(part)

@@ -55,7 +55,7 @@ def sweep(
     workers = (cpu_count() or 1) if workers is None else workers
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,
-                "longest": source.longest, "method": method}  # fmt: skip
+                "max_length": source.max_length, "method": method}  # fmt: skip
     if data:
         settings["data"] = data
     wanted = {key_of(example): example for example in examples}
@@ -93,7 +93,7 @@ def attack(
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
         batch, given = encode(
-            tokenizer, examples, longest=fitting(model, tokenizer, source.longest)
+            tokenizer, examples, max_length=fitting(model, tokenizer, source.max_length)
         )
         labels = None
         if source.task not in GENERATES:
@@ -181,7 +181,7 @@ class ModelSource:
     name: str
     task: str = "classification"
     device: str = "cpu"
-    longest: int | None = None
+    max_length: int | None = None
     allow_pickle: bool = False
 
     def load(self) -> tuple[Any, Any]:

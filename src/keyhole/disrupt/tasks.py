@@ -32,7 +32,7 @@ from keyhole.models.loading import Task, head_of
 
 IGNORED = -100  # a label at a position where nothing is predicted
 _BELOW = -1e30
-_LONGEST = 100_000  # tokens of a continuation, where the model itself has no limit
+_MAX_TOKENS = 100_000  # tokens of a continuation, where the model itself has no limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,10 +209,10 @@ def _continued(
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(
             f"expected a continuation that the model has positions for, got {count:,} tokens "
-            f"behind {length} of {most}: try a smaller --longest"
+            f"behind {length} of {most}: try a smaller --max_length"
         )
-    if count > _LONGEST:
-        raise InputError(f"expected a continuation of at most {_LONGEST:,} tokens, got {count}")
+    if count > _MAX_TOKENS:
+        raise InputError(f"expected a continuation of at most {_MAX_TOKENS:,} tokens, got {count}")
     if task == "seq2seq":
         inputs, own = _decoded(model, inputs, labels, count)
         return inputs, special, own

@@ -121,7 +121,7 @@ def evaluate(
     attacked: int | None = None,
     seed: int = 0,
     batch_size: int = 64,
-    longest: int | None = 128,
+    max_length: int | None = 128,
     keep: Callable[[Evaluation], object] | None = None,
     track: Track = untracked,
 ) -> Evaluation:
@@ -132,7 +132,7 @@ def evaluate(
     run that is stopped has not been for nothing.
     """
     started = time.perf_counter()
-    everything = Batches(model, tokenizer, examples, batch_size, longest)
+    everything = Batches(model, tokenizer, examples, batch_size, max_length)
 
     def batches(name: str, count: int | None) -> Batches:
         part = everything.first(count)
@@ -162,10 +162,10 @@ def evaluate(
 
 def attack(
     model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
-    batch_size: int = 64, longest: int | None = 128,
+    batch_size: int = 64, max_length: int | None = 128,
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
-    return Batches(model, tokenizer, examples, batch_size, longest).attack(method)
+    return Batches(model, tokenizer, examples, batch_size, max_length).attack(method)
 
 
 def transferred(batches: Batches, donor: Disruption) -> Measured:

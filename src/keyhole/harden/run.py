@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,9 +40,6 @@ def run(
     out: str | Path,
     *,
     method: str | Defence = "strongest",
-    rate: float | None = None,
-    mode: Literal["unit", "token"] | None = None,
-    weight: float | None = None,
     plain_first: float = 0.0,
     average: float = 0.0,
     text: Sequence[str] = (),
@@ -52,7 +49,7 @@ def run(
     epochs: int = 3,
     batch: int = 32,
     learning_rate: float = 2e-5,
-    longest: int = 128,
+    max_length: int = 128,
     amp: bool = False,
     dev: str | Path | None = None,
     flips: int | None = None,
@@ -63,6 +60,7 @@ def run(
     seeds: int = 1,
     force: bool = False,
     track: Track = untracked,
+    **options: Any,
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
 
@@ -70,7 +68,7 @@ def run(
     file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`). The
     trained model goes to the folder `out`, with a card (hardening.json) that is written as it
     grows; of several `seeds`, each has a folder inside. `method` is a name of the registry, with
-    `rate`, `mode` and `weight` for those that have them, or a defence of your own; before it the
+    its hyperparameters as `options`, or a defence of your own; before it the
     model may be trained plainly for a share of the steps, `plain_first`. With `average` the trained
     model is a running mean of the weights, of which each step keeps so much. `dev` is a file
     on which accuracy is measured, and the flips of its first `flips` examples (50, if it is not
@@ -80,7 +78,7 @@ def run(
     """
     counts = {
         "--flips": flips, "--seeds": seeds, "--epochs": epochs, "--batch": batch,
-        "--longest": longest, "--examples": examples,
+        "--max_length": max_length, "--examples": examples,
     }  # fmt: skip
     for option, value in counts.items():
         expect_count(option, value)
@@ -92,7 +90,7 @@ def run(
     expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
-        method = DEFENCES.make(method, rate=rate, mode=mode, weight=weight)
+        method = DEFENCES.make(method, **options)
     for option, share in (("--plain-first", plain_first), ("--average", average)):
         if not 0 <= share < 1:
             raise InputError(f"expected {option} from 0 to below 1, got {share}")
@@ -106,13 +104,13 @@ def run(
     read = partial(read_examples, text=text, label=label, names=names)
     chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
     settings: dict[str, Any] = {
-        "epochs": epochs, "rate": learning_rate, "batch": batch, "longest": longest, "amp": amp,
-        "average": average,
+        "epochs": epochs, "rate": learning_rate, "batch": batch, "max_length": max_length,
+        "amp": amp, "average": average,
     }  # fmt: skip
     course = _Course(
         str(model), chosen, method, settings, Path(out), device, allow_pickle,
         None if checkpoint is None else Path(checkpoint),
-        _Measure(held_out, flips or _FLIPS, longest, seed, track), track,
+        _Measure(held_out, flips or _FLIPS, max_length, seed, track), track,
     )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
@@ -175,7 +173,7 @@ class _Measure:
 
     held_out: list[Example]
     flips: int
-    longest: int
+    max_length: int
     seed: int
     track: Track
 
@@ -197,7 +195,7 @@ class _Measure:
 
         return evaluate(
             loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=self.seed, batch_size=_BATCH_SIZE, longest=self.longest, track=track, **more,
+            seed=self.seed, batch_size=_BATCH_SIZE, max_length=self.max_length, track=track, **more,
         )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def train(
     seed: int = 0,
     device: str | torch.device = "cpu",
     amp: bool = False,
-    longest: int | None = 128,
+    max_length: int | None = 128,
     warmup: float = 0.06,
     decay: float = 0.01,
     pool: int = 1,
@@ -88,11 +88,13 @@ def train(
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
-        repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool,
+        repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay, amp, pool,
         average,
     )  # fmt: skip
     _check(run)
-    cut = replace(run, longest=fitting(model, tokenizer, longest))  # to what the model can take in
+    cut = replace(
+        run, max_length=fitting(model, tokenizer, max_length)
+    )  # to what the model can take in
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = State(model, _optimizer(model, run))
@@ -182,7 +184,7 @@ def _batches(
     order = torch.randperm(len(examples), generator=stream).tolist()
     for numbers in _alike(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
-        inputs, labels = encode(tokenizer, chosen, longest=run.longest)
+        inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
 
@@ -270,7 +272,7 @@ class Run:
     batch: int
     seed: int
     examples: int
-    longest: int | None
+    max_length: int | None
     warmup: float
     decay: float
     amp: bool

@@ -197,7 +197,8 @@ def plant(
     """A problem of known answer and its input, which is no part of it.
 
     X is standard Gaussian, entries of W have variance scale²/d. `symmetric` makes `W = scale·MMᵀ`
-    instead, M with entries of variance 1/d; entries of V have standard deviation `value_scale` (a real block has about 1/√d).
+    instead, M with entries of variance 1/d; entries of V have standard deviation
+    `value_scale` (a real block has about 1/√d).
     """
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         if size < 1:

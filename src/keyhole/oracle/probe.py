@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.oracle.connection import connected, names_address, without_password
+from keyhole.oracle.connection import connected, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 
@@ -110,17 +109,6 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError):  # another form than the route's
             read = None
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
-
-
-def names_server(name: str) -> bool:
-    """Is it the address of a server alone, without a path that says what is asked?"""
-    if not names_address(name):
-        return False
-    try:
-        parts = urlsplit(name)
-    except ValueError:  # half an IPv6 address
-        return False
-    return parts.path in ("", "/") and not parts.query
 
 
 def _words(error: OracleError) -> str:

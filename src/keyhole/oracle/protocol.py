@@ -1,4 +1,4 @@
-"""What an attacker may ask: the protocol, and the one place where questions are put.
+"""What an attacker may ask: the protocol, the one place where questions are put, and counting.
 
 An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to answers:
 (batch,) a score, (batch, m) the last token's vector, or (batch, n, m) a vector for every token.
@@ -113,6 +113,14 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     return answers
 
 
+def layers(oracle: object) -> Iterator[Any]:
+    """An oracle and what it wraps, from the outside in."""
+    layer: Any = oracle
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "inner", None)
+
+
 def identity_of(oracle: Oracle) -> str:
     """A name that two oracles share only if they are the same target.
 
@@ -144,9 +152,6 @@ def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
                 yield name, item
             elif type(item).__module__ == "numpy" and hasattr(item, "dtype"):
                 yield name, torch.as_tensor(item)
-
-
-# Counting, in one wrapper around the oracle; a budget is the same count with an end.
 
 
 class Counted:

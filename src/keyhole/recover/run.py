@@ -21,19 +21,11 @@ from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
-from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
 from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
-from keyhole.recover.files.sources import (
-    Opened,
-    Source,
-    WrittenIds,
-    open_sources,
-    read_sources,
-    task_for,
-)
+from keyhole.recover.files.sources import Opened, Source, WrittenIds, open_sources, opened_by
 from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.leaks import TYPES, Leak
@@ -170,7 +162,7 @@ def _originals(
         return [None] * count
     if len(truth) != count:
         raise InputError(f"expected {count} true texts, one for each leak, got {len(truth)}")
-    most = min(MAX_LENGTH, target.parts.longest)
+    most = min(MAX_LENGTH, target.parts.max_length)
     return [Original.of(target.tokenizer, text, most) for text in truth]
 
 
@@ -206,27 +198,22 @@ def open_leaks(
     allow_pickle: bool = False,
 ) -> tuple[Loaded, list[Opened]]:
     """The model, with the head that such leaks come from, and the leaks that the sources hold."""
-    asked = Exposure.parse(expose) if isinstance(expose, str) else expose
-    sources = read_sources(leaks)
-    if isinstance(model, str):
-        task = task_for(sources, asked)
-        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
-    return model, _opened(Target.of(model.model, model.tokenizer), sources, asked)
+    return open_sources(
+        model, leaks, _parsed(expose), _verifies, device=device, allow_pickle=allow_pickle
+    )
 
 
-def _opened(
-    target: Target, sources: Sequence[Opened | Dump], expose: Exposure | None
-) -> list[Opened]:
-    """The leaks of sources: of what another program wrote, a reading counts if it is verified."""
+def _parsed(expose: str | Exposure | None) -> Exposure | None:
+    return Exposure.parse(expose) if isinstance(expose, str) else expose
 
-    def verifies(leak: Leak) -> bool:
-        try:
-            ((_, recovery),) = _recovering(target, checked(target, [leak]))
-        except InputError:
-            return False
-        return recovery.verified
 
-    return open_sources(target, sources, expose, verifies)
+def _verifies(target: Target, leak: Leak) -> bool:
+    """Is there a text behind the leak that the judge verifies?"""
+    try:
+        ((_, recovery),) = _recovering(target, checked(target, [leak]))
+    except InputError:
+        return False
+    return recovery.verified
 
 
 def recover_text(
@@ -244,8 +231,8 @@ def recover_text(
     holds (`hidden:3`), or else its shape and its numbers do.
     """
     if not isinstance(leak, tuple(TYPES.values())):
-        asked = Exposure.parse(expose) if isinstance(expose, str) else expose
-        opened = _opened(Target.of(model, tokenizer), [Dump("", arrays_of(leak))], asked)
+        target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
+        opened = opened_by(target, [dump], _parsed(expose), _verifies)
         if len(opened) > 1:
             raise InputError(f"expected one text, got {len(opened)}: recover.run takes several")
         leak = opened[0].leak
@@ -279,8 +266,9 @@ def recovering(
     `progress` gets how many tokens fit so far, and of how many; `track` follows the parts of an
     attack that has any.
     """
+    started = time.perf_counter()
     target = Target.of(model, tokenizer)
-    yield from _recovering(target, checked(target, leaks), method, progress, track)
+    yield from _recovering(target, checked(target, leaks), method, progress, track, started)
 
 
 def _recovering(
@@ -289,11 +277,12 @@ def _recovering(
     method: Attack | None = None,
     progress: Progress = silent,
     track: Track = untracked,
+    started: float | None = None,
 ) -> Iterator[tuple[int, TextRecovery]]:
     if not texts:
         return
     count = TokenCount(texts, progress)
-    clock = _Clock(count, time.perf_counter())
+    clock = _Clock(count, time.perf_counter() if started is None else started)
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
@@ -374,7 +363,7 @@ def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
     if count:
         name = target.tokenizer.convert_ids_to_tokens(unknown)
         notes.append(f"{count} {name}: something stood there that the tokenizer has no token for")
-    if leak.length == target.parts.longest:
+    if leak.length == target.parts.max_length:
         notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
     return notes
 
@@ -437,8 +426,8 @@ def _check(target: Target, leak: Leak) -> Leak:
 
 def _check_shapes(target: Target, leak: Leak) -> None:
     parts, length = target.parts, leak.length
-    if length is not None and length > parts.longest:
-        raise InputError(f"expected at most {parts.longest} positions, got {length}")
+    if length is not None and length > parts.max_length:
+        raise InputError(f"expected at most {parts.max_length} positions, got {length}")
     width = leak.exposure.width or parts.width
     if width > parts.width:
         raise InputError(f"expected rows of at most {parts.width} numbers, got {width}")

@@ -14,11 +14,11 @@ from keyhole.assess import Severity
 from keyhole.configs import Checked, Finding, Level, Rule, Unread
 from keyhole.configs.registry import RULES
 from keyhole.core import dump
-from keyhole.report import junit, markdown, sarif_log
-from keyhole.report.inert import as_code, inert
-from keyhole.report.provenance import slug
-from keyhole.report.sarif_places import in_file
-from keyhole.report.words import number
+from keyhole.core.exposure import NOT_CHECKED
+from keyhole.core.text import as_code, inert
+from keyhole.report import junit, markdown, sarif
+from keyhole.report.sarif import in_file
+from keyhole.report.words import number, slug
 from keyhole.version import __version__
 
 _SEVERITIES = {
@@ -48,16 +48,16 @@ def verdict(checked: Checked) -> str:
 def as_sarif(checked: Checked, least: Level) -> str:
     """One run; each result is at the line of its setting."""
     places = list(RULES)
-    rules = [*map(_rule, RULES.values()), sarif_log.not_checked("A file that was not looked at.")]
+    rules = [*map(_rule, RULES.values()), sarif.not_checked("A file that was not looked at.")]
     results = [
         {
             "ruleId": finding.rule.id,
             "ruleIndex": places.index(finding.rule.id),
             "kind": "fail",
-            "level": sarif_log.LEVELS[_SEVERITIES[finding.rule.level]],
-            "message": {"text": sarif_log.said(f"{finding.message}. Fix: {finding.rule.fix}")},
+            "level": sarif.LEVELS[_SEVERITIES[finding.rule.level]],
+            "message": {"text": sarif.said(f"{finding.message}. Fix: {finding.rule.fix}")},
             "locations": [in_file(finding.path, finding.line)],
-            "partialFingerprints": sarif_log.fingerprints(name),
+            "partialFingerprints": sarif.fingerprints(name),
             "properties": {
                 "level": str(finding.rule.level),
                 "setting": inert(finding.what),
@@ -70,13 +70,13 @@ def as_sarif(checked: Checked, least: Level) -> str:
     results += [_unread(file, len(places)) for file in checked.unread]
     code, unread = checked.exit_code(least), [file.path for file in checked.unread]
     run = {
-        "tool": {"driver": sarif_log.driver(__version__, rules)},
+        "tool": {"driver": sarif.driver(__version__, rules)},
         "automationDetails": {"id": "keyhole/check-config/"},
-        "invocations": [sarif_log.invocation(code, _ENDS, unread, None)],
+        "invocations": [sarif.invocation(code, _ENDS, unread, None)],
         "results": results,
         "properties": {"verdict": verdict(checked), "fail_on": str(least), "files": checked.files},
     }
-    return sarif_log.written([run])
+    return sarif.written([run])
 
 
 def as_junit(checked: Checked, least: Level) -> str:
@@ -137,20 +137,20 @@ def _rule(rule: Rule) -> dict[str, Any]:
         f"It opens: {rule.opens}.\n\nFix: {rule.fix}.\n\nTry: `{rule.attack}`",
     )
     about = f"{rule.opens[0].upper()}{rule.opens[1:]}."
-    return sarif_log.described(
+    return sarif.described(
         rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level]
     )
 
 
 def _unread(file: Unread, place: int) -> dict[str, Any]:
     return {
-        "ruleId": sarif_log.NOT_CHECKED,
+        "ruleId": NOT_CHECKED,
         "ruleIndex": place,
         "kind": "open",
         "level": "none",
-        "message": {"text": sarif_log.said(f"{file.path}: could not be read. {file.reason}")},
+        "message": {"text": sarif.said(f"{file.path}: could not be read. {file.reason}")},
         "locations": [in_file(file.path, 1)],
-        "partialFingerprints": sarif_log.fingerprints(f"unread {file.path}"),
+        "partialFingerprints": sarif.fingerprints(f"unread {file.path}"),
     }
 
 

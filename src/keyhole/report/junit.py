@@ -15,8 +15,8 @@ from keyhole.assess import Assessment, Item, Ruling
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome, Skip
 from keyhole.core.exposure import NOT_CHECKED
-from keyhole.report import provenance, words
-from keyhole.report.inert import inert
+from keyhole.core.text import inert
+from keyhole.report import words
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def suite(name: str, cases: Sequence[Case], assessment: Assessment) -> Suite:
     """Cases of an audit, with what is said of all of it."""
     about = {
         "verdict": assessment.verdict, "severity": assessment.severity.value,
-        "identity": assessment.audit.identity, "keyhole": provenance.version(assessment.audit),
+        "identity": assessment.audit.identity, "keyhole": words.version(assessment.audit),
         "policy": "" if assessment.decision is None else assessment.decision.source,
     }  # fmt: skip
-    return Suite(name, tuple(cases), about, provenance.finished(assessment.audit))
+    return Suite(name, tuple(cases), about, words.finished(assessment.audit))
 
 
 def written(name: str, suites: Sequence[Suite]) -> str:
@@ -139,7 +139,7 @@ def _skipped(skip: Skip, assessment: Assessment) -> Case:
 
 
 def _classname(family: str, part: str) -> str:
-    return f"keyhole.{family}.{provenance.slug(part)}" if part else f"keyhole.{family}"
+    return f"keyhole.{family}.{words.slug(part)}" if part else f"keyhole.{family}"
 
 
 def _sums(cases: Sequence[Case]) -> dict[str, str]:

@@ -14,8 +14,8 @@ from itertools import accumulate
 from keyhole.assess import Assessment, Card, Item
 from keyhole.assess.severity import cost
 from keyhole.core import Outcome
-from keyhole.report import provenance, words
-from keyhole.report.inert import as_code
+from keyhole.core.text import as_code
+from keyhole.report import words
 
 MOST = 60_000  # characters in all; GitHub's limit leaves room for what others add
 SHOWN = 20  # findings before the fold
@@ -159,7 +159,7 @@ def _again(assessment: Assessment) -> list[str]:
     audit = assessment.audit
     return [
         "<details><summary>How to reproduce</summary>", "",
-        f"Keyhole {as_code(provenance.version(audit))}, seed {audit.seed}, finished "
+        f"Keyhole {as_code(words.version(audit))}, seed {audit.seed}, finished "
         f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
         f"{as_code(audit.identity, CELL)}.", "",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from markupsafe import escape
+import base64
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
 
-from keyhole.assess import Assessment, Item, assess
-from keyhole.assess.measured import Measure, measured
+import jinja2
+from markupsafe import Markup, escape
+
+from keyhole.assess import Assessment, Card, Family, Item, assess
+from keyhole.assess.assessment import Measure, measured
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Result
 from keyhole.core.text import legible, percent
 from keyhole.report import lengths, matrix, pictures, readings, words
 from keyhole.report.curves import curve
-from keyhole.report.groups import groups, sections
-from keyhole.report.pages import fill
 
 
 def render(audit: Audit, assessment: Assessment | None = None) -> str:
@@ -49,3 +56,91 @@ def html(result: Result) -> str:
     if isinstance(result, Audit):
         return f'<iframe width="100%" height="600" srcdoc="{escape(render(result))}"></iframe>'
     return f"<pre>{escape(legible(repr(result)))}</pre>"
+
+
+# How every page is made: one stylesheet, one short script, and a policy that forbids all else.
+#
+# The policy (`default-src 'none'`) names style and script by their hashes: no browser runs or loads
+# anything that is not in the page, whatever a target has managed to write into it. So there are no
+# `style` attributes either: what is drawn takes its colours from classes, its sizes from SVG.
+
+
+def _finalize(value: Any) -> Any:
+    """Strings as they may be looked at; what is markup already was made so piece by piece."""
+    return legible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+_environment = jinja2.Environment(
+    loader=jinja2.PackageLoader("keyhole.report"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=_finalize,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def fill(template: str, **values: Any) -> str:
+    """A template that extends base.html, with the values given; all strings in them are escaped."""
+    style, script = _inlined("style.css"), _inlined("script.js")
+    page = _environment.get_template(template)
+    return page.render(style=style, script=script, policy=policy(style, script), **values)
+
+
+def policy(style: str, script: str) -> str:
+    """What a browser may do on a page: what is inlined in it, and nothing else."""
+    return "; ".join([
+        "default-src 'none'",
+        f"style-src {_digest(style)}",
+        f"script-src {_digest(script)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ])  # fmt: skip
+
+
+@cache
+def _inlined(name: str) -> Markup:
+    text = (resources.files("keyhole.report") / "templates" / name).read_text("utf-8")
+    return Markup(text)  # noqa: S704 - a file of this package
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# Findings as people read them: by what is lost, then by the part of the target that loses it.
+
+
+@dataclass(frozen=True)
+class Group:
+    """What was tried on one part of the target to one end, the worst first."""
+
+    family: Family
+    part: str
+    items: tuple[Item, ...]
+
+    @property
+    def title(self) -> str:
+        """Of what, in words."""
+        return f"{self.family} of {self.part}" if self.part else str(self.family)
+
+
+def groups(items: Iterable[Item]) -> list[Group]:
+    """By family, in the order of the cards; in a family, the part with the worst finding first."""
+    gathered: dict[tuple[Family, str], list[Item]] = {}
+    for item in items:
+        gathered.setdefault((item.family, item.finding.part), []).append(item)
+    made = [Group(family, part, tuple(mine)) for (family, part), mine in gathered.items()]
+    order = list(Family)
+    return sorted(made, key=lambda group: order.index(group.family))  # stable: the worst first
+
+
+def sections(assessment: Assessment) -> list[tuple[Card, list[Group]]]:
+    """The families of which anything was tried, each with its card and its groups."""
+    made = groups(assessment.items)
+    return [
+        (card, [group for group in made if group.family is card.family])
+        for card in assessment.families
+        if card.checked
+    ]

@@ -10,7 +10,7 @@ from markupsafe import escape
 from keyhole.core import Finding
 from keyhole.core.errors import MissingExtra
 from keyhole.report import words
-from keyhole.report.axes import SMALLEST
+from keyhole.report.curves import SMALLEST
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

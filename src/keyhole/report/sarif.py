@@ -9,26 +9,192 @@ somebody.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from keyhole.assess import RULES, Assessment, Item, Rule, Severity, State
 from keyhole.assess.severity import cost
-from keyhole.core import Outcome, Skip
-from keyhole.core.exposure import NOT_CHECKED, rule_of
-from keyhole.report import provenance, words
-from keyhole.report.inert import inert
-from keyhole.report.sarif_log import (
-    LEVELS,
-    described,
-    driver,
-    fingerprints,
-    invocation,
-    not_checked,
-    said,
-    written,
+from keyhole.core import Outcome, Skip, dump
+from keyhole.core.exposure import NOT_CHECKED, Exposure, rule_of
+from keyhole.core.text import inert
+from keyhole.report import words
+
+# What every SARIF file of Keyhole has in common, whatever its results are about.
+
+SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
-from keyhole.report.sarif_places import Places
+LEVELS = {
+    Severity.CRITICAL: "error", Severity.HIGH: "error", Severity.MEDIUM: "warning",
+    Severity.LOW: "note",
+}  # fmt: skip
+# What GitHub calls a security-severity from a number on; a score moves into its severity's span.
+SPANS = {
+    Severity.CRITICAL: (9.1, 10.0), Severity.HIGH: (7.0, 8.9), Severity.MEDIUM: (4.0, 6.9),
+    Severity.LOW: (0.1, 3.9),
+}  # fmt: skip
+
+
+def written(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The log file of some runs."""
+    return f"{dump({'$schema': SCHEMA, 'version': '2.1.0', 'runs': list(runs)})}\n"
+
+
+def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Keyhole as a tool, with every rule that a result may name by its place."""
+    return {
+        "name": "Keyhole",
+        "version": version,
+        "shortDescription": {"text": "What a Transformer's attention gives away."},
+        "rules": list(rules),
+    }
+
+
+def described(
+    identity: str, name: str, about: str, guide: tuple[str, str], tag: str, severity: Severity,
+    score: float = 0.0,
+) -> dict[str, Any]:  # fmt: skip
+    """A rule in full; `guide` is its help as text and as Markdown.
+
+    GitHub reads severities of rules alone. A rule of a severity that has no span has no number.
+    """
+    properties: dict[str, Any] = {"tags": ["security", f"keyhole/{tag}"]}
+    if severity in SPANS:
+        least, most = SPANS[severity]
+        properties["security-severity"] = f"{min(max(score, least), most):.1f}"
+    text, markdown = guide
+    return {
+        "id": identity,
+        "name": _pascal(name),
+        "shortDescription": {"text": name},
+        "fullDescription": {"text": about},
+        "help": {"text": text, "markdown": markdown},
+        "defaultConfiguration": {"level": LEVELS.get(severity, "warning")},
+        "properties": properties,
+    }
+
+
+def not_checked(about: str) -> dict[str, Any]:
+    """The rule of a check that was not made, where no other applies: a result needs one."""
+    why = "The result says why it was not tried, and what would change that."
+    rule = described(
+        NOT_CHECKED, "A check that was not made", about, (why, why), "not-checked",
+        Severity.UNKNOWN,
+    )  # fmt: skip
+    return {**rule, "name": "NotChecked", "defaultConfiguration": {"level": "none"}}
+
+
+def invocation(
+    code: int, ends: Mapping[int, str], unchecked: Sequence[str], finished: str | None
+) -> dict[str, Any]:
+    """How a run ended; what it could not check is a warning of the tool."""
+    warnings = [
+        {"level": "warning", "message": {"text": said(f"could not check {what}")}}
+        for what in unchecked
+    ]
+    return {
+        "executionSuccessful": True,
+        "exitCode": code,
+        "exitCodeDescription": ends[code],
+        "toolExecutionNotifications": warnings,
+        **({} if finished is None else {"endTimeUtc": finished}),
+    }
+
+
+def fingerprints(name: str) -> dict[str, str]:
+    """What stays the same from run to run; GitHub reads the first, with the path and the rule."""
+    digest = sha256(name.encode("utf-8", "replace")).hexdigest()
+    return {"primaryLocationLineHash": f"{digest[:16]}:1", "keyholeFinding/v1": digest}
+
+
+def said(text: str) -> str:
+    """A message: plain text, in which brackets make no link and braces hold no argument's place."""
+    line = inert(text, 4000)
+    for sign, spelled in (("\\", "\\\\"), ("[", "\\["), ("]", "\\]"), ("{", "{{"), ("}", "}}")):
+        line = line.replace(sign, spelled)
+    return line
+
+
+def _pascal(name: str) -> str:
+    parts = "".join(letter if letter.isalnum() else " " for letter in name.replace("'s", "s"))
+    return "".join(part[0].upper() + part[1:] for part in parts.split())
+
+
+# Where a finding is: of a target the endpoint, of that the layer, of that the exposure; of a
+# setting its file and its line.
+#
+# A model is no file with lines, so the place is logical; but code scanning shows nothing without a
+# physical one. That is the target where its name is a path inside the repository, and otherwise
+# `keyhole/` with the target's name: no file, but the same from run to run.
+
+_PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
+
+
+def in_file(path: str, line: int) -> dict[str, Any]:
+    """A line of a file."""
+    where = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": line}}
+    return {"physicalLocation": where}
+
+
+def _uri(path: str) -> str:
+    """A file below this folder by its place in it, any other by its whole name."""
+    plain = Path(os.path.normpath(path))
+    if plain.is_absolute() or plain.parts[:1] == (os.pardir,):
+        return Path(os.path.abspath(plain)).as_uri()  # noqa: PTH100 - resolves no links
+    return quote(os.fsencode(plain.as_posix()))
+
+
+class Places:
+    """The logical locations of a run, each once; a result names its own by index."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.slug = words.slug(target)
+        self.all: list[dict[str, Any]] = []
+        self._known: dict[tuple[str, str], int] = {}
+
+    def of(self, exposure: Exposure) -> dict[str, Any]:
+        """A location: the target, the endpoint where it has several, the layer, the exposure."""
+        steps = [("target", self.target)]
+        steps += [("endpoint", inert(exposure.part))] if exposure.part else []
+        steps += [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
+        steps.append(("exposure", inert(words.exposure(exposure))))
+        names: list[str] = []
+        parent: int | None = None
+        logical: list[dict[str, Any]] = []
+        for kind, name in steps:
+            names.append(name)
+            parent = self._index(kind, name, " / ".join(names), parent)
+            logical.append({**self.all[parent], "index": parent})
+        return {
+            "physicalLocation": {
+                "artifactLocation": {"uri": self.uri},
+                "region": {"startLine": 1},
+            },
+            "logicalLocations": logical,
+        }
+
+    @property
+    def uri(self) -> str:
+        path = _PATH.fullmatch(self.target)
+        inside = path is not None and ("/" in self.target or "." in self.target)
+        return quote(path[1]) if inside and path is not None else f"keyhole/{self.slug}"
+
+    def _index(self, kind: str, name: str, full: str, parent: int | None) -> int:
+        key = (kind, full)
+        if key not in self._known:
+            self._known[key] = len(self.all)
+            above = {} if parent is None else {"parentIndex": parent}
+            self.all.append({"name": name, "fullyQualifiedName": full, "kind": kind, **above})
+        return self._known[key]
+
+
+# An audit.
 
 _NOT_CHECKED = not_checked("What was not tried is neither given away nor kept.")
 _STATES = {
@@ -62,7 +228,7 @@ def run(
     results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
     return {
         "tool": {"driver": _driver(assessment)},
-        "automationDetails": {"id": f"keyhole/{provenance.slug(inert(name))}/"},
+        "automationDetails": {"id": f"keyhole/{words.slug(inert(name))}/"},
         "invocations": [_invocation(assessment)],
         "logicalLocations": places.all,
         "results": [result for result in results if keep(result)],
@@ -82,7 +248,7 @@ def needs_somebody(result: dict[str, Any]) -> bool:
 
 def _driver(assessment: Assessment) -> dict[str, Any]:
     rules = [*(_rule(rule, assessment) for rule in RULES), _NOT_CHECKED]
-    return driver(provenance.version(assessment.audit), rules)
+    return driver(words.version(assessment.audit), rules)
 
 
 def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
@@ -106,7 +272,7 @@ def _invocation(assessment: Assessment) -> dict[str, Any]:
         ),
         *(words.skip(skip) for skip in assessment.audit.skips if skip.unchecked),
     ]
-    finished = provenance.finished(assessment.audit)
+    finished = words.finished(assessment.audit)
     return invocation(assessment.exit_code, _ENDS, unchecked, finished)
 
 

@@ -17,7 +17,7 @@ from keyhole.assess.severity import cost
 from keyhole.core import Audit, Skip
 from keyhole.core.text import visible
 from keyhole.report import lengths, words
-from keyhole.report.groups import groups
+from keyhole.report.page import groups
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
 STYLES = {

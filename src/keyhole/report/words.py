@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
 from itertools import groupby
 
 from markupsafe import Markup
 
 from keyhole.assess import Assessment, Policy
-from keyhole.core import Finding, Outcome, Skip, Status
+from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, Exposure
-from keyhole.core.text import legible, percent
+from keyhole.core.text import inert, legible, percent
 
 # What an exposure is called, by its rule, its variant and what is done to it. `{of_layer}` is " of
 # layer 3" where it comes from a layer, `{name}` what the target calls it.
@@ -217,3 +219,30 @@ def ruling(assessment: Assessment) -> str:
     changes += [f"{len(assessment.gone)} gone"] if assessment.gone else []
     since = f" Since the baseline: {', '.join(changes)}." if changes else ""
     return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"
+
+
+# Where a report comes from: which version made the audit, and when; names of its parts.
+
+_LOST = re.compile(r"[^0-9a-z]+")
+
+
+def version(audit: Audit) -> str:
+    """The version of Keyhole that made the audit."""
+    return inert(audit.environment.get("keyhole", "unknown"), 60)
+
+
+def finished(audit: Audit) -> str | None:
+    """When the audit was finished, as RFC 3339 has it; None where a file says something else."""
+    try:
+        moment = datetime.fromisoformat(audit.created).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ") if moment.year >= 1000 else None
+
+
+def slug(text: str, longest: int = 80) -> str:
+    """Letters and digits of ASCII with hyphens, and a few digits more where others were lost."""
+    plain = _LOST.sub("-", text[: 4 * longest].lower()).strip("-")[:longest].rstrip("-")
+    whole = text.isascii() and len(text) <= longest
+    mark = "" if plain and whole else sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    return "-".join(part for part in (plain, mark) if part)

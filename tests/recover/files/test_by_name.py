@@ -9,7 +9,7 @@ import tiny_models as tiny
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
-from keyhole.recover.files.names import sections_by_name, slot_of
+from keyhole.recover.files.readings import sections_by_name, slot_of
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
 # ALBERT uses one block for all layers: the path of a module does not say which time it was.

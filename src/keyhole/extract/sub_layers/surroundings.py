@@ -7,7 +7,7 @@ An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is a
 
 `y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade.
 Without a norm y([x]) is affine, and single tokens cannot tell a residual from values: that waits
-until the values of the heads are known (value_spaces.py).
+until the values of the heads are known (values.py).
 """
 
 from __future__ import annotations

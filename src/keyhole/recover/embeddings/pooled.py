@@ -35,7 +35,7 @@ class PooledEmbedding:
         for number, leak in enumerate(leaks):
             pooled = cast("Pooled", leak)
             comparison = Comparison.of(target, pooled)
-            guesses = [n for n in self.lengths if n <= target.parts.longest]
+            guesses = [n for n in self.lengths if n <= target.parts.max_length]
             lengths = guesses if pooled.tokens is None else [pooled.tokens]
             best: Proposal | None = None
             least, passes, forwards = float("inf"), 0, 0

@@ -114,7 +114,7 @@ class CountedReader:
 
     def _max_length(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
-        return min(self.max_length, encoder.target.parts.longest - frame)
+        return min(self.max_length, encoder.target.parts.max_length - frame)
 
 
 def beginnings(lines: Sequence[list[int]], max_length: int, seed: int = 0) -> list[list[int]]:

@@ -12,22 +12,30 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.models import demo
 from keyhole.models.anatomy import Anatomy
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure, capture, eight_bit_activations
 from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import Dump
-from keyhole.recover.files.names import IDS, MASKS, sections_by_name
-from keyhole.recover.files.shapes import Reading, Section, readings_of, vllm_readings
+from keyhole.recover.files.readings import (
+    IDS,
+    MASKS,
+    Reading,
+    Section,
+    readings_of,
+)
 from keyhole.recover.leaks import TYPES, Leak
 
-_TRIED = 4  # likely layers (layers.py)
+_TRIED = 4  # likely layers
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
 _UNIT = 1e-3  # how far from 1 rounding may put the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
+_LEAST = 1e-6  # of the largest spread: a number that hardly varies decides nothing by itself
+_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
+_MARGIN = 1.5  # above the largest error of a position of the ordinary texts; chosen, not fitted
 Verifies = Callable[[Leak], bool]
 
 
@@ -44,60 +52,39 @@ def contents_of(
 ) -> Contents:
     """The leaks in a file; `expose` says what it holds, `verifies` whether a leak can be read."""
     try:
-        mask, ids = _beside(dump, MASKS), _beside(dump, IDS)
-        readings = vllm_readings(dump.arrays, target.parts, expose)
-        sections = [] if readings else sections_by_name(dump.arrays, target.parts)
-        if sections:
-            readings = [tuple(sections)]
-        if not readings:
-            array, lengths = _joined(dump)
-            mask = lengths if mask is None else mask
-            readings = readings_of(array, target.parts, None if expose is None else expose.kind)
-        if not readings:
-            raise _no_exposure(dump, target.parts)
-        made = [
-            (_contents(section, mask, ids), reading)
-            for reading in readings
-            for section in _chosen(reading, target, expose)
-        ]
-        if len(made) == 1:
-            return made[0][0]
-        for contents, reading in made:
-            if all(verifies(leak) for leak in _samples(contents, reading, mask, target.parts)):
-                return contents
-        raise _unexplained([contents for contents, _ in made], expose)
+        contents = _verified(dump, target, expose, verifies)
     except InputError as error:
         raise InputError(f"{error} ({dump.name})" if dump.name else str(error)) from error
+    if not dump.served:
+        return contents
+    return replace(contents, leaks=with_served_noise(target, contents.leaks))
 
 
-def _beside(dump: Dump, names: Sequence[str]) -> Tensor | None:
-    """A mask or token ids (texts, positions), if they were saved beside the arrays."""
+def _verified(dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies) -> Contents:
+    mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
+    readings, lengths = readings_of(dump.arrays, target.parts, expose)
+    mask = lengths if mask is None else mask
+    if not readings:
+        raise _no_exposure(dump, target.parts)
+    made = [
+        (_contents(section, mask, ids), reading)
+        for reading in readings
+        for section in _chosen(reading, target, expose)
+    ]
+    if len(made) == 1:
+        return made[0][0]
+    for contents, reading in made:
+        if all(verifies(leak) for leak in _samples(contents, reading, mask, target.parts)):
+            return contents
+    raise _unexplained([contents for contents, _ in made], expose)
+
+
+def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
+    """A mask or token ids (texts, positions), if they were saved with the arrays."""
     for name, tensor in dump.arrays.items():
         if name.rpartition(".")[2] in names and tensor.ndim <= 2:
             return tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
     return None
-
-
-def _joined(dump: Dump) -> tuple[Tensor, Tensor | None]:
-    """Arrays whose names say nothing as one array; a mask, if they are texts of many lengths."""
-    arrays = {
-        name: tensor
-        for name, tensor in dump.arrays.items()
-        if tensor.is_floating_point() and name.rpartition(".")[2] not in MASKS
-    }
-    tensors = list(arrays.values())
-    if set(arrays) == {"keys", "values"}:
-        tensors = [arrays["keys"], arrays["values"]]
-    if len(tensors) < 2:
-        return (tensors or list(dump.arrays.values()))[0], None
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return torch.stack(tensors), None
-    if len({(tensor.ndim, tensor.shape[-1]) for tensor in tensors}) > 1 or tensors[0].ndim != 2:
-        names = ", ".join(list(arrays)[:4])
-        raise InputError(f"expected arrays of one kind, got {names}: save what leaked by itself")
-    ones = [torch.ones(len(tensor), dtype=torch.long) for tensor in tensors]
-    padded = [nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (tensors, ones)]
-    return padded[0], padded[1]
 
 
 def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None) -> list[Section]:
@@ -125,7 +112,8 @@ def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None)
 
 
 def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
-    return section.exposure.block(parts), _PREFERRED.index(section.kind)
+    first = section.kind == "kv" and parts.causal  # layers of caches count from 0
+    return (section.layer or 0) + first, _PREFERRED.index(section.kind)
 
 
 def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Contents:
@@ -133,10 +121,10 @@ def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Cont
     leaks: list[Leak] = []
     known: list[list[int]] = []
     length = _length(section)
-    for what, beside in (("mask", mask), ("token ids", ids)):
-        if beside is not None and beside.shape != (section.texts, length or beside.shape[1]):
+    for what, given in (("mask", mask), ("token ids", ids)):
+        if given is not None and given.shape != (section.texts, length or given.shape[1]):
             raise InputError(
-                f"expected {what} of shape {(section.texts, length)}, got {tuple(beside.shape)}"
+                f"expected {what} of shape {(section.texts, length)}, got {tuple(given.shape)}"
             )
     for number in range(section.texts):
         inside = slice(None)
@@ -177,9 +165,9 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
 def _samples(
     contents: Contents, reading: Reading, mask: Tensor | None, parts: Anatomy
 ) -> Iterator[Leak]:
-    """Leaks that are verified if the reading is right: the shortest, and one beside it.
+    """Leaks that are verified if the reading is right: the shortest, and one more.
 
-    Beside it stands another text, or another layer of the same. One alone does not tell a text at
+    That is another text, or another layer of the same. One alone does not tell a text at
     all layers from as many texts at one.
     """
     leaks = sorted(contents.leaks, key=lambda leak: leak.length or 0)
@@ -212,19 +200,13 @@ def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
     )
 
 
-# Which layers rows may come from: how likely they are beside rows of ordinary texts.
-#
-# Every layer has its own means and spreads. With μ and σ those of each number over rows of ordinary
-# texts at a layer, rows x are as likely as −Σ log σ − Σ (x − μ)²/2σ² says. That only orders the
-# layers to try: a layer is taken if a text read at it is verified, and not before.
-
-_FLOOR = 1e-6  # of the largest spread: a number that hardly varies decides nothing by itself
-_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
-
-
 @torch.no_grad()
 def likely_layers(target: Target, section: Section) -> list[int]:
-    """All layers that such a section may be of, the likeliest first."""
+    """All layers that such a section may be of, the likeliest first.
+
+    Every layer has its own means and spreads. With μ and σ those of each number over rows of
+    ordinary texts at a layer, rows x are as likely as −Σ log σ − Σ (x − μ)²/2σ² says.
+    """
     parts = target.parts
     from_zero = section.kind == "hidden" or (section.kind == "kv" and parts.causal)
     layers = list(
@@ -234,7 +216,7 @@ def likely_layers(target: Target, section: Section) -> list[int]:
         return layers
     seen = _compared(_rows({name: tensor.float() for name, tensor in section.tensors.items()}))
     alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
-    texts = [target.tokenizer(text)["input_ids"][: parts.longest] for text in _TEXTS]
+    texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
     own = [_at_layers(target, section.kind, layers, ids) for ids in texts]
     likelihoods = [
         _likelihood(
@@ -269,7 +251,7 @@ def _likelihood(seen: Tensor, own: Tensor) -> float:
     own, rows = own.double().cpu()[:, : seen.shape[-1]], seen.double().flatten(0, 1)
     rows = rows[rows.isfinite().all(-1)]
     spread = own.std(0)
-    spread = spread.clamp(min=_FLOOR * max(float(spread.max()), 1e-30))
+    spread = spread.clamp(min=_LEAST * max(float(spread.max()), 1e-30))
     strength = ((rows - own.mean(0)) / spread).square() / 2 + spread.log()
     return -float(strength.mean(-1).median())
 
@@ -280,3 +262,28 @@ def _rows(tensors: dict[str, Tensor]) -> Tensor:
         return tensors["values"]
     both = torch.cat([tensors["keys"], tensors["values"]], -1)
     return both.transpose(-3, -2).flatten(-2)
+
+
+def with_served_noise(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
+    """Leaks of one exposure, with the noise stated that a server of 8-bit blocks leaves in it."""
+    noise = served_noise(target, leaks[0])
+    return [replace(leak, noise=noise) for leak in leaks]
+
+
+@torch.no_grad()
+def served_noise(target: Target, leak: Leak) -> float:
+    """The error that a server of quantised weights leaves in such a leak.
+
+    The weights are ours, dequantised, but the server rounds what it multiplies. How far that moves
+    an exposure is measured on ordinary texts, before the leak is looked at: the largest error of a
+    position, as a root mean square over its numbers, and a margin. The judge tests the leak against
+    it, as against any noise that was stated.
+    """
+    largest = 0.0
+    for text in demo.TEXTS:
+        ids = torch.tensor([target.tokenizer(text)["input_ids"]], device=target.parts.device)
+        exact = leak.rows(capture(target.model, leak.exposure, ids=ids))
+        with eight_bit_activations(target.model):
+            rounded = leak.rows(capture(target.model, leak.exposure, ids=ids))
+        largest = max(largest, float((rounded - exact).square().mean(-1).sqrt().max()))
+    return _MARGIN * largest

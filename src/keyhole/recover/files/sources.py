@@ -6,23 +6,21 @@ and what those hold, only the model can tell (contents.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
-
 from keyhole.core.errors import InputError
-from keyhole.core.files import is_file, is_folder
+from keyhole.core.files import is_folder
 from keyhole.models.capture import Exposure
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
-from keyhole.recover.files.contents import Verifies, contents_of
-from keyhole.recover.files.llama_slot import MAGIC
+from keyhole.recover.files.contents import contents_of
 from keyhole.recover.leaks import BaseLeak, Leak, own_leak
-from keyhole.recover.served import with_served_noise
 
 Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
 
@@ -79,22 +77,43 @@ def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
 
 
 def open_sources(
-    target: Target, sources: Sequence[Opened | Dump], expose: Exposure | None, verifies: Verifies
+    model: str | Loaded,
+    leaks: Source | Sequence[Source],
+    expose: Exposure | None,
+    verifies: Callable[[Target, Leak], bool],
+    *,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+) -> tuple[Loaded, list[Opened]]:
+    """The model, with the head that such leaks come from, and the leaks that the sources hold.
+
+    What another program wrote may hold several; a reading of it counts if it `verifies`.
+    """
+    sources = read_sources(leaks)
+    if isinstance(model, str):
+        task = task_for(sources, expose)
+        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    target = Target.of(model.model, model.tokenizer)
+    return model, opened_by(target, sources, expose, verifies)
+
+
+def opened_by(
+    target: Target,
+    sources: Sequence[Opened | Dump],
+    expose: Exposure | None,
+    verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
-    """The leaks of all sources, by name; a file of another program's may hold several."""
+    """The leaks of all sources, by name."""
     opened: list[Opened] = []
     for source in sources:
         if isinstance(source, Opened):
             opened.append(source)
             continue
-        contents = contents_of(source, target, expose, verifies)
-        leaks = contents.leaks
-        if source.served:
-            leaks = with_served_noise(target, leaks)
+        contents = contents_of(source, target, expose, partial(verifies, target))
         name = source.name or f"leak {len(opened) + 1}"
-        for number, leak in enumerate(leaks):
+        for number, leak in enumerate(contents.leaks):
             ids = None if contents.ids is None else contents.ids[number]
-            each = name if len(leaks) == 1 else f"{name} [{number}]"
+            each = name if len(contents.leaks) == 1 else f"{name} [{number}]"
             opened.append(Opened(each, leak, ids))
     return opened
 
@@ -118,20 +137,3 @@ def _read(path: Path) -> Opened | Dump:
     if "keyhole" in metadata:
         return Opened(str(path), own_leak(metadata, dict(dump.arrays), path))
     return dump
-
-
-def names_leak(name: str) -> bool:
-    """Is this a leak's file: a saved slot of llama.cpp, Keyhole's own, or another program's?"""
-    if not is_file(name):
-        return False
-    if name.endswith((".pt", ".pth")):
-        return True
-    with suppress(OSError, SafetensorError):
-        with Path(name).open("rb") as file:
-            if file.read(len(MAGIC)) == MAGIC:
-                return True
-        if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as tensors:
-                metadata = tensors.metadata() or {}
-                return "leak" in metadata or "keyhole" not in metadata
-    return False

@@ -255,7 +255,7 @@ def _texts(
     parts = target.parts
     if parts.causal:
         # Rows of one text are independent: no text is longer than the span has dimensions.
-        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.longest))
+        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.max_length))
         return [(ids, True) for ids in prefixes][:count]
     values = leaked.rows([parts.attentions[0].value])
     rows = leaked.rows(leaked.inputs(1))
@@ -334,7 +334,7 @@ def capture_update(
     """
     expect_seed(seed)
     loaded = opened(model, device, allow_pickle)
-    max_length = min(LONGEST, anatomy(loaded.model).longest)
+    max_length = min(LONGEST, anatomy(loaded.model).max_length)
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
     update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
     update.save(out)

@@ -309,7 +309,7 @@ def places(target: Target, exposure: Exposure, length: int, samples: int, seed: 
     opening, closing = (len(side) for side in target.frame())
     least = opening + closing + _INSIDE
     # So long that any token may stand at every position of a text, its last ones too.
-    longest = min(max(length, least) + closing, target.parts.longest)
+    longest = min(max(length, least) + closing, target.parts.max_length)
     lengths = sorted({least + (longest - least) * part // 4 for part in (1, 2, 3)} - {longest})
     few = [random_texts(target, _SHORTER, shorter, stream) for shorter in lengths]
     ids = random_texts(target, max(8, -(-samples // longest)), longest, stream)
