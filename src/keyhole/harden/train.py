@@ -88,13 +88,12 @@ def train(
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
-        repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay, amp, pool,
-        average,
+        repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay,
+        amp, pool, average,
     )  # fmt: skip
     _check(run)
-    cut = replace(
-        run, max_length=fitting(model, tokenizer, max_length)
-    )  # to what the model can take in
+    # Texts are cut to what the model can take in.
+    cut = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = State(model, _optimizer(model, run))
