@@ -120,7 +120,7 @@ WRONG = {
     "no match": ('[[target]]\ntarget = "./nowhere/*"', "expected targets that match ./nowhere/"),
     "a bad pattern": ('[[target]]\ntarget = "a**b/*"', "expected a pattern of names"),
     "a NUL": ('[[target]]\ntarget = "a\\u0000b"', "expected target as text"),
-    "a secret": (f'{ONE}header = "Authorization: hunter2"', "expected --header NAME=VARIABLE"),
+    "a secret": (f'{ONE}header = "Authorization: hunter2"', "--header takes NAME=VARIABLE"),
 }
 
 

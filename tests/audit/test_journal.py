@@ -18,6 +18,7 @@ from keyhole.audit.check import Check, Checked
 from keyhole.audit.journal import make_all
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.journal import Journal
 from keyhole.models import Loaded, identity
 
@@ -191,7 +192,7 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
     with pytest.raises(
-        InputError, match=r"does not hold what a run wrote under 1\. weights .*--force"
+        InputError, match=r"does not hold what a run wrote under 1\. weights-.*--force"
     ):
         audit(HEAD, journal=path)
 
@@ -263,7 +264,9 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left(tmp_path):
         time.sleep(0.02)
         return Checked()
 
-    checks = {"a": Check("light", light), "b": Check("heavy", lambda _: Checked(), weight=50.0)}
+    exposure = Exposure("KH-WEIGHTS-SCORES")
+    heavy = Check(exposure, lambda _: Checked(), weight=50.0)
+    checks = {"a": Check(exposure, light), "b": heavy}
     with Journal(tmp_path / "audit.journal", {"kind": "audit"}) as journal:
         make_all(checks, journal, lambda name, total=None: Told(), lambda done, total: None)
     first, done, last, total = told

@@ -13,6 +13,7 @@ from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.together import together
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
 
@@ -31,7 +32,7 @@ def test_a_leak_is_attacked_as_in_an_audit(precision):
     subject = replace(SUBJECT, layers=[2], precisions=[precision])
     (check,) = [
         check for check in texts.checks("tiny", subject, 0)
-        if check.name == "text from hidden states of layer 2, encoder-states"
+        if check.exposure == Exposure("KH-TEXT-HIDDEN-STATES", layer=2, part="tiny")
     ]  # fmt: skip
     audit = audit_exposure(BOTH, "hidden:2", precision=precision)
     assert timeless(audit.findings) == timeless(check.run(untracked).findings)
