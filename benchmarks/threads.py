@@ -26,6 +26,7 @@ import keyhole
 import show
 import subjects
 from keyhole.audit import open_target
+from keyhole.audit.target import target_of
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import Exposure, Loaded, capture, demo
 from show import Row
@@ -83,11 +84,10 @@ def busy_neighbour() -> Generator[None]:
 def parts() -> dict[str, Work]:
     """Of the demo's audit: some endpoints, and its classifier with one review."""
     whole = open_target("demo", layers=[1])
-    (name, subject), *_ = whole.models.items()
+    subject, *_ = whole.models.values()
     few = replace(subject, texts=subject.texts[:1], examples=subject.examples[:1], twin=None)
-    surfaces = {name: whole.surfaces[name] for name in ENDPOINTS}
-    endpoints = keyhole.audit.Target("endpoints", surfaces)
-    classifier = keyhole.audit.Target("classifier", models={name: few})
+    endpoints = target_of({name: whole.endpoints[name] for name in ENDPOINTS}, "endpoints")
+    classifier = target_of(few, "classifier")
     return {
         "the demo's endpoints": lambda: keyhole.audit(endpoints),
         "the demo's classifier": lambda: keyhole.audit(classifier, only=CHECKS),

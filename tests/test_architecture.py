@@ -23,6 +23,7 @@ LAYERS = (  # from the bottom up
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
+    {"target"},  # what TARGET means
     {"extract", "invert", "recover", "disrupt"},  # the attacks
     {"harden"},  # training against them
     {"assess"},  # what an audit means: severities, policies, baselines

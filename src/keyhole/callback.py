@@ -21,7 +21,7 @@ from keyhole import report
 from keyhole.assess import Assessment, Severity, assess
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.run import audit
-from keyhole.audit.targets import target_of
+from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.together import together
 from keyhole.core import Audit, Skip

@@ -8,8 +8,9 @@ import pytest
 
 import tiny_models as tiny
 from keyhole import oracle
-from keyhole.audit import Target, TextTarget, texts, weights
+from keyhole.audit import TextTarget, texts, weights
 from keyhole.audit.one_exposure import audit_exposure
+from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
 from keyhole.audit.together import together
 from keyhole.core import Status
 from keyhole.core.errors import InputError
@@ -20,7 +21,7 @@ from keyhole.models import Loaded, identity
 MODEL, WORDS = tiny.model("bert"), tiny.tokenizer()
 SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])
 HEAD = oracle.plant(dim=5, seed=2)
-BOTH = Target("both", {"head": HEAD}, {"tiny": SUBJECT})
+BOTH = Target("both", (EndpointPart("head", HEAD), ModelPart("tiny", SUBJECT)))
 
 
 def timeless(findings):
@@ -60,9 +61,9 @@ def test_a_budget_is_a_whole_number_of_queries(budget):
 
 def test_an_exposure_that_the_target_does_not_have():
     with pytest.raises(InputError, match="expected a model for hidden:1, got a head"):
-        audit_exposure(Target("a head", {"": HEAD}), "hidden:1")
+        audit_exposure(target_of(HEAD, "a head"), "hidden:1")
     with pytest.raises(InputError, match="expected an endpoint for scores, got a model"):
-        audit_exposure(Target("a model", models={"": SUBJECT}), "scores")
+        audit_exposure(target_of(SUBJECT, "a model"), "scores")
 
 
 def test_audits_together():

@@ -13,7 +13,7 @@ import made_stores
 import tiny_models as tiny
 from command_line import inside
 from keyhole import oracle, report
-from keyhole.audit import Audit, Stored, audit, open_target, stores
+from keyhole.audit import Audit, audit, open_target, stores
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
@@ -51,11 +51,8 @@ def opened(tmp_path, encoder):
         kept = texts(count)
         rows = [kept.index(text) for text in kept]
         name = made_stores.jsonl(tmp_path, vectors[rows], kept)
-        made = open_target(name, stored=Stored(encoder, texts=count, **options))
-        return replace(
-            made,
-            stores={name: replace(store, method=method) for name, store in made.stores.items()},
-        )
+        made = open_target(name, model=encoder, texts=count, **options)
+        return replace(made, parts=tuple(replace(part, method=method) for part in made.parts))
 
     return target
 

@@ -65,9 +65,9 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("s.safetensors --method end-to-end --branches 2", "expected --branches with peel, got"),
-        ("s.safetensors --method end-to-end --seconds 2", "expected --seconds with peel, got"),
-        ("s.safetensors --starts 0", "expected starts of 1 or more, got 0"),
+        ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
+        ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
+        ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
         ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
         ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
         ("wide.safetensors", "expected layer 2 to take the 4 outputs of layer 1, got d = 3"),
@@ -93,7 +93,7 @@ def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
 
 def test_layers_are_planted_for_inversion_alone(here):
     assert (
-        "--layers with --kind inversion"
+        "head has no option 'layers'"
         in here("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
     )
-    assert "without --maps and --heads" in here(*PLANT, "-o", "maps=true").stderr
+    assert "takes neither maps nor heads" in here(*PLANT, "-o", "maps=true").stderr

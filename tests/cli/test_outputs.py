@@ -63,16 +63,16 @@ def test_an_audit_writes_them_too(here, tmp_path):
 
 
 WRONG = {
-    "no format": (["--output=x"], "expected --output as FORMAT=FILE with one of html, json, sarif"),
-    "no file": (["--output=sarif="], "expected --output as FORMAT=FILE"),
+    "no format": (["--output=x"], "--output takes FORMAT=FILE with one of html, json, sarif"),
+    "no file": (["--output=sarif="], "--output takes FORMAT=FILE"),
     "unknown format": (["--output=pdf=x"], "got 'pdf=x'"),
     "odd words": (["--output=\udcff\x1b=x"], "got '\\udcff\\x1b=x'"),
     "no folder": (["--output=sarif=no/x"], "there is no such folder"),
     "a folder": (["--output=sarif=."], "it is a folder"),
     "one file for two": (["--output=sarif=x", "--output=junit=./x"], "twice"),
     "the page's file": (["--output=sarif=p", "--output html=p"], "twice"),
-    "two on stdout": (["--output=sarif=-", "--output=junit=-"], "expected one thing to print"),
-    "JSON on stdout too": (["--output=sarif=-", "--json"], "expected one thing to print"),
+    "two on stdout": (["--output=sarif=-", "--output=junit=-"], "only one result can be printed"),
+    "JSON on stdout too": (["--output=sarif=-", "--json"], "only one result can be printed"),
     "a file that exists": (["--output=sarif=audit.json"], "give --force to replace it"),
 }
 

@@ -14,7 +14,7 @@ from keyhole import invert
 
 WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
-    "no target": (["extract", "text.txt"], 2, r"expected a \.safetensors file"),
+    "no target": (["extract", "text.txt"], 2, "there is no"),
     "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
     "no such method": (
         ["extract", "demo", "--method", "magic"],
@@ -51,7 +51,7 @@ WRONG = {
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
     "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
-    "no problem": (["invert", "text.txt"], 2, r"expected a \.safetensors file"),
+    "no problem": (["invert", "text.txt"], 2, "there is no"),
     "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
@@ -64,18 +64,18 @@ WRONG = {
         2,
         "expected a file to write",
     ),
-    "no such model": (["audit", "./nowhere/"], 2, r"expected a \.safetensors file"),
-    "nothing of that name": (["audit", "./missing-model"], 2, "a model's folder, .* or demo, got"),
+    "no such model": (["audit", "./nowhere/"], 2, "there is no"),
+    "nothing of that name": (["audit", "./missing-model"], 2, "there is no .*: give"),
     "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
     "data for an endpoint": (
         ["audit", "small.safetensors", "--data", "text.txt"],
         2,
-        "expected --data with a model, got the endpoint",
+        "--data does not apply to the endpoint",
     ),
     "a ledger for a model": (
         ["audit", "empty", "--ledger", "run.db"],
         2,
-        "expected --ledger with an endpoint, whose answers it keeps, got the model empty: leave",
+        "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "expected layers such as 1,6,12"),

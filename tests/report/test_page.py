@@ -20,16 +20,17 @@ from exposures import called
 from keyhole import oracle, report
 from keyhole.assess import Assessment, Family, Ignore, Policy, assess, compared, decided
 from keyhole.assess.severity import cost
-from keyhole.audit import Audit, Target, audit
+from keyhole.audit import Audit, audit
+from keyhole.audit.target import target_of
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
-from keyhole.oracle.target import demo
 from keyhole.report import words as sentences
+from keyhole.target import demo_endpoints
 
 
 @pytest.fixture(scope="module")
 def found() -> Audit:
-    return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
+    return audit(target_of(oracle.plant(dim=8, rank=2, seed=1), "a planted head"))
 
 
 def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:
@@ -138,7 +139,7 @@ def test_a_row_says_of_what(found):
     made = read(found, 1, 2)
     assert "text of the classifier in the box" in report.render(made)
     assert "text of the classifier in the box\n" in words(made)
-    for name in demo():
+    for name in demo_endpoints():
         assert name.startswith("the ")
 
 

@@ -25,6 +25,7 @@ from keyhole.core import Finding, Skip, Status, Unsuccessful
 from keyhole.core.endpoint import KEY
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
@@ -58,6 +59,7 @@ _MANY = 384  # log-probabilities that a state needs at least, where its width is
 class ServerTarget:
     """A server, the weights of its model where they are known, and texts to send."""
 
+    name: str
     server: Server
     loaded: Loaded | None
     texts: Sequence[str]
@@ -66,6 +68,17 @@ class ServerTarget:
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
+
+    @property
+    def size(self) -> int:
+        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def checks(part: str, target: ServerTarget) -> list[Check]:

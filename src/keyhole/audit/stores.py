@@ -25,14 +25,15 @@ from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading
-from keyhole.core.machine import device_of
+from keyhole.core.journal import digest
+from keyhole.core.machine import device_of, largest_matrix
 from keyhole.core.progress import Track, untracked
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded, kept_open
+from keyhole.models.loading import Loaded, identity, kept_open
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.attack import Target as Attacked
@@ -114,13 +115,33 @@ class StoreTarget:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
+            tuple(rows), vectors, tuple(kept), pooling, longest, store.rounding, store.note,
         )  # fmt: skip
 
     @property
     def facts(self) -> StoreFacts:
         read_with = self.method.note if isinstance(self.method, CountedReader) else ""
         return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
+
+    @property
+    def size(self) -> int:
+        return largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        method, values = self.method, self.vectors.double().contiguous()
+        return {
+            "weights": identity(self.loaded.model),
+            "pooling": str(self.pooling),
+            "longest text": self.longest,
+            "method": method.settings if isinstance(method, Counts) else repr(method),
+            "texts": len(self.rows),
+            "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
+            "device": next(self.loaded.model.parameters()).device.type,
+        }
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:

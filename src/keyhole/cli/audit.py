@@ -128,7 +128,7 @@ def _audit_one(
         bars("audit", "checks") as track,
     ):
         result = run(
-            target, **vars(options), processes=processes, dask=dask, journal=journal, force=force,
+            target, options, processes=processes, dask=dask, journal=journal, force=force,
             track=track, resuming=report_resuming, notice=say,
         )  # fmt: skip
         assessment = judge(result)
@@ -152,7 +152,7 @@ def _kept(journal: Path, ledger: str | None) -> str:
     checks = records_in(journal)
     kept = [f"{checks} finished checks are in {journal}"] if checks else []
     if ledger is not None:
-        kept.append(f"{answers_in(ledger):,} answers are in {ledger}")
+        kept.append(f"{answers_in(Path(ledger)):,} answers are in {ledger}")
     return f"{' and '.join(kept)}: the same command resumes" if kept else ""
 
 

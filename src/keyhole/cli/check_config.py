@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,11 @@ from keyhole.cli.console import answer
 from keyhole.cli.options import Force, Json, about
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.core.options import CHECKS, OUTPUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from keyhole.configs import Checked
 
 
 @app.command(
@@ -52,10 +57,11 @@ def check_config(
     from keyhole.report.configurations import CONFIG_FORMATS
 
     least = Level[fail_on.upper()]
-    formats = {
-        name: lambda checked, render=render: render(checked, least)
-        for name, render in CONFIG_FORMATS.items()
-    }
+
+    def at_least(render: Callable[[Checked, Level], str]) -> Callable[[Checked], str]:
+        return lambda checked: render(checked, least)
+
+    formats = {name: at_least(render) for name, render in CONFIG_FORMATS.items()}
     wanted = Outputs.of(outputs, formats, force=force, as_json=as_json)
     checked = check(paths, ignore or ())
     wanted.write(checked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -33,6 +33,7 @@ from keyhole.cli.options import (
 )
 from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
 from keyhole.core import exit_code
+from keyhole.core.errors import InputError
 from keyhole.core.files import expect_writable
 from keyhole.core.options import CHECKS, TARGET
 
@@ -80,6 +81,7 @@ def disrupt(
     """Flip predictions by cutting a small share of attention, the text left alone."""
     from keyhole.disrupt.registry import ATTACKERS
     from keyhole.disrupt.run import run
+    from keyhole.models.loading import Task
 
     expect_new(out, force=force)
     if resume is not None:
@@ -87,6 +89,8 @@ def disrupt(
     pages = Outputs.of(
         outputs, {"html": _page(model)}, force=force, as_json=as_json, others=(out,) if out else ()
     )
+    if task is not None and task not in get_args(Task):
+        raise InputError(f"--task is one of {', '.join(get_args(Task))}, not {task[:40]!r}")
     name = method or "strongest"
     options = method_options(ATTACKERS, name, option)
     if share is not None:
@@ -95,7 +99,8 @@ def disrupt(
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
             model, data, method=name, **options, text=column or (), label=label,
-            classes=classes.split(",") if classes else (), examples=examples, task=task,
+            classes=classes.split(",") if classes else (), examples=examples,
+            task=cast("Task | None", task),
             longest=max_length, device=device, allow_pickle=allow_pickle, processes=processes,
             dask=dask, resume=resume, seed=seed, track=track,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,12 +24,14 @@ from keyhole.cli.options import (
     with_options,
 )
 from keyhole.cli.outputs import and_tensors, expect_new
-from keyhole.core import exit_code
+from keyhole.core import Status, exit_code
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
 from keyhole.core.options import CHECKS, ENDPOINT, settings
 
-_UNIT = "queries, the judge's included"
+if TYPE_CHECKING:
+    from keyhole.extract import Extraction
+    from keyhole.extract.defences import DefencesTried
 
 
 @app.command(
@@ -87,34 +89,47 @@ def extract(
 
     Without --method it is found out from the answers which one applies.
     """
-    from keyhole.extract.registry import METHODS
-    from keyhole.extract.run import run
-
     expect_new(*and_tensors(out), force=force)
-    if against_defences:
-        from keyhole.extract.defences import against_defences as attack
-
-        if method or reference or budget is not None:
-            given = "--method" if method else "--reference" if reference else "--budget"
-            raise InputError(f"--against-defences chooses its methods itself: leave {given} out")
-        options = settings(option or (), {"usual_norm": float}, "--against-defences")
-        bar = bars("extract", "defences")
-    else:
-        attack = run
-        options = {
-            "method": method or "auto", **method_options(METHODS, method or "auto", option),
-            "reference": reference, "budget": budget,
-        }  # fmt: skip
-        bar = bars("extract", _UNIT, each=False)
-    with interruptible(lambda: _kept(ledger)), bar as track:
-        result = attack(
-            target, **options, ledger=ledger, seed=seed, track=track, endpoint=endpoint,
-            authorized=authorized, notice=say,
-        )  # fmt: skip
+    asked: dict[str, Any] = {
+        "ledger": ledger, "seed": seed, "endpoint": endpoint, "authorized": authorized,
+        "notice": say,
+    }  # fmt: skip
+    with interruptible(lambda: _kept(ledger)):
+        if against_defences:
+            if method or reference or budget is not None:
+                given = "--method" if method else "--reference" if reference else "--budget"
+                raise InputError(f"--against-defences chooses its methods: leave {given} out")
+            result, statuses = _against_defences(target, option or [], asked)
+        else:
+            options = {"method": method or "auto", "reference": reference, "budget": budget}
+            result, statuses = _extract(target, option or [], asked | options)
         if out is not None:
             result.save(out)
     answer(result.to_dict(), result.summary(), as_json=as_json)
-    raise typer.Exit(exit_code(getattr(result, "statuses", None) or [result.status]))
+    raise typer.Exit(exit_code(statuses))
+
+
+def _extract(
+    target: str, words: list[str], options: dict[str, Any]
+) -> tuple[Extraction, list[Status]]:
+    from keyhole.extract.registry import METHODS
+    from keyhole.extract.run import run
+
+    options |= method_options(METHODS, options["method"], words)
+    with bars("extract", "queries, the judge's included", each=False) as track:
+        result = run(target, **options, track=track)
+    return result, [result.status]
+
+
+def _against_defences(
+    target: str, words: list[str], options: dict[str, Any]
+) -> tuple[DefencesTried, list[Status]]:
+    from keyhole.extract.defences import against_defences
+
+    options |= settings(words, {"usual_norm": float}, "--against-defences")
+    with bars("extract", "defences") as track:
+        result = against_defences(target, **options, track=track)
+    return result, result.statuses
 
 
 def _kept(ledger: Path | None) -> str:

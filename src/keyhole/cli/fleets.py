@@ -7,9 +7,9 @@ from pathlib import Path
 
 from keyhole import report
 from keyhole.assess import Assessment, FleetAssessment, assess_fleet
-from keyhole.audit import Member, Opening, fleet, read_fleet
+from keyhole.audit import Member, fleet, read_fleet
 from keyhole.audit.check import Checked
-from keyhole.audit.fleet_file import members_of
+from keyhole.audit.fleets import members_of
 from keyhole.audit.options import AuditOptions
 from keyhole.cli.app import interruptible
 from keyhole.cli.bars import bars, report_resuming
@@ -32,8 +32,10 @@ def audit_fleet(
     force: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """Audit every target of a file into a folder; the exit code of all of them."""
-    base = Opening("", **vars(options)).anywhere()
-    members = read_fleet(targets, base) if isinstance(targets, Path) else members_of(targets, base)
+    if isinstance(targets, Path):
+        members = read_fleet(targets, options)
+    else:
+        members = members_of(targets, options)
     pages = {member.name: f"{member.stem}.html" for member in members}
     journal, index = out / JOURNAL, out / INDEX
     judges = _judges(judge, members, baseline, out)

@@ -77,7 +77,7 @@ def methods(
     ]
     if not found:
         raise InputError(f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them")
-    data = [
+    data: list[dict[str, Any]] = [
         {"command": command, "name": entry.name, "about": entry.about, "options": _fields(entry)}
         for command, entry in found
     ]

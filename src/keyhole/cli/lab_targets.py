@@ -79,7 +79,7 @@ def plant(
     if kind not in _TAKES:
         raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
     types = {name: _TYPES[name] for name in _TAKES[kind]}
-    options = {"dim": 64, "scale": 1.0} | settings(option or (), types, kind)
+    options: dict[str, Any] = {"dim": 64, "scale": 1.0} | settings(option or (), types, kind)
     bases = options.pop("bases", None)
     expect_new(path, bases, force=force)
     if kind == "inversion":
@@ -191,12 +191,13 @@ def canonical(
     as_json: Json = False,
 ) -> None:
     """Reduce heads to what answers can show: equal W merged, invisible heads dropped."""
-    from keyhole.extract import canonical as heads
+    from keyhole.extract.canonical import canonical as reduce
+    from keyhole.extract.canonical import remarks as remarks_on
     from keyhole.oracle import save
 
     expect_new(out, force=force)
     model = _read_heads(file)
-    reduced, remarks = heads.canonical(model, tolerance), heads.remarks(model, tolerance)
+    reduced, remarks = reduce(model, tolerance), remarks_on(model, tolerance)
     if out is not None:
         save(reduced, out)
     words = f"{len(model.W)} heads, {len(reduced.W)} in canonical form, d = {model.dim}"

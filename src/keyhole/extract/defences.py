@@ -23,7 +23,7 @@ from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
-from keyhole.oracle.target import open_target
+from keyhole.target import open_endpoint
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target
@@ -50,7 +50,7 @@ def against_defences(
     name = without_password(target) if isinstance(target, str) else identity_of(target)
     oracle = target
     if isinstance(oracle, str):
-        oracle = open_target(oracle, options=endpoint, authorized=authorized)
+        oracle = open_endpoint(oracle, options=endpoint, authorized=authorized)
     with session({"": oracle}, ledger=ledger, notice=notice) as parts:
         ready = parts[""]
         expect_one_head(ready, seed)

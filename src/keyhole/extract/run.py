@@ -14,10 +14,10 @@ from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.extract.registry import METHODS
-from keyhole.extract.targets import named_method, opened
 from keyhole.extract.token_answers import compared
 from keyhole.oracle.ledger import Ledger, Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle
+from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of, open_endpoint, open_language_model
 
 
 def run(
@@ -51,7 +51,11 @@ def run(
     if isinstance(options.get("bases"), str | Path):
         options["bases"] = load_bases(options["bases"])
     if method == "auto" and isinstance(target, str):
-        method = named_method(target) or method
+        kind = kind_of(target)
+        if kind is TargetKind.ATTENTION:
+            method = "attention-sub-layer"
+        elif kind in LANGUAGE_MODELS:
+            method = "output-layer"
     if isinstance(method, str):
         name = method
         method = METHODS.make(name, **options, seed=seed)
@@ -64,10 +68,8 @@ def run(
         raise InputError(f"a reference is for output-layer, not for {name}")
     oracle = target
     if isinstance(oracle, str):
-        oracle = opened(
-            oracle, endpoint or EndpointOptions(), authorized=authorized,
-            language_model=isinstance(method, OutputLayer),
-        )  # fmt: skip
+        opened = open_language_model if isinstance(method, OutputLayer) else open_endpoint
+        oracle = opened(oracle, options=endpoint or EndpointOptions(), authorized=authorized)
     notes = [getattr(oracle, "note", "")]
 
     def note(message: str) -> None:

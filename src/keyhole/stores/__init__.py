@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -18,7 +19,7 @@ from keyhole.stores.embeddings_api import open_embeddings_api
 from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 
-__all__ = ["KINDS", "Kind", "Place", "Store", "kind_of", "names_store", "open_store"]
+__all__ = ["KINDS", "Kind", "Place", "Store", "kind_of", "open_store"]
 
 _POSTGRES = "postgresql://…"
 KINDS = (
@@ -55,13 +56,14 @@ def kind_of(target: str) -> Kind | None:
     return next((kind for pattern, kind in _PATTERNS if pattern.fullmatch(path)), None)
 
 
-def names_store(target: str) -> bool:
-    return kind_of(target) is not None
-
-
 @contextmanager
-def open_store(target: str, known: Sequence[str] = ()) -> Generator[Store]:
-    """The store that TARGET names, for the length of a block; `known` texts are for a server."""
+def open_store(
+    target: str, known: Sequence[str] = (), shown: str | None = None
+) -> Generator[Store]:
+    """The store that TARGET names, for the length of a block; `known` texts are for a server.
+
+    `shown` is TARGET as people gave it, where a file was found under a longer name.
+    """
     kind = kind_of(target)
     if kind is None:
         forms = ", ".join(kind.form for kind in KINDS)
@@ -75,7 +77,12 @@ def open_store(target: str, known: Sequence[str] = ()) -> Generator[Store]:
         takes = ", ".join(f"?{name}=" for name in kind.options) or "nothing"
         raise InputError(f"expected {takes} after {path}, got ?{unknown[0]}=")
     with kind.open(Place(path, options, tuple(known))) as store:
-        yield store
+        if shown is None or shown == target:
+            yield store
+            return
+        given = _parted(shown)[0]
+        given = given.partition(":")[2] if kind.form.endswith(":FOLDER") else given
+        yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
 
 
 def _parted(target: str) -> tuple[str, str]:

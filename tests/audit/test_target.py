@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,8 @@ import pytest
 import tiny_classifiers
 import tiny_models as tiny
 from keyhole import oracle
-from keyhole.audit import audit, elsewhere
-from keyhole.audit.opening import Opening
+from keyhole.audit import AuditOptions, NamedTarget, audit, run
+from keyhole.audit.check import Checked
 from keyhole.core.errors import InputError
 from keyhole.core.machine import device_of
 from keyhole.models.loading import close_kept, kept_open
@@ -37,12 +36,11 @@ def place(tmp_path_factory):
     return folder
 
 
-def openings(place):
+def targets(place):
+    options = AuditOptions(data=f"{place}/texts.tsv", texts=1, flips=2, layers=(1,))
     return {
-        "classifier": Opening(
-            f"{place}/classifier", data=f"{place}/texts.tsv", texts=1, flips=2, layers=(1,)
-        ),
-        "head": Opening(f"{place}/head.safetensors"),
+        "classifier": NamedTarget(f"{place}/classifier", options),
+        "head": NamedTarget(f"{place}/head.safetensors"),
     }
 
 
@@ -57,34 +55,26 @@ def facts(audit):
     return lasting(json.loads(json.dumps(audit.to_dict())))
 
 
-def here(opening):
-    return audit(
-        opening.target, data=opening.data, texts=opening.texts, flips=opening.flips,
-        layers=opening.layers, seed=opening.seed,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ["classifier", "head"])
 def test_a_worker_that_is_sent_names_finds_the_same(name, place):
     """Sent as processes send it; every check alone, the last one first."""
-    opening = openings(place)[name]
-    plan = pickle.loads(pickle.dumps(elsewhere.plan_of(opening)))
+    named = targets(place)[name]
+    plan = pickle.loads(pickle.dumps(run.plan_of(named)))
     close_kept()
     made = {}
     for key in reversed(plan.checks):
-        sent = pickle.dumps((opening, plan.identity, key))
+        sent = pickle.dumps((named, plan.identity, key))
         assert len(sent) < 2_000
-        made[key] = elsewhere.make(*pickle.loads(sent))
-    checked = elsewhere.Checked(
+        made[key] = run.make(*pickle.loads(sent))
+    checked = Checked(
         tuple(finding for key in plan.checks for finding in made[key].findings),
         tuple(skip for key in plan.checks for skip in made[key].skips),
     )
-    there = plan.audit(checked, 0.0)
-    assert facts(there) == facts(here(opening))
-    assert plan == type(plan).from_dict(plan.to_dict())
+    assert facts(plan.audit(checked, 0.0)) == facts(audit(named.name, named.options))
+    assert plan == type(plan).from_dict(json.loads(json.dumps(plan.to_dict())))
 
 
-@pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+@pytest.mark.release
 def test_two_processes_give_what_this_one_gives(place, monkeypatch):
     """All checks of a model by its relative name, in the order of the findings."""
     monkeypatch.chdir(place)
@@ -97,18 +87,22 @@ def test_two_processes_give_what_this_one_gives(place, monkeypatch):
 
 def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeypatch):
     monkeypatch.chdir(place.parent)
-    given = replace(openings(place)["head"], target=f"{place.name}/head.safetensors")
-    sent = given.anywhere()
-    monkeypatch.chdir("/")
-    plan = elsewhere.plan_of(sent)
-    assert plan.name.endswith(f"({given.target})")
-    assert sent.place == f"{place}/head.safetensors"
+    for name in ("head.safetensors", "encoder"):
+        given = NamedTarget(f"{place.name}/{name}")
+        whole = given.open()
+        sent = given.anywhere()
+        monkeypatch.chdir("/")
+        assert sent.place == f"{place}/{name}"
+        opened = sent.open()
+        assert (opened.name, opened.identity) == (whole.name, whole.identity)
+        assert [part.name for part in opened.parts] == [part.name for part in whole.parts]
+        assert given.name in opened.name
+        monkeypatch.chdir(place.parent)
 
 
 def test_another_target_at_the_same_place_is_refused(place):
-    opening = openings(place)["head"]
-    with pytest.raises(InputError, match=r"expected the target head:old at .*, got head:"):
-        elsewhere.make(opening, "head:old", "1. any")
+    with pytest.raises(InputError, match=r"is head:.* and head:old elsewhere: it must be the same"):
+        run.make(targets(place)["head"], "head:old", "1. any")
 
 
 def test_one_target_is_open_at_a_time():
@@ -127,12 +121,12 @@ def test_one_target_is_open_at_a_time():
     assert closed == opened
 
 
-def test_what_asks_a_server_or_keeps_a_ledger_stays():
-    assert Opening("http://127.0.0.1:1/v2/models/m").stays
-    assert Opening("postgresql://u:secret@h/db").stays
-    assert Opening("head.safetensors", ledger="run.db").stays
-    assert not Opening("head.safetensors").stays
-    assert "secret" not in repr(Opening("postgresql://u:secret@h/db"))
+def test_what_asks_a_server_or_keeps_a_ledger_stays_on_this_machine():
+    assert NamedTarget("http://127.0.0.1:1/v2/models/m").local_only
+    assert NamedTarget("postgresql://u:secret@h/db").local_only
+    assert NamedTarget("head.safetensors", AuditOptions(ledger="run.db")).local_only
+    assert not NamedTarget("head.safetensors").local_only
+    assert "secret" not in repr(NamedTarget("postgresql://u:secret@h/db"))
 
 
 def test_of_several_gpus_each_worker_takes_one():
@@ -145,11 +139,11 @@ def test_of_several_gpus_each_worker_takes_one():
 
 
 def test_touched_files_are_another_target(place, tmp_path):
-    opening = Opening(str(tmp_path / "copy.safetensors"))
+    named = NamedTarget(str(tmp_path / "copy.safetensors"))
     (tmp_path / "copy.safetensors").write_bytes((place / "head.safetensors").read_bytes())
-    before = opening.fingerprint()
-    assert opening.fingerprint() == before
-    assert replace(opening, seed=1).fingerprint() != before
-    Path(opening.target).write_bytes(b"other")
-    assert opening.fingerprint() != before
-    assert opening.size == 5
+    before = named.fingerprint()
+    assert named.fingerprint() == before
+    assert replace(named, options=AuditOptions(seed=1)).fingerprint() != before
+    Path(named.name).write_bytes(b"other")
+    assert named.fingerprint() != before
+    assert named.size == 5
