@@ -89,7 +89,7 @@ def test_what_a_worker_is_sent_gives_what_this_process_gives(opened, tmp_path):
     target = opened(4, counting(tmp_path))
     ((name, store),) = target.stores.items()
     (check,) = stores.checks(name, store)
-    sent = pickle.dumps(check.elsewhere())
+    sent = pickle.dumps(check.for_worker())
     assert len(sent) < 20_000  # neither the encoder nor the corpus
     (there,) = pickle.loads(sent)(0).findings
     (here,) = check.run(untracked).findings
