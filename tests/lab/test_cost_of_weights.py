@@ -134,7 +134,7 @@ def test_prices():
         (lambda: cost.head(8, rank=9), "the rank must not exceed the dimension, 8"),
         (lambda: cost.head(8, rank=2, exposure="signs"), "expected --rank with scores"),
         (lambda: cost.head(8, exposure="smell"), "expected an exposure among scores"),
-        (lambda: cost.head(8, exposure="signs", accuracy=2.0), "expected an accuracy"),
+        (lambda: cost.head(8, exposure="signs", accuracy=2.0), "the accuracy must lie"),
         (lambda: cost.layer(8, exposure="log-probabilities"), "expected a --vocabulary"),
         (lambda: cost.layer(8, heads=9), "expected heads of at most 8"),
         (lambda: cost.Prices(rate=0), "expected a rate above 0"),

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check
-from keyhole.audit.encoders import likeliest
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
-from keyhole.audit.stores import StoreTarget
+from keyhole.audit.stores import StoreTarget, likeliest
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.errors import InputError, MissingExtra
