@@ -19,10 +19,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from keyhole.core import Finding
-from keyhole.core.exposure import Exposure
-from keyhole.report import figure
-
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 import commands
@@ -123,17 +119,10 @@ def audit_page() -> str:
 def error_plot() -> str:
     """The plot of benchmarks/error_against_queries.py."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from error_against_queries import extractions
+    from error_against_queries import extractions, figure
 
-    findings = tuple(
-        Finding(
-            exposure=Exposure("KH-WEIGHTS-SCORES", name), attack="", status=result.status,
-            reason="", remedy="", error=None, queries=result.queries, seconds=0.0,
-            lower_bound=result.floor, trace=result.trace,
-        )
-        for name, result in extractions(quick=False).items()
-    )  # fmt: skip
-    html = figure(findings).to_html(include_plotlyjs=True, full_html=False, div_id="figure")
+    drawn = figure(extractions(quick=False))
+    html = drawn.to_html(include_plotlyjs=True, full_html=False, div_id="figure")
     return f"<body style='margin: 0'>{html}</body>"
 
 

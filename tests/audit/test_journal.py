@@ -193,7 +193,7 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
     with pytest.raises(
-        InputError, match=r"does not hold what a run wrote under 1\. weights .*--force"
+        InputError, match=r"does not hold what a run wrote under 1\. weights-.*--force"
     ):
         audit(HEAD, journal=path)
 
@@ -272,7 +272,7 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
             run.take(replace(done, seconds=2.0))
             if len(told) == 2:
                 other = Plan("", "", {}, exposures, {"a": 3.0, "b": 5.0})
-                run.begin("y", other, lambda key: partial(made, key))
+                run.begin("y", other, lambda key: partial(made, key), journal_key="y ")
                 assert run.cost("y", "b") == 10.0
     assert told[:2] == [100.0, (1, 2)]
     assert told[-2:] == [0.0, (4, 4)]

@@ -79,7 +79,7 @@ def audit(
     with opened.ready(options.ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
         plan = Plan.of(opened, checks, options, opening)
-        sendable = all(check.elsewhere for check in checks.values())
+        sendable = all(check.for_worker for check in checks.values())
         if workers and named is not None and named.local_only and not sendable:
             notice("its checks are made in this process, which holds its ledger and secrets")
             workers = 0
@@ -107,9 +107,9 @@ def _sent(
     checks: Mapping[str, Check], named: NamedTarget | None, plan: Plan, key: str
 ) -> Callable[[int], Checked]:
     """What a worker is sent: the check itself where it can be, or which one of the target it is."""
-    elsewhere = checks[key].elsewhere
-    if elsewhere is not None:
-        return elsewhere()
+    for_worker = checks[key].for_worker
+    if for_worker is not None:
+        return for_worker()
     if named is None:
         raise InputError("--processes and --dask need a target by its name: workers open it")
     return partial(make, named, plan.identity, key)

@@ -115,7 +115,7 @@ class StoreTarget:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
+            tuple(rows), vectors, tuple(kept), pooling, longest, store.rounding, store.note,
         )  # fmt: skip
 
     @property
@@ -216,9 +216,9 @@ def checks(part: str, target: StoreTarget) -> list[Check]:
     return [
         Check(
             exposure,
-            partial(_here, target, _part(exposure, target, start, end), attack),
+            partial(_in_process, target, _part(exposure, target, start, end), attack),
             f"{start + 1}–{end} of {count}",
-            partial(_elsewhere, target, _part(exposure, target, start, end)),
+            partial(_for_worker, target, _part(exposure, target, start, end)),
         )
         for start, end in _spans(count, _at_once(target))
     ]
@@ -227,18 +227,18 @@ def checks(part: str, target: StoreTarget) -> list[Check]:
 _Ready = Callable[[Track], Attack]
 
 
-def _here(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
+def _in_process(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
     return read(target.loaded, replace(part, method=attack(track)), track)
 
 
-def _elsewhere(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
+def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     """What a worker is sent."""
     if target.encoder is None:
         raise InputError(f"expected the name of the encoder of {target.name}, got none")
     device = anatomy(target.loaded.model).device
     kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
     source = Source(target.encoder, target.loaded.identity, kind)
-    return partial(read_elsewhere, source, part)
+    return partial(read_in_worker, source, part)
 
 
 def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part:
@@ -365,7 +365,7 @@ class Source:
     device: str = "cpu"
 
 
-def read_elsewhere(source: Source, part: Part, worker: int = 0) -> Checked:
+def read_in_worker(source: Source, part: Part, worker: int = 0) -> Checked:
     """What a worker does: open the encoder, once a process, and read."""
     source = replace(source, device=device_of(source.device, worker))
     with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
@@ -489,3 +489,55 @@ def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
 def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
     pieces = written(tokenizer, recovery.ids)
     return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+
+
+# Which encoder made a store's vectors? Of several, the one that explains them best.
+#
+# With texts whose vectors are known, it is the one that gives these vectors, to rounding: no other
+# does. Without, it is a guess: the one whose vectors' mean points most where the store's points.
+
+
+def likeliest(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    """The candidate whose encoder fits, with the others in its reason; alone, as it is."""
+    if len(candidates) == 1:
+        return candidates[0]
+    if all(candidate.pooling.error is not None for candidate in candidates):
+        return _by_known_texts(candidates)
+    return _by_statistics(candidates)
+
+
+def _by_known_texts(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    errors = {candidate: candidate.pooling.error or 0.0 for candidate in candidates}
+    best, *others = sorted(errors, key=lambda candidate: errors[candidate])
+    rest = ", ".join(f"{other.loaded.name} is {errors[other]:.1e} off" for other in others)
+    found = f"none of {len(candidates)} encoders made them: {rest}"
+    if best.pooling.sure:
+        found = f"of {len(candidates)} encoders {best.loaded.name} made them: {rest}"
+    return _because(best, found)
+
+
+def _by_statistics(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    likeness = {candidate: _likeness(candidate) for candidate in candidates}
+    order = sorted(likeness, key=lambda candidate: -likeness[candidate])
+    ranking = ", ".join(f"{each.loaded.name} {likeness[each]:.2f}" for each in order)
+    return _because(
+        order[0],
+        f"of {len(candidates)} encoders {order[0].loaded.name} is likeliest, which is a guess: the "
+        f"cosine of the mean of their vectors with the store's is {ranking}; --known makes sure",
+    )
+
+
+def _likeness(candidate: StoreTarget) -> float:
+    known = candidate.pooling.likeness
+    if known is None:  # its folder says how it pools, and nobody looked at the vectors
+        loaded = candidate.loaded
+        guess = from_statistics(
+            loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors, candidate.pooling.width
+        )
+        known = guess.likeness
+    return 0.0 if known is None else known
+
+
+def _because(target: StoreTarget, found: str) -> StoreTarget:
+    pooling = target.pooling
+    return replace(target, pooling=replace(pooling, reason=f"{pooling.reason}; {found}"))

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
 from keyhole.audit.check import Check
-from keyhole.audit.encoders import likeliest
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
-from keyhole.audit.stores import StoreTarget
+from keyhole.audit.stores import StoreTarget, likeliest
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Skip
 from keyhole.core.errors import InputError, MissingExtra
@@ -373,7 +372,7 @@ class _Opener:
             exposure = Exposure(NOT_CHECKED, "demo")
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
-        hardened = demo.has_twin() and demo.load_demo("classification", device, hardened=True)
+        hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
         texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
         notes = demo.NOTES
         if self.options.data is not None:

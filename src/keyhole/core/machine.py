@@ -53,13 +53,13 @@ def expect_device(name: str | torch.device) -> None:
     """Refuse a device that nothing can be computed on and read back from."""
     import torch
 
-    here = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-    refusal = InputError(f"expected a device of this machine ({here}), got {name}")
+    known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+    refusal = InputError(f"expected a device of this machine ({known}), got {name}")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # No such device, no room on it, or none that holds numbers; a torch without CUDA asserts.
+        # No such device, a full one, or none that holds numbers; a torch without CUDA asserts.
         raise refusal from error
     if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
         raise refusal

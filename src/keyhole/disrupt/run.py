@@ -110,7 +110,7 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("expected --data with examples, got none")
-        for option, value in (("--text", text), ("--label", label), ("--classes", classes)):
+        for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
             if value:
                 raise InputError(f"expected --data with {option}, got none")
         return list(EXAMPLES[:limit])

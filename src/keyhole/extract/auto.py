@@ -43,7 +43,7 @@ from keyhole.oracle.links import NAMES, Link, Linked, Undone, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
-_DECIMALS = 9  # beyond this, rounding is too fine to be told from chance
+_DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _EXACT = 1e-12  # relative errors of answers below this are rounding of float64
 _FINE = 1e-6  # up to which the exact methods work, with a tolerance

@@ -167,7 +167,7 @@ class _Record:
 class BilinearForms:
     """Measures `δᵀWx` for chosen δ and x through an oracle whose `v` is known.
 
-    `room` is how much larger than all before a form may turn out to be without a second query.
+    `headroom` is how much larger than all before a form may turn out to be without a second query.
     """
 
     def __init__(self, oracle: Oracle, v: Tensor, headroom: float = 1.0) -> None:
@@ -265,7 +265,7 @@ class BilinearForms:
         clear = forms[sound & _clear(forms, errors)]
         if len(clear):
             self.largest = max(self.largest, float(clear.abs().max()))
-        # The first answers are a poor guess at the largest: leave room above them.
+        # The first answers are a poor guess at the largest: leave headroom above them.
         headroom = max(self._headroom, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
         fitting = 1 / (headroom * self.largest) if self.largest else math.inf
         if not bool(sound.all()):  # some are saturated: how far, nobody can tell

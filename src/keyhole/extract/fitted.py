@@ -41,7 +41,7 @@ _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 2.0  # root mean square of the residuals in units of σ
 _FINE = 1e-6  # errors of answers with which weak attention is still seen clearly
 _STEPS = 120
-_UNKNOWNS = 400  # of all heads together, up to which their number is looked for
+_UNKNOWNS = 400  # of all heads, up to which their number is looked for
 _STALLED = 12  # steps within which a start has to gain a tenth
 
 

@@ -141,7 +141,7 @@ class OneLayerTransformer:
 
 
 def _sum(*counts: int | None) -> int | None:
-    """How many unknowns there are together; None where some of them are not counted yet."""
+    """How many unknowns there are in all; None where some of them are not counted yet."""
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
@@ -184,12 +184,8 @@ class _Antisymmetric:
     """`F(X) − F(−X)`: heads with v_h = A_hᵀw, whose sum may be known."""
 
     def __init__(self, inner: Oracle, v: Tensor | None = None) -> None:
-        self._inner = inner
-        self._v = v
-
-    @property
-    def dim(self) -> int:
-        return self._inner.dim
+        self._inner, self._v = inner, v
+        self.dim = inner.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if sequences.shape[1] == 1 and self._v is not None:
@@ -201,12 +197,8 @@ class _InOneRegion:
     """A head with v = (1, …, 1), read inside single regions of φ; for one token or two."""
 
     def __init__(self, inner: Oracle, network: ReluFfn) -> None:
-        self._inner = inner
-        self._network = network
-
-    @property
-    def dim(self) -> int:
-        return self._network.dim
+        self._inner, self._network = inner, network
+        self.dim = network.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         x = sequences[:, -1]
@@ -298,8 +290,8 @@ class Steered:
     """`φ(u) = wᵀ ReLU(Σ_h A_h u_h)` as an oracle of one token u of dimension H·d."""
 
     def __init__(self, inner: Oracle, W: Tensor, seed: int) -> None:
-        self._inner = inner
-        self._W = W
+        self._inner, self._W = inner, W
+        self.dim = W.shape[0] * W.shape[1]
         self._stream = torch.Generator().manual_seed(seed)
         heads = len(W)
         moving = [h for h in range(heads) if bool(W[h].any())]
@@ -314,10 +306,6 @@ class Steered:
         firm = int(self._firm.sum())
         if firm > inner.dim:
             raise NotSteerable(f"{heads} heads look {firm} ways and x has {inner.dim} components")
-
-    @property
-    def dim(self) -> int:
-        return self._W.shape[0] * self._W.shape[1]
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens, rho = self.tokens(sequences[:, -1].unflatten(1, self._W.shape[:2]))

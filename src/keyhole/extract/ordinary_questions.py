@@ -18,7 +18,7 @@ answered; else from one (C, b), whose answers to enough tokens a hold 2d + 1 unk
 Exact answers are asked for with tokens as short as is usual, since soft attention loses fewest
 digits; inexact ones with long tokens, whose answers are larger. Equations are weighted by what
 `answer_error` does to their logit, and are `oversampling` times as many as needed; where answers
-are inexact, all of them are fitted together in the end.
+are inexact, all of them are fitted at once in the end.
 """
 
 from __future__ import annotations

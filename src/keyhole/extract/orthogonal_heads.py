@@ -175,12 +175,8 @@ class _Inside:
     """The oracle on sequences inside one subspace, in its coordinates."""
 
     def __init__(self, oracle: Oracle, basis: Tensor) -> None:
-        self._oracle = oracle
-        self._basis = basis
-
-    @property
-    def dim(self) -> int:
-        return self._basis.shape[1]
+        self._oracle, self._basis = oracle, basis
+        self.dim = basis.shape[1]
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return ask(self._oracle, sequences @ self._basis.mT)
@@ -190,12 +186,8 @@ class _Alone:
     """The oracle less what other heads add to `[x+δ ; x]` where their v_hᵀδ is zero: `v_hᵀx`."""
 
     def __init__(self, oracle: Oracle, others: Tensor) -> None:
-        self._oracle = oracle
-        self._others = others
-
-    @property
-    def dim(self) -> int:
-        return self._oracle.dim
+        self._oracle, self._others = oracle, others
+        self.dim = oracle.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return ask(self._oracle, sequences) - sequences[:, -1] @ self._others

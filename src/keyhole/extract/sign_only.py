@@ -226,8 +226,8 @@ class _Forms:
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """`_above`, kept in the brackets with room for what a better v may say."""
         above = self._above(rows, thresholds)
-        room = self.shift(thresholds)
-        low, high = thresholds - room, thresholds + room
+        slack = self.shift(thresholds)
+        low, high = thresholds - slack, thresholds + slack
         self._low[rows] = torch.where(above, low.maximum(self._low)[rows], self._low[rows])
         self._high[rows] = torch.where(above, self._high[rows], high.minimum(self._high)[rows])
         if bool((self._low > self._high).any()):
@@ -238,9 +238,9 @@ class _Forms:
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Pairs of tokens (m, 2, d) whose signs the brackets rest on, and which are positive."""
-        rows, room = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
+        rows, slack = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
         pairs = torch.cat(
-            [self._pairs(rows, self._low - room), self._pairs(rows, self._high + room)]
+            [self._pairs(rows, self._low - slack), self._pairs(rows, self._high + slack)]
         )
         return pairs, torch.arange(len(pairs)) < len(rows)
 

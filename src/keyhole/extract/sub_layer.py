@@ -4,7 +4,7 @@ The target is `y` of oracle/sub_layer.py: several heads that may share keys and 
 rotary positions, an RMS norm in front, the input added behind. Nothing of this is assumed; numbers
 of heads, widths, ε and frequencies show in the answers. Only the last token's vector is used.
 
-What can be told. The same function has many parameters:
+What can be known. The same function has many parameters:
 - `V_g → V_g T`, `O_h → T⁻¹ O_h` for any invertible T, and `K_g → K_g T`, `Q_h, q_h → Q_h T⁻ᵀ,
   q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex number for each
   plane;

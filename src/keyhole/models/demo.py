@@ -54,13 +54,13 @@ EXAMPLES = tuple(
 def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
     """The classifier, with or without its head on top (`task="classification"`).
 
-    `hardened` is the same, trained against the attack on attention; `has_twin` says if it is there.
+    `hardened` is the same, trained against the attack on attention, where `has_hardened`.
     """
     folder, name = (HARDENED, "the hardened classifier") if hardened else (FOLDER, NAME)
     return replace(load_model(folder, task=task, device=device), name=name)
 
 
-def has_twin() -> bool:
+def has_hardened() -> bool:
     return (HARDENED / "config.json").is_file()
 
 

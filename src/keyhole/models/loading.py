@@ -183,9 +183,9 @@ def _placed(model: Any, device: str | torch.device) -> Any:
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
-        # No such device, or no room on it; a torch without CUDA asserts.
+        # No such device, or no memory left on it; a torch without CUDA asserts.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected a device with room, got {device}: {first}") from error
+        raise InputError(f"expected a device with enough memory, got {device}: {first}") from error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -250,7 +250,7 @@ def _reached() -> bool:
     hub = importlib.import_module("huggingface_hub")
     try:
         hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no network, no name, no route, told to stay offline: the cache is left
+    except Exception:  # no network, no name, no route, asked to stay offline: the cache is left
         return False
     return True
 

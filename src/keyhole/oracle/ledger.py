@@ -63,7 +63,8 @@ class Ledger:
     `asked` and `remembered` count the questions of this object: those that went to `inner` and
     those that cost nothing. `asked_again` counts those by which it was found out whether the same
     model still answers: they go past a counter and its budget, which are for what is paid.
-    `answer_error` is how far an answer may be off each time, `notice` is told of another model.
+    `answer_error` is how far an answer may be off each time; `notice` is called where another model
+    answers.
     """
 
     def __init__(

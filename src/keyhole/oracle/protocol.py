@@ -160,7 +160,7 @@ class Counted:
     A batch that overruns the budget is asked up to its end, and the answers travel with the
     exception: what was paid for is not thrown away.
 
-    `progress` is told the count after every batch.
+    `progress` is called with the count after every batch.
 
     `Ledger(Counted(o))` counts what was paid, since remembered answers never reach the counter;
     `Counted(Ledger(o))` counts what was asked.

@@ -105,13 +105,13 @@ class Session:
     def _write(self) -> None:
         """All audits of the session as one, each file as `keyhole audit --output` writes it."""
         from keyhole.assess import assess
-        from keyhole.audit.together import together
         from keyhole.core import Audit
+        from keyhole.core.audit import combined
         from keyhole.core.files import write_text
         from keyhole.report.formats import FORMATS
 
         audits = [Audit.from_dict(sent["audit"]) for sent in self._sent]
-        audit = together(audits, "a test session")
+        audit = combined(audits, "a test session")
         for name, file in self.files:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_text(file, FORMATS[name](assess(audit)))

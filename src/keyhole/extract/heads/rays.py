@@ -272,9 +272,9 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
 
 
 def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
-    room = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
-    all_c = torch.nn.functional.pad(rays.c, (0, room), value=1.0)
-    all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, room))
+    more = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
+    all_c = torch.nn.functional.pad(rays.c, (0, more), value=1.0)
+    all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, more))
     all_c[ray, : len(c)], all_V[ray, : len(c)] = c, V
     all_g = rays.g.clone()
     all_g[ray] = g
