@@ -23,7 +23,7 @@ from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of
 from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
-from keyhole.recover.gradients.recover_batch import LONGEST
+from keyhole.recover.gradients.recover_batch import MAX_LENGTH
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
@@ -63,7 +63,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
-    longest = min(LONGEST, anatomy(loaded.model).max_length)
+    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]

@@ -81,7 +81,7 @@ class Encoder:
     """What turns texts into vectors: exactly, or in half precision where that is faster.
 
     That is a GPU's float16, or on a CPU what is given as `half`. `passes` counts the texts that
-    were run, the unit of a search's cost. Once it was told to `whiten`, all of its vectors are, and
+    were run, the unit of a search's cost. After `whiten`, all of its vectors are, and
     those it is compared with have to go through `directions`.
     """
 

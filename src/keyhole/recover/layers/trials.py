@@ -188,7 +188,7 @@ def try_rows(
 # A trial at one position is judged by what is left of the residual (row_trials.py). Where two
 # tokens near each other are wrong, neither right one by itself takes much of it away, and a wrong
 # one may take more. But what changes at different positions do to the leaked rows nearly adds up
-# (embedding/sums.py): so every candidate is run once, alone; sets of them whose effects add up to
+# (embeddings/sums.py): so every candidate is run once, alone; sets of them whose effects add up to
 # what is missing are found without the model, and the best of those are run.
 
 _WIDTH = 32  # of the beam over sets
