@@ -58,7 +58,7 @@ def run(
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    expect_count("--longest", longest)
+    expect_count("--max-length", longest)
     expect_count("target", options.get("target"), 0)
     expect_count("continuation", options.get("continuation"))
     expect_device(device)

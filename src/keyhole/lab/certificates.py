@@ -309,7 +309,7 @@ def certify_all(
 ) -> Certification:  # fmt: skip
     """Which predictions stand, whichever units are cut, up to k of them; arguments as of `run`."""
     expect_count("--certify", k, 1, MOST)
-    expect_count("--longest", longest)
+    expect_count("--max-length", longest)
     expect_device(device)
     spare = "special" if spare is None else spare
     expect_among("spare", spare, Spare)
