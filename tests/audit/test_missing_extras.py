@@ -172,8 +172,8 @@ def test_what_is_written_is_for_its_owner_alone(tmp_path):
     head = keyhole.oracle.plant(dim=2)
     keyhole.extract.run(head, ledger=tmp_path / "ledger.db").save(tmp_path / "stolen.json")
     keyhole.audit(head).save(tmp_path / "audit.json")
-    with Journal(tmp_path / "run.jsonl", {"run": "test"}):
-        pass
+    with Journal(tmp_path / "run.jsonl", {"run": "test"}) as journal:
+        journal.add({"a check": {}})
     written = [path for path in tmp_path.iterdir() if path.suffix != ".db-shm"]
     assert {path.name for path in written} >= {
         "ledger.db", "stolen.json", "stolen.safetensors", "audit.json", "run.jsonl",

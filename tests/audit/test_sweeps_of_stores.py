@@ -68,7 +68,9 @@ def read(audited):
     return ["".join(piece.text for piece in reading.pieces).strip() for reading in readings]
 
 
-@pytest.mark.parametrize("count", [110, pytest.param(4000, marks=FULL)])
+@pytest.mark.parametrize(
+    "count", [18, pytest.param(110, marks=pytest.mark.release), pytest.param(4000, marks=FULL)]
+)
 def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_path):
     """More of them than one check, or one page, takes."""
     journal = tmp_path / "journal"
@@ -78,7 +80,7 @@ def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_pat
     assert (finding.estimate.exact, finding.estimate.population) == (count, count)
     assert len(journal.read_text().splitlines()) == 1 + -(-count // 8)
     page = report.render(audited)
-    assert f"The first 100 of {count:,} texts" in page
+    assert (f"The first 100 of {count:,} texts" in page) == (count > 100)
     assert len(page) < 200_000
 
 

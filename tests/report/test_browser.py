@@ -16,6 +16,7 @@ from keyhole.audit.target import target_of
 from keyhole.core import Cut, Finding, Remedied, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
 
+pytestmark = pytest.mark.release  # a browser takes seconds to start
 DESK, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 
 

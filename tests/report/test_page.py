@@ -8,7 +8,6 @@ import html
 import io
 import json
 import re
-import sys
 from dataclasses import replace
 from datetime import date
 
@@ -24,7 +23,6 @@ from keyhole.assess.severity import cost
 from keyhole.audit import Audit, audit
 from keyhole.audit.target import target_of
 from keyhole.core import Finding, Skip, Status
-from keyhole.core.errors import MissingExtra
 from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.report import words as sentences
 from keyhole.target import demo_endpoints
@@ -222,13 +220,12 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     assert "Gone since the baseline" in words(found, judged)
 
 
-def test_a_figure_for_notebooks_needs_plotly_and_the_page_does_not(found, monkeypatch):
-    assert len(report.figure(found.findings).data) == sum(bool(f.trace) for f in found.findings)
-    assert report.figure(()) is None
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(MissingExtra, match=r"keyhole\[plots\]"):
-        report.figure(found.findings)
-    assert report.render(found)
+def test_a_notebook_shows_the_page_of_an_audit_in_a_frame(found):
+    shown = found._repr_html_()
+    assert shown.startswith("<iframe")
+    assert html.unescape(shown.split('srcdoc="')[1].removesuffix('"></iframe>')) == report.render(
+        found
+    )
 
 
 def test_a_saved_audit_gives_the_same_page(found):
