@@ -32,7 +32,7 @@ from standing_still import StandingStill
 
 from keyhole.disrupt import registry as disrupting
 from keyhole.extract import registry as extracting
-from keyhole.harden import registry as hardening
+from keyhole.harden import defences as hardening
 from keyhole.invert import registry as inverting
 from keyhole.models import demo
 from keyhole.recover import registry as recovering

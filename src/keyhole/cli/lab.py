@@ -93,7 +93,7 @@ def methods(
 def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.disrupt.registry import ATTACKERS
     from keyhole.extract.registry import METHODS as EXTRACTIONS
-    from keyhole.harden.registry import DEFENCES
+    from keyhole.harden.defences import DEFENCES
     from keyhole.invert.registry import METHODS as SOLVERS
     from keyhole.lab.stacks import METHODS as STACKS
     from keyhole.recover.registry import ATTACKS
@@ -431,7 +431,7 @@ def certificates(
     with interruptible(), bars("disrupt", "examples") as track:
         proofs = certify_all(
             model, data, k, spare=spare, text=column or (), label=label,
-            classes=classes.split(",") if classes else (), examples=examples, longest=max_length,
+            classes=classes.split(",") if classes else (), examples=examples, max_length=max_length,
             device=device, allow_pickle=allow_pickle, track=track,
         )  # fmt: skip
         if out is not None:
