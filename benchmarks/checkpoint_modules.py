@@ -3,12 +3,13 @@
 all-MiniLM-L6-v2, block 3: self-attention with biases and the output projection, 12 heads. And
 SmolLM2-135M, block 0: RMS norm, rotary positions, 9 heads that share 3 keys and values, residual.
 The floor is what symmetries leave of the parameters, over the numbers in an answer; nobody has
-published a bound. texts.py says where the models come from; `--quick` takes random weights.
+published a bound. subjects.py says where the models come from; `--quick` takes random weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import show
 import subjects
@@ -17,45 +18,42 @@ from keyhole.models import Loaded
 from keyhole.models.sub_layer import sub_layer
 from show import Row
 
-OPTIONS = subjects.options(texts=0)
-OPTIONS.add_argument("--seeds", type=subjects.listed, default=[0, 1])
-CHOSEN = subjects.chosen(OPTIONS)
 TOLERANCE = 1e-8
 MOST, MOST_SMALL = 4, 8  # queries for each one of the floor
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    encoder = subjects.minilm(CHOSEN)
-    for seed in CHOSEN.seeds:
+def run(
+    quick: bool,
+    encoder: Path | None = None,
+    model: Path | None = None,
+    device: str = subjects.DEVICE,
+    seeds: list[int] = [0, 1],  # noqa: B006 - read, never changed
+) -> Iterator[Row]:
+    if quick:
+        for family in ("bert", "llama"):
+            tiny = subjects.tiny(family)
+            yield measure(f"random {family}", tiny, 1, True, 0, MOST_SMALL)
+        return
+    minilm = subjects.minilm(encoder, device)
+    for seed in seeds:
         for residual in (False, True):
-            yield "MiniLM", lambda r=residual, s=seed: measure("MiniLM-L6", encoder, 3, r, s)
-    decoder = subjects.smollm2(CHOSEN)
-    for seed in CHOSEN.seeds:
-        yield "SmolLM2", lambda s=seed: measure("SmolLM2-135M", decoder, 0, True, s)
-
-
-def small() -> Iterator[subjects.Part]:
-    for family in ("bert", "llama"):
-        loaded = subjects.tiny(family)
-        yield family, lambda w=family, m=loaded: measure(f"random {w}", m, 1, True, 0, MOST_SMALL)
+            yield measure("MiniLM-L6", minilm, 3, residual, seed)
+    decoder = subjects.smollm2(model, device)
+    for seed in seeds:
+        yield measure("SmolLM2-135M", decoder, 0, True, seed)
 
 
 def measure(
     label: str, loaded: Loaded, layer: int, residual: bool, seed: int, most: int = MOST
-) -> Iterator[Row]:
+) -> Row:
     target = sub_layer(loaded.model, layer, residual=residual)
     result = AttentionSubLayer(seed=seed)(target)
     what = f"{label}, block {layer}{', residual' if residual else ''}, seed {seed}"
     floor = -(-target.unknowns // target.outputs)
     if result.model is None:
-        yield Row(what, f"{result.status}: {result.reason}", "recovered", False)
-        return
+        return Row(what, f"{result.status}: {result.reason}", "recovered", False)
     worst = judge(target, result.model, seed + 100).worst
-    yield Row(
+    return Row(
         what,
         f"{result.queries:,} queries, fresh error {worst:.1e}",
         f"<= {most} times the floor, error <= {TOLERANCE:.0e}",
@@ -65,4 +63,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -4,7 +4,7 @@ Weights of one head behind a server's defences, for d = 16 and 64 and three seed
 honest client's questions, relative, of the thief's copy and of the answers that clients get;
 medians over seeds, the worst in the details. Then texts behind what may be done to a leak, on
 all-MiniLM-L6-v2 and SmolLM2-135M (`--encoder`, `--model`, `--data`): `--texts` of SST-2 on
- the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
+the first, `--few` on the second. `--parts weights,minilm,smollm2` and `--dims` take some.
 `--quick`: small heads, models of random weights.
 
 The picture is docs/defences.png.
@@ -13,7 +13,8 @@ The picture is docs/defences.png.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import plotly.graph_objects as go
@@ -21,17 +22,15 @@ import plotly.graph_objects as go
 import show
 import subjects
 from keyhole import oracle
-from keyhole.extract.defences import HonestClient, Trial, Tried, graded, trials, try_defence
+from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_defence
+from keyhole.extract.ordinary_questions import usual_norm_of
 from keyhole.models import Loaded
+from keyhole.oracle import Degradation
 from keyhole.recover.defences import DEFENCES, read_behind
 from keyhole.recover.secrets import FORMS
 from show import Row
 
-OPTIONS = subjects.options(texts=5)
-OPTIONS.add_argument("--few", type=int, default=2)
-OPTIONS.add_argument("--dims", type=subjects.listed, default=[16, 64])
-OPTIONS.add_argument("--parts", default="weights,minilm,smollm2")
-CHOSEN = subjects.chosen(OPTIONS)
+PARTS = ["weights", "minilm", "smollm2"]
 SEEDS = 3
 EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
@@ -39,6 +38,27 @@ EXACT = (
 )  # fmt: skip
 _FLOOR = 1e-6  # where smaller errors are drawn
 _LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
+_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_PARTS = (1.2, 1.0, 0.5, 0.1)
+
+
+def graded(dim: int, seed: int = 0) -> list[Trial]:
+    """The defences that come in degrees, from little to much."""
+    norm = usual_norm_of(dim)
+    none = Degradation(seed=seed)
+    bounded = replace(none, max_norm=2 * norm)  # so long that honest tokens are left as they are
+    usual = replace(none, usual_norm=norm, min_tokens=3)
+    return [
+        *(Trial("rounding", replace(bounded, decimals=k)) for k in (4, 3, 2, 1, 0)),
+        *(Trial("noise, the same for a question", replace(bounded, noise=tau)) for tau in _NOISE),
+        *(Trial("noise, anew each time", replace(bounded, fresh_noise=tau)) for tau in _NOISE),
+        *(Trial("norms clipped", replace(none, max_norm=norm * part)) for part in _PARTS),
+        *(
+            Trial("short and unusual inputs refused, rounding", replace(usual, decimals=k))
+            for k in (4, 3, 2, 1)
+        ),
+        *(Trial("a budget", none, budget=share) for share in (0.25, 0.5, 0.75, 0.95)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -51,31 +71,32 @@ class Point:
     honest: float
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    parts = CHOSEN.parts.split(",")
-    if "weights" in parts:
-        for d in CHOSEN.dims:
-            yield f"weights, d={d}", lambda d=d: weights(d, SEEDS)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    model: Path | None = None,
+    texts: int = 5,
+    few: int = 2,
+    dims: list[int] = [16, 64],  # noqa: B006 - read, never changed
+    parts: list[str] = PARTS,
+) -> Iterator[Row]:
+    if quick:
+        yield from weights(5, 1)
+        words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
+        yield from leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
+        yield from leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
+        return
+    for d in dims if "weights" in parts else ():
+        yield from weights(d, SEEDS)
     if "minilm" in parts:
-        loaded = subjects.minilm(CHOSEN)
-        some = subjects.sst2(CHOSEN.data, CHOSEN.texts)
+        loaded, some = subjects.minilm(encoder, device), subjects.sst2(data, texts)
         for exposure in ("hidden:3", "kv:1"):
-            yield f"MiniLM, {exposure}", lambda e=exposure: leaks(loaded, "MiniLM", some, e)
+            yield from leaks(loaded, "MiniLM", some, exposure)
     if "smollm2" in parts:
-        loaded = subjects.smollm2(CHOSEN)
-        some = subjects.sst2(CHOSEN.data, CHOSEN.few)
-        yield "SmolLM2, kv:0", lambda: leaks(loaded, "SmolLM2", some, "kv:0")
-
-
-def small() -> Iterator[subjects.Part]:
-    yield "weights", lambda: weights(5, 1)
-    words = [" ".join(f"w{(7 * n + 5) % 150}" for n in range(18))]
-    yield "bert", lambda: leaks(subjects.tiny("bert"), "tiny BERT", words, "kv:1", ("mixed",))
-    yield "llama", lambda: leaks(subjects.tiny("llama"), "tiny Llama", words, "kv:0")
+        loaded = subjects.smollm2(model, device)
+        yield from leaks(loaded, "SmolLM2", subjects.sst2(data, few), "kv:0")
 
 
 def weights(d: int, seeds: int) -> Iterator[Row]:
@@ -163,4 +184,4 @@ def figure(points: list[Point]) -> go.Figure:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -38,16 +39,6 @@ from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import WAY, Change, changes, sentences, vectors_of
 
-OPTIONS = subjects.options(texts=100)
-OPTIONS.add_argument("--nobody", type=int, default=1000)
-OPTIONS.add_argument("--passes", type=int, default=3000)
-OPTIONS.add_argument("--misses", type=int, default=20, help="near misses of each text")
-OPTIONS.add_argument("--all", type=int, default=4)
-OPTIONS.add_argument("--judged", type=int, default=5, help="near misses of a text that are judged")
-OPTIONS.add_argument("--parts", default="stored,nobody")
-OPTIONS.add_argument("--forms", default="", help="only those whose names hold one of these; …; …")
-CHOSEN = subjects.chosen(OPTIONS)
-
 
 @dataclass(frozen=True, eq=False)
 class Setting:
@@ -60,50 +51,52 @@ class Setting:
     blocks: tuple[int, ...] = (96, 48, 16)
     widths: tuple[int, ...] = (256, 128, 64, 32)
     codes: int = 256
-    misses: int = CHOSEN.misses
-    passes: int = CHOSEN.passes
+    misses: int = 20
+    passes: int = 3000
+    judged: int = 5
 
     @property
     def target(self) -> Target:
         return Target.of(self.loaded.model, self.loaded.tokenizer)
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    loaded = replace(subjects.minilm(CHOSEN), name="all-MiniLM-L6-v2")
-    yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts), CHOSEN.nobody))
-
-
-def small() -> Iterator[subjects.Part]:
-    ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
-    yield from parts(
-        Setting(
-            subjects.tiny("bert"), ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200
-        )
-    )
-
-
-def parts(setting: Setting) -> Iterator[subjects.Part]:
-    wanted = CHOSEN.parts.split(",")
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 100,
+    nobody: int = 1000,
+    passes: int = 3000,
+    misses: int = 20,
+    all: int = 4,  # noqa: A002 - as the option is called
+    judged: int = 5,
+    parts: list[str] = ["stored", "nobody"],  # noqa: B006 - read, never changed
+    forms: str = "",
+) -> Iterator[Row]:
+    if quick:
+        ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
+        tiny = subjects.tiny("bert")
+        setting = Setting(tiny, ids[:1], ids[1:], 4, (8,), (24,), codes=32, misses=4, passes=200)
+    else:
+        loaded = replace(subjects.minilm(encoder, device), name="all-MiniLM-L6-v2")
+        some = sentences(loaded, data, texts)
+        setting = Setting(loaded, *some, nobody, misses=misses, passes=passes, judged=judged)
     known = vectors_of(setting.target, setting.others)
-    chosen = CHOSEN.forms.split(";")
-    forms = {
+    stored = {
         name: change
         for name, change in changes(known, setting.blocks, setting.codes, setting.widths).items()
-        if any(part in name for part in chosen)
+        if any(part in name for part in forms.split(";"))
     }
-    if "stored" in wanted:
-        near: list[NearMisses] = []
-        yield "near misses", lambda: [near_row(setting, near)]
-        for name, change in forms.items():
-            yield name, lambda n=name, c=change: [stored_row(setting, n, c, near)]
-    if "nearest" in wanted:
-        yield "the nearest of all edits", lambda: [nearest_row(setting)]
-    if "nobody" in wanted:
-        yield "nobody's vectors", lambda: nobody_rows(setting, known, forms)
+    if "stored" in parts:
+        near = [NearMisses.of(setting, ids) for ids in setting.secrets]
+        yield near_row(setting, near)
+        for name, change in stored.items():
+            yield stored_row(setting, name, change, near)
+    if "nearest" in parts:
+        yield nearest_row(setting, all)
+    if "nobody" in parts:
+        yield from nobody_rows(setting, known, stored)
 
 
 # True texts and near misses.
@@ -141,8 +134,6 @@ class NearMisses:
 
 
 def near_row(setting: Setting, near: list[NearMisses]) -> Row:
-    """Find the near misses of all texts."""
-    near += [NearMisses.of(setting, ids) for ids in setting.secrets]
     return Row(
         f"{setting.loaded.name}: the nearest text one edit away",
         f"cosine {statistics.median(case.cosine for case in near):.6f}, median of {len(near)}",
@@ -155,9 +146,9 @@ def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]
     return [alternatives.texts[place] for place in order[:count].tolist()]
 
 
-def nearest_row(setting: Setting) -> Row:
+def nearest_row(setting: Setting, count: int) -> Row:
     """Every substitution, insertion, deletion and exchange, against the rivals that are tried."""
-    short = sorted(setting.secrets, key=len)[: CHOSEN.all]
+    short = sorted(setting.secrets, key=len)[:count]
     met, tried, ratios = 0, 0, list[float]()
     for ids in short:
         encoder = Encoder(setting.target)
@@ -199,7 +190,7 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         for number, miss in enumerate(case.misses):
             fits = may_be(setting.target, leak, miss, vectors)
             tried, fit, here = tried + 1, fit + fits, here + fits
-            told = fits and here <= CHOSEN.judged
+            told = fits and here <= setting.judged
             judged += told
             if told or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
@@ -311,4 +302,4 @@ def searched(setting: Setting, goals: Tensor) -> tuple[list[list[int]], list[flo
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

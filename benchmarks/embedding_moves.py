@@ -35,10 +35,6 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
-OPTIONS = subjects.options(texts=20)
-OPTIONS.add_argument("--tokens", default="10-16", help="how long sentences are")
-CHOSEN = subjects.chosen(OPTIONS)
-
 
 @dataclass(frozen=True)
 class GradientSearch:
@@ -197,44 +193,36 @@ class _State:
         return torch.randint(0, below, (count,), generator=self.generator, device=self.goal.device)
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 20,
+    tokens: str = "10-16",
+) -> Iterator[Row]:
+    if quick:
+        loaded = subjects.tiny("bert", words=96)
+        lines = subjects.random_lines(loaded, 120, 2, 3)
+        corpus, secrets, (least, most), longest = lines[3:], lines[:3], (2, 3), 3
+        older, ours = GradientSearch(3, 2, 2, 40, 20, 10, 10, 10, 8), SumSearch(passes=400)
+    else:
+        loaded = subjects.minilm(encoder, device)
+        corpus = read_texts(data / "sst2" / "train.tsv")
+        secrets = read_texts(data / "sst2" / "dev.tsv")
+        ((least, most),) = subjects.lengths(tokens)
+        longest = CountedReader(corpus=()).max_length
+        older, ours = GradientSearch(), SumSearch()
 
-
-def full() -> Iterator[subjects.Part]:
-    data = Path(CHOSEN.data)
-    corpus = read_texts(data / "sst2" / "train.tsv")
-    least, most = map(int, CHOSEN.tokens.split("-"))
-    secrets = read_texts(data / "sst2" / "dev.tsv")
-    longest = CountedReader(corpus=()).max_length
-    loaded, searches = subjects.minilm(CHOSEN), (GradientSearch(), SumSearch())
-    yield from parts(loaded, corpus, secrets, (least, most), longest, *searches, fewer=3)
-
-
-def small() -> Iterator[subjects.Part]:
-    loaded = subjects.tiny("bert", words=96)
-    generator = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
-    lines = [" ".join(generator.choices(words, k=generator.randint(2, 3))) for _ in range(120)]
-    older = GradientSearch(3, 2, 2, 40, 20, 10, 10, 10, 8)
-    yield from parts(loaded, lines[3:], lines[:3], (2, 3), 3, older, SumSearch(passes=400))
-
-
-def parts(
-    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: tuple[int, int],
-    longest: int, older: GradientSearch, ours: SumSearch, fewer: float | None = None,
-) -> Iterator[subjects.Part]:  # fmt: skip
-    def tokens(lines: Sequence[str]) -> list[list[int]]:
+    def encoded(lines: Sequence[str]) -> list[list[int]]:
         stripped = [line.strip() for line in lines if line.strip()]
         return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]
 
-    lines = tokens(corpus)
+    lines = encoded(corpus)
     known = set(map(tuple, lines))
-    fitting = [ids for ids in tokens(secrets) if lengths[0] <= len(ids) <= lengths[1]]
-    fresh = [ids for ids in fitting if tuple(ids) not in known]
+    fresh = [x for x in encoded(secrets) if least <= len(x) <= most and tuple(x) not in known]
     random.Random(0).shuffle(fresh)
-    fresh = fresh[: CHOSEN.texts]
-    yield "passes", lambda: compared(loaded, lines, fresh, longest, older, ours, fewer)
+    yield from compared(loaded, lines, fresh[:texts], longest, older, ours, None if quick else 3)
 
 
 def compared(
@@ -273,4 +261,4 @@ def compared(
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

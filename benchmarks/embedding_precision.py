@@ -29,10 +29,6 @@ from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 from stored_forms import Change, changes, vectors_of
 
-OPTIONS = subjects.options(texts=50)
-OPTIONS.add_argument("--passes", type=int)
-OPTIONS.add_argument("--tokens", default="4-9,10-16", help="how long sentences are")
-CHOSEN = subjects.chosen(OPTIONS)
 FORMS = ("float32", "float16", "8 bits, a scale", "4 bits", "1 bit", "%, stated")
 
 
@@ -47,34 +43,35 @@ class Setting:
     longest: int = 34
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    loaded, data = subjects.minilm(CHOSEN), Path(CHOSEN.data)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 50,
+    passes: int | None = None,
+    tokens: str = "4-9,10-16",
+) -> Iterator[Row]:
+    if quick:
+        loaded = subjects.tiny("bert", words=96)
+        lines = subjects.random_lines(loaded, 120, 1, 3)
+        secrets = {"1–3 tokens": loaded.tokenizer(lines[:2])["input_ids"]}
+        yield from rows(Setting(loaded, lines[2:], secrets, SumSearch(passes=400), longest=3))
+        return
+    loaded = subjects.minilm(encoder, device)
     corpus = read_texts(data / "sst2" / "train.tsv")
     known = {line.strip() for line in corpus}
     fresh = [line for line in read_texts(data / "sst2" / "dev.tsv") if line.strip() not in known]
     encoded = loaded.tokenizer(fresh)["input_ids"]
     random.Random(0).shuffle(encoded)
-    secrets: dict[str, list[list[int]]] = {}
-    for part in CHOSEN.tokens.split(","):
-        least, most = map(int, part.split("-"))
-        fitting = [ids for ids in encoded if least <= len(ids) - 2 <= most]
-        secrets[f"{least}–{most} tokens"] = fitting[: CHOSEN.texts]
-    yield from parts(Setting(loaded, corpus, secrets, SumSearch(passes=CHOSEN.passes)))
+    secrets = {
+        f"{least}–{most} tokens": [ids for ids in encoded if least <= len(ids) - 2 <= most][:texts]
+        for least, most in subjects.lengths(tokens)
+    }
+    yield from rows(Setting(loaded, corpus, secrets, SumSearch(passes=passes)))
 
 
-def small() -> Iterator[subjects.Part]:
-    loaded, chance = subjects.tiny("bert", words=96), random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
-    lines = [" ".join(chance.choices(words, k=chance.randint(1, 3))) for _ in range(120)]
-    secrets = {"1–3 tokens": loaded.tokenizer(lines[:2])["input_ids"]}
-    yield from parts(Setting(loaded, lines[2:], secrets, SumSearch(passes=400), longest=3))
-
-
-def parts(setting: Setting) -> Iterator[subjects.Part]:
+def rows(setting: Setting) -> Iterator[Row]:
     loaded = setting.loaded
     target = Target.of(loaded.model, loaded.tokenizer)
     some = loaded.tokenizer(list(setting.corpus[:512]))["input_ids"]
@@ -83,15 +80,11 @@ def parts(setting: Setting) -> Iterator[subjects.Part]:
     started = time.perf_counter()
     reader = reader.ready(target, Exposure("pooled"))
     spent = f"{len(setting.corpus):,} lines, {time.perf_counter() - started:.0f} s"
-    yield "corpus", lambda: [Row(f"{loaded.name}: corpus counted", spent)]
+    yield Row(f"{loaded.name}: corpus counted", spent)
     for length, secrets in setting.secrets.items():
         for name, change in forms.items():
             if any(part in name for part in FORMS):
-                what = f"{length}, {name}"
-                yield (
-                    what,
-                    lambda w=what, c=change, s=secrets: [measure(w, loaded, reader, c, s)],
-                )
+                yield measure(f"{length}, {name}", loaded, reader, change, secrets)
 
 
 def measure(
@@ -122,4 +115,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

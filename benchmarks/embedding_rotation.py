@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.secrets import undo_linear, undo_rotation
 from show import Row
 from stored_forms import WAY, rounded, sentences, vectors_of
-
-CHOSEN = subjects.chosen(subjects.options(texts=20))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,25 +42,23 @@ class Setting:
         return Target.of(self.loaded.model, self.loaded.tokenizer)
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    loaded = replace(subjects.minilm(CHOSEN), name="all-MiniLM-L6-v2")
-    yield from parts(Setting(loaded, *sentences(loaded, CHOSEN.data, CHOSEN.texts)))
-
-
-def small() -> Iterator[subjects.Part]:
-    ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
-    yield from parts(Setting(subjects.tiny("bert"), ids[:1], ids[1:], (48,)))
-
-
-def parts(setting: Setting) -> Iterator[subjects.Part]:
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 20,
+) -> Iterator[Row]:
+    if quick:
+        ids = [text.tolist() for text in subjects.tiny_texts(60, 6, framed=True)]
+        setting = Setting(subjects.tiny("bert"), ids[:1], ids[1:], (48,))
+    else:
+        loaded = replace(subjects.minilm(encoder, device), name="all-MiniLM-L6-v2")
+        setting = Setting(loaded, *sentences(loaded, data, texts))
     known = vectors_of(setting.target, setting.others)
     runs = [Vectors(setting.target, WAY, ids) for ids in setting.secrets]
     for count in setting.pairs:
-        yield f"{count} pairs", lambda c=count: secret_rows(setting, known, c, runs)
+        yield from secret_rows(setting, known, count, runs)
 
 
 def secret_rows(setting: Setting, known: Tensor, count: int, runs: list[Vectors]) -> Iterator[Row]:
@@ -116,4 +113,4 @@ def secret_row(
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -5,7 +5,7 @@ training set at random. The first row says how many of a sentence's tokens the b
 20 best, and so on). Putting one of them right moves the vector; rows say how well the sum of
 these moves points to the vector of the sentence itself. Other rows say on which rank of the
 vocabulary the right token of a wrong place stands: by the gradient of the cosine, and by what the
-search takes (bag, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
+search takes (token odds, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
 random-weight model.
 """
 
@@ -28,35 +28,31 @@ from keyhole.recover.embeddings.counts import Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from show import Row
 
-OPTIONS = subjects.options(texts=40)
-OPTIONS.add_argument("--tokens", default="17-24", help="how long sentences are")
-CHOSEN = subjects.chosen(OPTIONS)
 
-
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    data = Path(CHOSEN.data)
-    least, most = map(int, CHOSEN.tokens.split("-"))
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 40,
+    tokens: str = "17-24",
+) -> Iterator[Row]:
+    if quick:
+        loaded = subjects.tiny("bert", words=96)
+        lines = subjects.random_lines(loaded, 120, 4, 6)
+        yield from measured(loaded, lines[4:], lines[:4], (4, 6), (2,), texts)
+        return
     lines = read_texts(data / "sst2" / "train.tsv")
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    yield from parts(subjects.minilm(CHOSEN), lines, secrets, (least, most), (2, 3, 5, 8))
+    (lengths,) = subjects.lengths(tokens)
+    loaded = subjects.minilm(encoder, device)
+    yield from measured(loaded, lines, secrets, lengths, (2, 3, 5, 8), texts)
 
 
-def small() -> Iterator[subjects.Part]:
-    loaded = subjects.tiny("bert", words=96)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
-    draw = random.Random(0)
-    lines = [" ".join(draw.choices(words, k=draw.randint(4, 6))) for _ in range(120)]
-    yield from parts(loaded, lines[4:], lines[:4], (4, 6), (2,))
-
-
-def parts(
+def measured(
     loaded: Loaded, lines: Sequence[str], secrets: Sequence[str], lengths: tuple[int, int],
-    wrong: Sequence[int],
-) -> Iterator[subjects.Part]:  # fmt: skip
+    wrong: Sequence[int], texts: int,
+) -> Iterator[Row]:  # fmt: skip
     encode = loaded.tokenizer
     corpus = [x for x in encode(list(lines), add_special_tokens=False)["input_ids"] if x]
     encoder = Encoder(Target.of(loaded.model, loaded.tokenizer), half=matrix_half())
@@ -64,10 +60,10 @@ def parts(
     ids = encode(list(secrets), add_special_tokens=False)["input_ids"]
     fitting = [x for x in ids if lengths[0] <= len(x) <= lengths[1]]
     random.Random(0).shuffle(fitting)
-    few = fitting[: CHOSEN.texts]
-    yield "the bag", lambda: [bag_row(counted, few)]
+    few = fitting[:texts]
+    yield bag_row(counted, few)
     for k in wrong:
-        yield f"{k} wrong", lambda k=k: rows(counted, corpus, few, k)
+        yield from rows(counted, corpus, few, k)
 
 
 def bag_row(counted: Counted, secrets: list[list[int]]) -> Row:
@@ -128,4 +124,4 @@ def rows(
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

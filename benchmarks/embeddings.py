@@ -6,7 +6,7 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
 alone, which then also give the first guess), and none; the same domain without the first guess, the
 bag of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
-`keyhole corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
+`keyhole lab corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
 tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
 all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
 model.
@@ -34,12 +34,6 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from show import Row
 
-OPTIONS = subjects.options(texts=100)
-OPTIONS.add_argument("--passes", type=int, help="for each text, at most")
-OPTIONS.add_argument("--rows", type=subjects.listed, default=[1, 2, 3, 4, 5])
-OPTIONS.add_argument("--drawn", type=Path, help="sentences of a language model: a sixth row")
-OPTIONS.add_argument("--tokens", default="4-9,10-16,17-24,25-32", help="how long sentences are")
-CHOSEN = subjects.chosen(OPTIONS)
 PERCENT = {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60}  # to reach on a GPU …
 ON_CPU = {(4, 9): 80}  # … and on two cores
 Lengths = tuple[int, int]
@@ -56,12 +50,28 @@ class Case:
     percent: dict[Lengths, int] | None = None
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    data, on_gpu = Path(CHOSEN.data), CHOSEN.device.startswith("cuda")
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 100,
+    passes: int | None = None,
+    rows: list[int] = [1, 2, 3, 4, 5],  # noqa: B006 - read, never changed
+    drawn: Path | None = None,
+    tokens: str = "4-9,10-16,17-24,25-32",
+) -> Iterator[Row]:
+    if quick:
+        loaded = subjects.tiny("bert", words=96)
+        lines = subjects.random_lines(loaded, 120, 1, 3)
+        cases = [
+            Case("order, first guess", lines[4:]),
+            Case("no order, no first guess", lines[4:], order=False, guess=False),
+        ]
+        search = SumSearch(passes=400)
+        yield from measured(loaded, cases, lines[:4], [(1, 3)], search, 3, texts)
+        return
+    on_gpu = device.startswith("cuda")
     reviews = read_texts(data / "sst2" / "train.tsv")
     others = [*subjects.hellaswag(data), *subjects.turns(data)]
     same = [*reviews, *others] if on_gpu else reviews
@@ -72,37 +82,21 @@ def full() -> Iterator[subjects.Part]:
         Case("same domain, no first guess", same, guess=False),
         Case("the corpus that ships", read_texts(SHIPPED)),
     ]
-    if CHOSEN.drawn:
-        cases.append(Case("drawn from a language model", read_texts(CHOSEN.drawn)))
-    cases = [case for row, case in enumerate(cases, 1) if row in {*CHOSEN.rows, 6}]
+    cases = [case for row, case in enumerate(cases, 1) if row in rows]
+    if drawn:
+        cases.append(Case("drawn from a language model", read_texts(drawn)))
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    lengths = [_lengths(part) for part in CHOSEN.tokens.split(",")]
     longest = CountedReader(corpus=()).max_length
-    search = SumSearch(passes=CHOSEN.passes)
-    yield from parts(subjects.minilm(CHOSEN), cases, secrets, lengths, search, longest)
+    yield from measured(
+        subjects.minilm(encoder, device), cases, secrets, subjects.lengths(tokens),
+        SumSearch(passes=passes), longest, texts,
+    )  # fmt: skip
 
 
-def _lengths(words: str) -> Lengths:
-    least, _, most = words.partition("-")
-    return int(least), int(most)
-
-
-def small() -> Iterator[subjects.Part]:
-    loaded = subjects.tiny("bert", words=96)
-    generator = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
-    lines = [" ".join(generator.choices(words, k=generator.randint(1, 3))) for _ in range(120)]
-    cases = [
-        Case("order, first guess", lines[4:]),
-        Case("no order, no first guess", lines[4:], order=False, guess=False),
-    ]
-    yield from parts(loaded, cases, lines[:4], [(1, 3)], SumSearch(passes=400), 3)
-
-
-def parts(
+def measured(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
-    search: SumSearch, longest: int,
-) -> Iterator[subjects.Part]:  # fmt: skip
+    search: SumSearch, longest: int, texts: int,
+) -> Iterator[Row]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
 
     def tokens(lines: Sequence[str]) -> list[list[int]]:
@@ -119,17 +113,13 @@ def parts(
         clock = _Clock()
         counted = Counted.of(encoder, lines, longest, ngrams, case.guess)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
-        yield case.what, lambda c=case, w=words: [Row(f"{loaded.name}, {c.what}: corpus", w)]
+        yield Row(f"{loaded.name}, {case.what}: corpus", words)
         for least, most in lengths:
             fitting = [ids for ids in fresh if least <= len(ids) <= most]
             random.Random(0).shuffle(fitting)
             what = f"{case.what}, {least}–{most} tokens"
             percent = (case.percent or {}).get((least, most))
-            few = fitting[: CHOSEN.texts]
-            yield (
-                what,
-                lambda w=what, c=counted, f=few, p=percent: [measure(w, c, f, search, longest, p)],
-            )
+            yield measure(what, counted, fitting[:texts], search, longest, percent)
 
 
 def measure(
@@ -171,4 +161,4 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

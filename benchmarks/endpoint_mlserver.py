@@ -1,6 +1,6 @@
 """A head behind MLServer, stolen over HTTP: how exactly, with how many queries, how fast?
 
-`keyhole serve` is a process of its own. The loop of single requests asks the same questions one by
+`keyhole lab serve` is a process of its own. The loop of single requests asks the same one by
 one on one connection that stays open; both are timed in the same run, one after the other.
 """
 

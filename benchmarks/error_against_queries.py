@@ -1,9 +1,11 @@
-"""Error on fresh queries against queries asked, for each method, beside the floor.
+"""Error on fresh queries against queries asked, for each method, next to the lower bound.
 
 `make docs` draws it: docs/error-against-queries.png.
 """
 
 from __future__ import annotations
+
+import plotly.graph_objects as go
 
 import show
 from keyhole import extract, oracle
@@ -45,6 +47,44 @@ def run(quick: bool) -> list[Row]:
         )
         for name, result in extractions(quick).items()
     ]
+
+
+_COLOURS = (
+    "#c2410c", "#1d4ed8", "#047857", "#7c3aed", "#be185d", "#a16207",
+    "#0e7490", "#4d7c0f", "#b91c1c", "#4338ca", "#78716c", "#0f172a",
+)  # fmt: skip
+_SMALLEST = 1e-17  # an error of exactly zero has to stand somewhere on a logarithmic axis
+
+
+def figure(results: dict[str, Extraction]) -> go.Figure:
+    """Error on fresh queries against queries asked, with each attack's lower bound drawn in."""
+    drawn = go.Figure()
+    for number, (name, result) in enumerate(results.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        drawn.add_scatter(
+            x=[queries for queries, _ in result.trace],
+            y=[max(error, _SMALLEST) for _, error in result.trace],
+            name=name,
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"size": 8, "symbol": number},
+        )
+        if result.floor is not None:
+            drawn.add_vline(x=result.floor, line={"color": colour, "dash": "dot", "width": 1})
+    drawn.update_layout(
+        template="simple_white",
+        height=520,
+        margin={"l": 70, "r": 20, "t": 20, "b": 60},
+        legend={"orientation": "h", "y": -0.2},
+        xaxis={
+            "title": "queries asked (dotted: the lower bound)",
+            "type": "log",
+            "dtick": 1,
+        },
+        yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
+        font={"family": "system-ui, sans-serif", "size": 13},
+    )
+    return drawn
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,18 +26,12 @@ import show
 import subjects
 from keyhole.core.errors import InputError
 from keyhole.data import Example, read_examples
-from keyhole.models import Loaded, load_model
+from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
 from keyhole.recover.gradients import Batch, Protocol, batch_of, recover_batch, update_of
 from show import Row
 
-OPTIONS = subjects.options(texts=0)
-OPTIONS.add_argument("--sizes", type=subjects.listed, default=[1, 8, 32, 128])
-OPTIONS.add_argument("--size", type=int, default=1)
-OPTIONS.add_argument("--batches", type=int, default=5)
-OPTIONS.add_argument("--parts", default="encoder,decoder,rules,decoder-rules")
-OPTIONS.add_argument("--split", default="dev", choices=("dev", "train"))
-CHOSEN = subjects.chosen(OPTIONS)
+PARTS = ["encoder", "decoder", "rules", "decoder-rules"]
 
 
 @dataclass(frozen=True)
@@ -61,66 +56,60 @@ RULES = (
 )
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    wanted = CHOSEN.parts.split(",")
-    examples = read_examples(Path(CHOSEN.data) / "sst2" / f"{CHOSEN.split}.tsv")
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    encoder: Path | None = None,
+    device: str = subjects.DEVICE,
+    model: Path | None = None,
+    sizes: list[int] = [1, 8, 32, 128],  # noqa: B006 - read, never changed
+    size: int = 1,
+    batches: int = 5,
+    parts: list[str] = PARTS,
+    split: Literal["dev", "train"] = "dev",
+) -> Iterator[Row]:
+    if quick:
+        for family, head in (("bert", "SequenceClassification"), ("llama", "CausalLM")):
+            loaded = subjects.tiny(family, head=f"AutoModelFor{head}")
+            lines = subjects.random_lines(loaded, 8, 6, 6)
+            examples = [Example("", number % 2, line) for number, line in enumerate(lines)]
+            yield from by_size(loaded, examples, [1, 2], 2)
+            yield from by_rules(loaded, examples, 1, 1)
+        return
+    examples = read_examples(data / "sst2" / f"{split}.tsv")
     random.Random(0).shuffle(examples)
-    if "encoder" in wanted or "rules" in wanted:
-        loaded = classifier()
-        yield from parts(loaded, examples, CHOSEN.sizes if "encoder" in wanted else [])
-        if "rules" in wanted:
-            yield from by_rules(loaded, examples, CHOSEN.size)
-    if "decoder" in wanted or "decoder-rules" in wanted:
-        loaded = subjects.smollm2(CHOSEN, task="causal")
-        yield from parts(loaded, examples, CHOSEN.sizes if "decoder" in wanted else [])
-        if "decoder-rules" in wanted:
-            yield from by_rules(loaded, examples, CHOSEN.size)
+    models = {"": lambda: classifier(encoder, device),
+              "decoder-": lambda: subjects.smollm2(model, device, task="causal")}  # fmt: skip
+    for prefix, load in models.items():
+        whole, rules = prefix.removesuffix("-") or "encoder", f"{prefix}rules"
+        if whole in parts or rules in parts:
+            loaded = load()
+            yield from by_size(loaded, examples, sizes if whole in parts else [], batches)
+            if rules in parts:
+                yield from by_rules(loaded, examples, size, batches)
 
 
-def classifier() -> Loaded:
+def classifier(encoder: Path | None, device: str) -> Loaded:
     """MiniLM with a head for classes: its own, or a new one."""
-    where = CHOSEN.encoder or subjects.minilm(CHOSEN).name
     try:
-        return load_model(where, task="classification", device=CHOSEN.device)
+        return subjects.minilm(encoder, device, task="classification")
     except InputError:
         torch.manual_seed(0)  # the new head's weights
-        return load_model(where, task="classification", new_head=2, device=CHOSEN.device)
+        return subjects.minilm(encoder, device, task="classification", new_head=2)
 
 
-def small() -> Iterator[subjects.Part]:
-    for family, head in (("bert", "SequenceClassification"), ("llama", "CausalLM")):
-        loaded = subjects.tiny(family, head=f"AutoModelFor{head}")
-        words = [w for w in loaded.tokenizer.get_vocab() if w not in subjects.SPECIAL]
-        chance = random.Random(0)
-        examples = [
-            Example("", number % 2, " ".join(chance.choices(sorted(words), k=6)))
-            for number in range(8)
-        ]
-        yield from parts(loaded, examples, [1, 2], batches=2)
-        yield from by_rules(loaded, examples, 1, batches=1)
-
-
-def parts(
-    loaded: Loaded, examples: Sequence[Example], sizes: Sequence[int], batches: int | None = None
-) -> Iterator[subjects.Part]:
+def by_size(
+    loaded: Loaded, examples: Sequence[Example], sizes: Sequence[int], batches: int
+) -> Iterator[Row]:
     for size in sizes:
         what = f"{Path(loaded.name).name}, batch of {size}"
-        yield (
-            what,
-            lambda w=what, s=size: [measure(w, loaded, examples, s, Rules(""), batches)],
-        )
+        yield measure(what, loaded, examples, size, Rules(""), batches)
 
 
-def by_rules(
-    loaded: Loaded, examples: Sequence[Example], size: int, batches: int | None = None
-) -> Iterator[subjects.Part]:
+def by_rules(loaded: Loaded, examples: Sequence[Example], size: int, batches: int) -> Iterator[Row]:
     for rules in RULES:
         what = f"{Path(loaded.name).name}, batch of {size}, {rules.name}"
-        yield what, lambda w=what, r=rules: [measure(w, loaded, examples, size, r, batches)]
+        yield measure(what, loaded, examples, size, rules, batches)
 
 
 def measure(
@@ -129,16 +118,16 @@ def measure(
     examples: Sequence[Example],
     size: int,
     rules: Rules,
-    batches: int | None,
+    batches: int,
 ) -> Row:
     """Some batches, read and compared with what they were made of."""
-    count = batches or max(1, CHOSEN.batches if size < 32 else 1)
+    count = batches if size < 32 else 1
     exact = verified = false = total = 0
     scores: list[tuple[float, float]] = []
     tokens: list[int] = []
     known: list[float] = []
     started = time.perf_counter()
-    longest = min(128, anatomy(loaded.model).longest)
+    longest = min(128, anatomy(loaded.model).max_length)
     for number in range(count):
         chosen = examples[number * size : (number + 1) * size]
         batch = batch_of(loaded.model, loaded.tokenizer, chosen, longest)
@@ -180,4 +169,4 @@ def rouges(batch: Batch, read: Sequence[tuple[int, ...]]) -> list[tuple[float, f
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__ or "")
+    show.main(run)

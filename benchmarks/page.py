@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 
 import show
 from keyhole import audit, oracle, report
-from keyhole.audit import Target
+from keyhole.audit.target import target_of
 from keyhole.core import Audit
 
 FINDINGS = 500
@@ -26,7 +26,7 @@ LARGEST_ALONE, LARGEST, SLOWEST = 1.5e6, 15e6, 3.0
 
 
 def run(quick: bool = False) -> list[show.Row]:
-    small = Target("a head", {"the head": oracle.plant(dim=8, rank=2, seed=1)})
+    small = target_of({"the head": oracle.plant(dim=8, rank=2, seed=1)}, "a head")
     found = audit(small if quick else "demo")
     rows = []
     for made, largest in ((found, LARGEST_ALONE), (repeated(found), LARGEST)):

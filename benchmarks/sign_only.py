@@ -19,7 +19,7 @@ def run(quick: bool) -> list[Row]:
     rows = bisection(8, 1e-6, seeds)
     if not quick:
         rows += bisection(8, 1e-11, range(3)) + bisection(32, 1e-6, range(3))
-    return rows + averaging(3, 0.8 if quick else 0.1, range(1 if quick else 8))
+    return rows
 
 
 def bisection(d: int, accuracy: float, seeds: range) -> list[Row]:
@@ -55,19 +55,6 @@ def bisection(d: int, accuracy: float, seeds: range) -> list[Row]:
             recovered == len(seeds),
         ),
     ]
-
-
-def averaging(d: int, accuracy: float, seeds: range) -> list[Row]:
-    """The paper's way to v, and the same accuracy by bisection."""
-    rows: list[Row] = []
-    for values in ("average", "bisect"):
-        method = extract.SignOnly(accuracy=accuracy, values=values)
-        results, errors = _extract(method, d, seeds)
-        queries = max(result.queries for result in results)
-        measured = f"at most {queries:,} queries, error of W and v {max(errors):.1e}"
-        what = f"v by '{values}', d={d}, accuracy {accuracy:g}, {len(seeds)} seeds"
-        rows.append(Row(what, measured, f"<= {accuracy:g}", max(errors) <= accuracy))
-    return rows
 
 
 def _extract(

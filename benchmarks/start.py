@@ -1,7 +1,7 @@
 """How long people wait before anything happens: imports, help, and the Tab key.
 
-Each is a process of its own, the best of several, beside Python's own start in the same run. What
-is imported on the way is tested (`tests/cli/test_app.py`, `test_described.py`): torch is not.
+Each is a process of its own, the best of several, next to Python's own start in the same run. What
+is imported on the way is tested (`tests/cli/test_app.py`): torch is not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from dataclasses import dataclass, field
 
 import show
-from keyhole.cli.described import table
+from keyhole.cli.app import ORDER
 from show import Row
 
 TAB = {
     "_KEYHOLE_COMPLETE": "complete_bash",
-    "COMP_WORDS": "keyhole extract --method sin",
-    "COMP_CWORD": "3",
+    "COMP_WORDS": "keyhole extract --meth",
+    "COMP_CWORD": "2",
 }
 
 
@@ -38,10 +38,10 @@ STARTS = (
     Start("import keyhole", ("-c", "import keyhole"), 0.3),
     Start("keyhole --help", ("-m", "keyhole", "--help"), 0.5),
     Start("keyhole --version", ("-m", "keyhole", "--version"), 0.5),
-    Start("keyhole extract --method sin<Tab>", ("-m", "keyhole"), 0.5, TAB),
+    Start("keyhole extract --meth<Tab>", ("-m", "keyhole"), 0.5, TAB),
     *(
         Start(f"keyhole {name} --help", ("-m", "keyhole", *name.split(), "--help"), 0.5)
-        for name in table()
+        for name in ORDER
     ),
 )
 

@@ -46,7 +46,7 @@ def run(
     sentences = subjects.sst2(data, texts)
     for name in models:
         loaded = load_demo(device=device) if name == "demo" else subjects.minilm(encoder, device)
-        ids = subjects.encoded(loaded, sentences, anatomy(loaded.model).longest)
+        ids = subjects.encoded(loaded, sentences, anatomy(loaded.model).max_length)
         yield from parts(loaded, ids, partial, EncoderStates(), leaks.split(";") if leaks else None)
 
 

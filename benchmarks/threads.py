@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ import keyhole
 import show
 import subjects
 from keyhole.audit import open_target
+from keyhole.audit.target import target_of
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import Exposure, Loaded, capture, demo
 from show import Row
@@ -39,8 +41,6 @@ NEAR = 1.25  # how much slower than the better of one and all what is chosen may
 ENDPOINTS = ("the scorer with four heads", "the one-layer Transformer",
              "the attention layer, last token")  # fmt: skip
 CHECKS = ("KH-PREDICTIONS-CUTS",)
-OPTIONS = subjects.options(texts=64)
-CHOSEN = subjects.chosen(OPTIONS)
 CORES = os.cpu_count() or 1
 Work = Callable[[], object]
 
@@ -84,11 +84,10 @@ def busy_neighbour() -> Generator[None]:
 def parts() -> dict[str, Work]:
     """Of the demo's audit: some endpoints, and its classifier with one review."""
     whole = open_target("demo", layers=[1])
-    (name, subject), *_ = whole.models.items()
+    subject, *_ = whole.models.values()
     few = replace(subject, texts=subject.texts[:1], examples=subject.examples[:1], twin=None)
-    surfaces = {name: whole.surfaces[name] for name in ENDPOINTS}
-    endpoints = keyhole.audit.Target("endpoints", surfaces)
-    classifier = keyhole.audit.Target("classifier", models={name: few})
+    endpoints = target_of({name: whole.endpoints[name] for name in ENDPOINTS}, "endpoints")
+    classifier = target_of(few, "classifier")
     return {
         "the demo's endpoints": lambda: keyhole.audit(endpoints),
         "the demo's classifier": lambda: keyhole.audit(classifier, only=CHECKS),
@@ -111,7 +110,7 @@ def drawn(batch: int) -> Tensor:
     return torch.randint(1000, (batch, 32), generator=torch.Generator().manual_seed(0))
 
 
-def encoder(width: int) -> BertModel:
+def random_encoder(width: int) -> BertModel:
     """Two layers of that width: their weights do not matter here."""
     config = BertConfig(
         vocab_size=1000, hidden_size=width, num_hidden_layers=2, num_attention_heads=width // 64,
@@ -179,7 +178,7 @@ def around_the_limit(quick: bool) -> list[Row]:
     """Encoders on both sides of the limit, on one text and on a batch."""
     rows: list[Row] = []
     for width in (64,) if quick else WIDTHS:
-        model = encoder(width)
+        model = random_encoder(width)
         size = largest_matrix(model)
         side = "below the limit" if size < LARGE else "from the limit on"
         for name, batch in BATCHES.items():
@@ -188,15 +187,15 @@ def around_the_limit(quick: bool) -> list[Row]:
     return rows
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool, encoder: Path | None = None) -> list[Row]:
     works: dict[str, Work] = {} if quick else parts()
     works["passes of the classifier that ships"] = encoding(demo.load_demo(), 1 if quick else 4)
     if not quick:
-        works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(CHOSEN), 1)
+        works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(encoder), 1)
     turns = 1 if quick else 2
     rows = [row for name, work in works.items() for row in measured(name, work, turns, quick)]
     return rows + around_the_limit(quick)
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -188,7 +188,7 @@ class Victim:
         return starts
 
     def _batch(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        batch, _ = encode(self.tokenizer, examples, longest=LONGEST)
+        batch, _ = encode(self.tokenizer, examples, max_length=LONGEST)
         batch.pop("special_tokens_mask")
         return {name: value.to(self.model.device) for name, value in batch.items()}
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from keyhole.cli import main
-from keyhole.cli.app import command
+import typer.main
+
+from keyhole.cli import app, main
 
 PYTHON = (sys.executable, "-W", "error")
 KEYHOLE = (*PYTHON, "-m", "keyhole")
@@ -69,8 +70,9 @@ def interrupted(
 
 
 def parts(name: str) -> dict[str, Any]:
-    """The commands of a group (`invert problem`, `invert text`), or the command itself, by name."""
-    made = command(name)
+    """The commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
+    group: Any = typer.main.get_command(app)
+    made = group.commands[name]
     inner: dict[str, Any] = getattr(made, "commands", {})
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 

@@ -25,26 +25,26 @@ BEGUN, ENDED, OPENED = "begun", "ended", "opened"
 def dask_setup(worker: Any) -> None:
     """Called in a worker that starts."""
     del worker
-    from keyhole.audit import elsewhere
+    from keyhole.audit import run
 
     file = Path(os.environ[RECORD]) / f"{os.getpid()}.jsonl"
-    make, opened = elsewhere.make, elsewhere._made
+    make, opened = run.make, run._open
 
     def note(what: str, target: str, check: str) -> None:
         with file.open("a") as lines:
             lines.write(json.dumps([what, target, check]) + "\n")
 
-    def recorded(opening: Any, identity: str, key: str, *rest: Any, **more: Any) -> Any:
-        note(BEGUN, opening.target, key)
-        made = make(opening, identity, key, *rest, **more)
-        note(ENDED, opening.target, key)
+    def recorded(named: Any, identity: str, key: str, *rest: Any, **more: Any) -> Any:
+        note(BEGUN, named.name, key)
+        made = make(named, identity, key, *rest, **more)
+        note(ENDED, named.name, key)
         return made
 
-    def seen(opening: Any, worker: int) -> Any:
-        note(OPENED, opening.target, "")
-        return opened(opening, worker)
+    def seen(named: Any, *rest: Any) -> Any:
+        note(OPENED, named.name, "")
+        return opened(named, *rest)
 
-    elsewhere.make, elsewhere._made = recorded, seen
+    run.make, run._open = recorded, seen
 
 
 class Workers:

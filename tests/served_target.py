@@ -1,4 +1,4 @@
-"""A planted target behind `keyhole serve`, in a process of its own."""
+"""A planted target behind `keyhole lab serve`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ def served(target, folder, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "keyhole", "serve", "t.safetensors", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "keyhole",
+        "lab",
+        "serve",
+        "t.safetensors",
+        "--port",
+        str(port),
+    ]
     url = f"http://127.0.0.1:{port}"
     with (
         (folder / "log").open("w") as log,

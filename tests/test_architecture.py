@@ -23,8 +23,9 @@ LAYERS = (  # from the bottom up
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
     {"models"},  # models that can be looked into
+    {"target"},  # what TARGET means
     {"extract", "invert", "recover", "disrupt"},  # the attacks
-    {"harden", "cost"},  # training against them; what they cost, without running them
+    {"harden"},  # training against them
     {"assess"},  # what an audit means: severities, policies, baselines
     {"report"},  # what came out, for people: pages, tables, files
     {"audit"},  # all attacks on one target

@@ -1,7 +1,7 @@
 """Every command, killed and interrupted on its way: nothing lost, nothing half, nothing left.
 
-`make test` kills each once and interrupts five; with KEYHOLE_FULL=1 each is killed at 20 points
-and interrupted at 5.
+`make release` kills each once and interrupts five; with KEYHOLE_FULL=1 each is killed at 20 points
+and interrupted at 5. tests/test_tasks.py kills the workers of the runner that all of them share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kill_points import (
 )
 from tiny_classifiers import classifier
 
-pytestmark = pytest.mark.slow  # processes
+pytestmark = [pytest.mark.slow, pytest.mark.release]  # processes
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
 
@@ -106,7 +106,7 @@ def epochs_resumed(folder, words):
 def cases(place):
     flip = ("disrupt", place / "my-classifier", "--data", place / "train.tsv", "--share", 0.1,
             "--method", "as-released", "--resume", "run.jsonl", "--out", "flips.json",
-            "--page", "flips.html")  # fmt: skip
+            "--output", "html=flips.html")  # fmt: skip
     report = ("keyhole-report.json", "keyhole-report.html")
     journal = records("keyhole-report.json.journal")
     checks = r"\d+ finished checks are in keyhole-report.json.journal: the same command resumes"
@@ -139,25 +139,25 @@ def cases(place):
             answers_remembered,
         ),
         "invert": Case(
-            ("invert", place / "problem.safetensors", "--starts", 64, "--method",
-             "levenberg-marquardt", "--solutions", 64, "--out", "input.json"),
+            ("invert", place / "problem.safetensors", "-o", "starts=64", "--method",
+             "levenberg-marquardt", "-o", "solutions=64", "--out", "input.json"),
             ("input.json", "input.safetensors"),
         ),
         "invert layers": Case(
-            ("invert", "layers", place / "stack.safetensors", "--starts", 48, "--solutions", 48,
+            ("lab", "stacks", place / "stack.safetensors", "-o", "starts=48", "-o", "solutions=48",
              "--branches", 2, "--out", "first.json"),
             ("first.json", "first.safetensors"), records("first.json.journal"),
             r"\d+ finished searches are in first.json.journal: the same command resumes",
             taken_over=searches_done,
         ),
         "invert text": Case(
-            ("invert", "text", place / "model", place / "leaks", "--out", "texts.jsonl"),
+            ("recover", place / "model", place / "leaks", "--out", "texts.jsonl"),
             ("texts.jsonl",), records("texts.jsonl"),
             r"\d+ texts are in texts.jsonl: the same command goes on", journal="texts.jsonl",
         ),
         "capture": Case(
-            ("capture", place / "model", "--data", place / "texts.txt", "--expose", "hidden:1",
-             "--out", "leaks"),
+            ("lab", "capture", place / "model", "--data", place / "texts.txt",
+             "--expose", "hidden:1", "--out", "leaks"),
             tuple(f"leaks/leak-{number:04d}.safetensors" for number in range(24)),
             records("leaks/capture.journal"),
             r"\d+ leaks are in leaks: the same command goes on",
@@ -168,11 +168,13 @@ def cases(place):
         ),
         "harden": Case(
             ("harden", place / "my-classifier", "--data", place / "train.tsv", "--method", "asa",
-             "--epochs", 5, "--batch", 8, "--checkpoint", "kept", "--out", "new"),
+             "--epochs", 5, "-o", "batch=8", "--resume", "kept", "--out", "new"),
             ("new/hardening.json", "new/model.safetensors"), epochs("kept"),
             "whole epochs are in kept: the same command resumes", taken_over=epochs_resumed,
         ),
-        "plant": Case(("plant", "target.safetensors", "--dim", 256), ("target.safetensors",)),
+        "plant": Case(
+            ("lab", "plant", "target.safetensors", "-o", "dim=256"), ("target.safetensors",)
+        ),
         "report": Case(("report", place / "audit.json"), ("keyhole-report.html",)),
     }  # fmt: skip
 
@@ -220,7 +222,7 @@ def test_a_server_that_is_killed_leaves_no_process(place, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    case = Case(("serve", place / "head.safetensors", "--port", port), (), own_process=True)
+    case = Case(("lab", "serve", place / "head.safetensors", "--port", port), (), own_process=True)
 
     def ready():
         try:

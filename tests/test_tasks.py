@@ -87,7 +87,7 @@ def test_a_worker_stays_with_what_it_has_opened_and_the_costliest_is_first():
     first, second = Slow(), Slow()
     at = {first: [], second: []}
     with Runner() as runner:
-        runner._in_process = False
+        runner.in_process = False
         runner._workers = [Worker(0, first), Worker(1, second)]
         for name, count in (("small", 1), ("middle", 3), ("large", 4)):
             runner.add(*(Task(f"{name} {n}", partial(number_of, name), name) for n in range(count)))

@@ -8,6 +8,7 @@ from torch import nn
 
 import keyhole
 import tiny_models
+from keyhole.audit.target import target_of
 from keyhole.core.machine import LARGE, largest_matrix, threads_for
 from keyhole.models import demo, load_model
 
@@ -117,6 +118,6 @@ def test_so_do_predictions_that_are_flipped():
 
 def test_an_endpoint_of_long_vectors_is_large():
     def target(dim):
-        return keyhole.audit.Target("endpoint", {"": keyhole.oracle.plant(dim=dim)})
+        return target_of(keyhole.oracle.plant(dim=dim), "endpoint")
 
     assert target(3).largest_matrix < LARGE <= target(512).largest_matrix

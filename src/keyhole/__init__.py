@@ -8,7 +8,7 @@
     keyhole.disrupt.run("./model", "dev.tsv")   predictions flipped by cutting attention
     keyhole.harden.run("./model", "train.tsv", "hardened")   training against that
     keyhole.configs.check(["deploy/"])          settings that open what attacks need
-    keyhole.cost.head(64, rank=8)               what an attack would cost
+    keyhole.lab.cost.head(64, rank=8)           what an attack would cost
     keyhole.report.render(audit)                the page of an audit
 
 Each package holds the methods too: `keyhole.extract.SingleHead()(oracle)`, and so on. Results show
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
         attention,
         configs,
         core,
-        cost,
         data,
         disrupt,
         extract,
         harden,
         invert,
+        lab,
         models,
         oracle,
         recover,
@@ -47,12 +47,12 @@ __all__ = [
     "audit",
     "configs",
     "core",
-    "cost",
     "data",
     "disrupt",
     "extract",
     "harden",
     "invert",
+    "lab",
     "models",
     "oracle",
     "recover",

@@ -37,12 +37,12 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
             return (tokens * projected).sum(-1).unsqueeze(-2)
         return projected @ tokens.mT
     heads, d, e = W.shape
-    together = W.transpose(0, 1).reshape(d, heads * e)
+    stacked = W.transpose(0, 1).reshape(d, heads * e)
     if queries.shape[-2] == 1:
         # The hot path again: as matrices, not as a batch of 1×d, which takes three times as long.
-        projected = (queries.squeeze(-2) @ together).unflatten(-1, (heads, e))
+        projected = (queries.squeeze(-2) @ stacked).unflatten(-1, (heads, e))
         return (projected @ tokens.mT).unsqueeze(-2)
-    projected = (queries @ together).unflatten(-1, (heads, e))
+    projected = (queries @ stacked).unflatten(-1, (heads, e))
     return torch.einsum("...mhe,...ne->...hmn", projected, tokens)
 
 
@@ -76,5 +76,5 @@ def output(
 def _values(tokens: Tensor, V: Tensor) -> Tensor:
     """`X V_h` for all heads as one matrix product: (…, n, d) and (H, d, m) to (…, H, n, m)."""
     heads, d, m = V.shape
-    together = V.transpose(0, 1).reshape(d, heads * m)
-    return (tokens @ together).unflatten(-1, (heads, m)).transpose(-3, -2)
+    stacked = V.transpose(0, 1).reshape(d, heads * m)
+    return (tokens @ stacked).unflatten(-1, (heads, m)).transpose(-3, -2)

@@ -21,10 +21,10 @@ from keyhole import report
 from keyhole.assess import Assessment, Severity, assess
 from keyhole.audit.one_exposure import audit_exposure
 from keyhole.audit.run import audit
-from keyhole.audit.targets import target_of
+from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
-from keyhole.audit.together import together
 from keyhole.core import Audit, Skip
+from keyhole.core.audit import combined
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import write_text
@@ -132,7 +132,7 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
                 return audit(subject, seed=self.seed)
             target = target_of(subject)
             parts = [audit_exposure(target, name, seed=self.seed) for name in self.exposures]
-            return together(parts, "one model")
+            return combined(parts, "one model")
 
     def _given(self, tokenizer: Any, given: Mapping[str, Any]) -> list[Example]:
         """The first rows of the data that there is, as texts with their labels."""

@@ -1,6 +1,6 @@
 """Examples and texts from files: SST-2, HellaSwag, DREAM, ReClor, and any table with named columns.
 
-A file is told by what is in it, not by its name:
+A file is recognised by what is in it, not by its name:
 
 | kind | file | one example |
 |---|---|---|
@@ -87,9 +87,9 @@ def read_texts(path: str | Path, column: str | None = None, limit: int | None = 
 class _Columns:
     """Which columns of a table are read, and how classes are named there."""
 
-    text: tuple[str, ...]
-    label: str
-    names: tuple[str, ...]
+    text: tuple[str, ...] = ()
+    label: str = "label"
+    names: tuple[str, ...] = ()
     labelled: bool = True
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -193,12 +193,8 @@ def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
             continue
         where = f"{path.name}:{number}"
         row = _json(line, where)
-        if isinstance(row, dict) and "endings" in row:
-            yield _hellaswag(row, where)
-        elif isinstance(row, dict) and "answers" in row:
-            yield _reclor(row, where)
-        elif isinstance(row, dict):
-            yield columns.example(cast("dict[str, Any]", row), where)
+        if isinstance(row, dict):
+            yield _example(cast("dict[str, Any]", row), where, columns)
         elif isinstance(row, str):
             yield columns.plain(row, where)
         else:
@@ -264,23 +260,23 @@ def _from_hub(name: str, split: str, columns: _Columns) -> Iterator[Example]:
         # No network, no such name, a script that is not run: whatever it is, one line.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"expected a file or a dataset on the hub, got {name}: {first}") from error
-    return from_rows(rows, name, columns.text, columns.label, columns.names)
+    return from_rows(rows, name, columns)
 
 
 def from_rows(
-    rows: Iterable[Any], name: str, text: Sequence[str] = (), label: str = "label",
-    names: Sequence[str] = (),
+    rows: Iterable[Any], name: str, columns: _Columns = _Columns()  # noqa: B008 - it is frozen
 ) -> Iterator[Example]:  # fmt: skip
     """Examples from rows that are dictionaries: what `datasets` gives."""
-    columns = _Columns(tuple(text), label, tuple(names))
-    for number, row in enumerate(rows, 1):
-        where = f"{name}[{number}]"
-        if "endings" in row:
-            yield _hellaswag(row, where)
-        elif "answers" in row and "context" in row:
-            yield _reclor(row, where)
-        else:
-            yield columns.example(row, where)
+    return (_example(row, f"{name}[{number}]", columns) for number, row in enumerate(rows, 1))
+
+
+def _example(row: dict[str, Any], where: str, columns: _Columns) -> Example:
+    """One row, recognised by its fields."""
+    if "endings" in row:
+        return _hellaswag(row, where)
+    if "answers" in row and "context" in row:
+        return _reclor(row, where)
+    return columns.example(row, where)
 
 
 def opening(text: str, tokens: int | None) -> str:
@@ -289,7 +285,7 @@ def opening(text: str, tokens: int | None) -> str:
 
 
 def encode(
-    tokenizer: Any, examples: Sequence[Example], *, longest: int | None = None
+    tokenizer: Any, examples: Sequence[Example], *, max_length: int | None = None
 ) -> tuple[Batch, Tensor]:
     """Padded tensors for a model with a head, and the labels; (b, choices, n) where there are any.
 
@@ -299,21 +295,23 @@ def encode(
     if len(widths) != 1:
         raise InputError(f"expected as many choices in every example, got {sorted(widths)}")
     options: dict[str, Any] = {
-        "padding": True, "truncation": longest is not None, "max_length": longest,
+        "padding": True, "truncation": max_length is not None, "max_length": max_length,
         "return_special_tokens_mask": True, "return_tensors": "pt",
         "padding_side": "right",  # so that a unit's number is its token's, whatever its neighbours
     }  # fmt: skip
     width = widths.pop()
     if width:
-        firsts = [opening(example.text, longest) for example in examples for _ in example.choices]
+        firsts = [
+            opening(example.text, max_length) for example in examples for _ in example.choices
+        ]
         seconds = [choice for example in examples for choice in example.choices]
-        if longest is not None:
+        if max_length is not None:
             options["truncation"] = "longest_first"
         encoded = tokenizer(firsts, seconds, **options)
         batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
     else:
-        seconds = [opening(example.second, longest) for example in examples]
+        seconds = [opening(example.second, max_length) for example in examples]
         pairs = [seconds] if any(seconds) else []
-        firsts = [opening(example.text, longest) for example in examples]
+        firsts = [opening(example.text, max_length) for example in examples]
         batch = dict(tokenizer(firsts, *pairs, **options))
     return batch, torch.tensor([example.label for example in examples])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keyhole.audit.aligned import aligned
+from keyhole.audit.texts import aligned
 from keyhole.recover import Mark
 
 

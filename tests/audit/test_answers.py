@@ -140,5 +140,5 @@ def test_what_an_endpoint_answers_wrongly_is_one_line():
 
 
 def test_options_of_vectors_have_no_place_there(tmp_path):
-    with pytest.raises(InputError, match="expected --ledger with an endpoint"):
+    with pytest.raises(InputError, match="--ledger keeps the answers of an endpoint"):
         audited([TEXT], numbers("y", [1.0]), ledger=tmp_path / "run.db")

@@ -8,8 +8,7 @@ import random
 import pytest
 
 import tiny_models
-from keyhole.audit.chance import _at_least, explained, share_by_chance
-from keyhole.audit.texts import _verdict, reading_of
+from keyhole.audit.texts import _at_least, _verdict, explained, reading_of, share_by_chance
 from keyhole.core import Readings, Status
 from keyhole.recover import Mark, TextRecovery
 from keyhole.recover.originals import Original

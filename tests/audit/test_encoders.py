@@ -6,7 +6,7 @@ import pytest
 
 import made_stores
 import tiny_models as tiny
-from keyhole.audit import Stored, audit, open_target
+from keyhole.audit import audit, open_target
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
@@ -34,7 +34,7 @@ def vectors(name):
 
 def opened(store, folders, *names):
     encoders = [str(folders / name) for name in names]
-    (target,) = open_target(store, stored=Stored(encoders, texts=4)).stores.values()
+    (target,) = open_target(store, model=encoders, texts=4).stores.values()
     return target
 
 

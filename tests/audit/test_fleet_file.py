@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.audit import Opening, read_fleet
+from keyhole.audit import AuditOptions, read_fleet
 from keyhole.core.errors import MOST, InputError
 
 
@@ -16,7 +16,7 @@ def fleet(tmp_path):
 
     def read(text, **base):
         (tmp_path / "fleet.toml").write_text(text)
-        return read_fleet(tmp_path / "fleet.toml", Opening("", **base))
+        return read_fleet(tmp_path / "fleet.toml", AuditOptions(**base))
 
     for name in ("b", "a", ".hidden"):
         (tmp_path / "models" / name).mkdir(parents=True)
@@ -48,20 +48,20 @@ def test_a_target_comes_before_defaults_and_those_before_the_command_line(fleet,
     assert (first.name, first.stem, second.name, second.stem) == (
         "first", "first", "models/b", "models-b",
     )  # fmt: skip
-    assert (first.opening.texts, second.opening.texts) == (MOST, 5)
-    assert (first.opening.layers, second.opening.layers) == ((1, 6), None)
-    assert first.opening.data == second.opening.data == str(tmp_path / "texts.tsv")
-    assert first.opening.seed == second.opening.seed == 7
-    assert (first.opening.flips, second.opening.against_defences) == (2, True)
-    assert second.opening.endpoint.headers == {"Authorization": "HOME"}
-    assert second.opening.endpoint.timeout == 3
-    assert second.opening.place == str(tmp_path / "models/b")
-    assert second.opening.shown(f"the model {tmp_path}/models/b") == "the model ./models/b"
+    assert (first.target.options.texts, second.target.options.texts) == (MOST, 5)
+    assert (first.target.options.layers, second.target.options.layers) == ((1, 6), None)
+    assert first.target.options.data == second.target.options.data == str(tmp_path / "texts.tsv")
+    assert first.target.options.seed == second.target.options.seed == 7
+    assert (first.target.options.flips, second.target.options.against_defences) == (2, True)
+    assert second.target.options.endpoint.headers == {"Authorization": "HOME"}
+    assert second.target.options.endpoint.timeout == 3
+    assert second.target.place == str(tmp_path / "models/b")
+    assert second.target.name == "./models/b"
 
 
 def test_a_pattern_is_every_target_that_it_matches(fleet):
     members = fleet('[[target]]\ntarget = "./models/*"\nname = "ours"')
-    assert [(each.name, each.opening.target) for each in members] == [
+    assert [(each.name, each.target.name) for each in members] == [
         ("ours/a", "models/a"), ("ours/b", "models/b"),
     ]  # fmt: skip
 
@@ -89,38 +89,44 @@ def test_what_is_no_file_stays_as_it_is(fleet, tmp_path):
         target = "http://user:secret@localhost:1/v2/models/m"
         """
     )
-    assert [each.opening.place for each in members] == [
+    assert [each.target.place for each in members] == [
         "demo", f"chroma:{tmp_path}/store", "http://user:secret@localhost:1/v2/models/m",
     ]  # fmt: skip
-    assert members[1].opening.model == (f"{tmp_path}/models/a", "owner/name")
+    assert members[1].target.options.model == (f"{tmp_path}/models/a", "owner/name")
     assert members[2].name == "http://localhost:1/v2/models/m"
-    assert [each.opening.stays for each in members] == [False, False, True]
+    assert [each.target.local_only for each in members] == [False, False, True]
 
 
 ONE = '[[target]]\ntarget = "demo"\n'
 WRONG = {
-    "no TOML": ("[[target", "expected TOML in .*fleet.toml, got Expected"),
-    "nothing": ("", r"expected one \[\[target\]\] or more in .*, got none"),
-    "a table": ('[target]\ntarget = "demo"', r"expected one \[\[target\]\] or more"),
-    "no target": ('[[target]]\nname = "x"', r"expected target in .*, \[\[target\]\] 1, got none"),
+    "no TOML": ("[[target", "fleet.toml is not TOML: Expected"),
+    "nothing": ("", r"has no \[\[target\]\]: it needs one or more"),
+    "a table": ('[target]\ntarget = "demo"', r"has no \[\[target\]\]: it needs one or more"),
+    "no target": ('[[target]]\nname = "x"', r"\[\[target\]\] 1 has no target"),
     "no table": ("target = [1]", r"expected a table in .*\[\[target\]\] 1, got 1"),
-    "a key": (f"{ONE}text = 3", r"\[\[target\]\] 1, got text: did you mean texts\?"),
+    "a key": (
+        f"{ONE}text = 3",
+        r"^text has no meaning in .*\[\[target\]\] 1: did you mean texts\?",
+    ),
     "a hyphen": (f"{ONE}against-defence = true", r"did you mean against_defences\?"),
-    "a section": (f"[default]\n{ONE}", r"got default: did you mean defaults\?"),
-    "far from any": (f"{ONE}zzzz = 3", r"\[\[target\]\] 1, got zzzz$"),
-    "a type": (f"{ONE}texts = true", "expected texts as a whole number in .*, got True"),
-    "a number": (f"{ONE}data = 3", "expected data as text in .*, got 3"),
+    "a section": (f"[default]\n{ONE}", r"^default has no meaning in .*: did you mean defaults\?"),
+    "far from any": (f"{ONE}zzzz = 3", r"^zzzz has no meaning in .*\[\[target\]\] 1: it takes "),
+    "a type": (f"{ONE}texts = true", "expected texts in .* as a whole number, got True"),
+    "a number": (f"{ONE}data = 3", "expected data in .* as text, got 3"),
     "a range": (f"{ONE}flips = 0", "expected --flips of 1 or more, got 0"),
     "a seed": (f"{ONE}seed = -1", "expected a seed from 0"),
-    "layers": (f'{ONE}layers = "1,2"', "expected layers as a whole number in .*, got '1,2'"),
+    "layers": (f'{ONE}layers = "1;2"', "expected --layers such as 1,6,12, or all, got 1;2"),
     "defaults": ("defaults = 3\n" + ONE, r"expected \[defaults\] as a table"),
-    "a shared name": (f'[defaults]\nname = "x"\n{ONE}', r"\[defaults\], got name"),
-    "a shared ledger": (f'[defaults]\nledger = "x"\n{ONE}', r"\[defaults\], got ledger"),
-    "twice": (ONE + ONE, "expected each name once in .*, got demo twice"),
-    "no match": ('[[target]]\ntarget = "./nowhere/*"', "expected targets that match ./nowhere/"),
-    "a bad pattern": ('[[target]]\ntarget = "a**b/*"', "expected a pattern of names"),
-    "a NUL": ('[[target]]\ntarget = "a\\u0000b"', "expected target as text"),
-    "a secret": (f'{ONE}header = "Authorization: hunter2"', "expected --header NAME=VARIABLE"),
+    "a shared name": (f'[defaults]\nname = "x"\n{ONE}', r"^name has no meaning in .*\[defaults\]"),
+    "a shared ledger": (
+        f'[defaults]\nledger = "x"\n{ONE}',
+        r"^ledger has no meaning in .*\[defaults\]",
+    ),
+    "twice": (ONE + ONE, "two targets called demo"),
+    "no match": ('[[target]]\ntarget = "./nowhere/*"', "no target matches ./nowhere/"),
+    "a bad pattern": ('[[target]]\ntarget = "a**b/*"', "is not a pattern of names"),
+    "a NUL": ('[[target]]\ntarget = "a\\u0000b"', "target in .* holds a NUL"),
+    "a secret": (f'{ONE}header = "Authorization: hunter2"', "--header takes NAME=VARIABLE"),
 }
 
 

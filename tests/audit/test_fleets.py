@@ -13,7 +13,8 @@ import tiny_models as tiny
 from command_line import KEYHOLE, inside, started
 from dask_workers import BEGUN, ENDED, OPENED, kill_in_the_middle, workers
 from keyhole import audit, oracle, report
-from keyhole.audit import Audit, elsewhere, fleets, read_fleet
+from keyhole.audit import Audit, fleets, read_fleet
+from keyhole.audit import run as running
 from keyhole.audit.fleets import fleet
 from keyhole.core import Fleet
 from keyhole.core.errors import InputError
@@ -84,13 +85,13 @@ def counted(monkeypatch):
     """What is opened, and which checks are made, from now on."""
     opened, made = [], []
 
-    def plan_of(opening, worker):
-        opened.append(opening.target)
-        return elsewhere.plan_of(opening, worker)
+    def plan_of(named, worker):
+        opened.append(named.name)
+        return running.plan_of(named, worker)
 
-    def make(opening, identity, key, worker, track):
-        made.append((opening.target, key))
-        return elsewhere.make(opening, identity, key, worker, track)
+    def make(named, identity, key, worker, track):
+        made.append((named.name, key))
+        return running.make(named, identity, key, worker, track)
 
     monkeypatch.setattr(fleets, "plan_of", plan_of)
     monkeypatch.setattr(fleets, "make", make)
@@ -105,7 +106,7 @@ def test_every_target_is_audited_as_it_would_be_alone(place, whole, monkeypatch)
     assert facts(whole.audits[HOSTILE]) == facts(audit("head.safetensors"))
     missing = whole.audits["missing"]
     assert (missing.exit_code, whole.exit_code) == (3, 1)
-    assert "expected a .safetensors file" in missing.skips[0].reason
+    assert "there is no ./missing: give a .safetensors file" in missing.skips[0].reason
     assert "3 targets: 2 give something away, 1 could not be checked" in whole.summary()
     assert Fleet.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
 
@@ -168,7 +169,7 @@ def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
     assert '<a href="encoder.html">encoder</a>' in page
     assert 'href="x%20y.html"' in page
     assert page.count("<tr>") == 1 + 3
-    assert "Could not check: expected a .safetensors file" in page
+    assert "Could not check: there is no ./missing" in page
     assert "http://" not in page.split("<body>")[0]
     assert "Of 3 targets 2 give something away, 1 could not be checked." in page
 
@@ -198,7 +199,12 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
     assert "expected a new file, got out/index.html" in refused.stderr
     for words, line in {
         ("demo", "--targets", "x"): "expected TARGET without --targets, got both",
-        ("--targets", "x", "--page", "y"): "expected --page without --targets, got both",
+        (
+            "--targets",
+            "x",
+            "--output",
+            "html=y",
+        ): "expected --output html=without --targets, got both",
         ("demo", "--out", "x"): "expected --out with --targets, got demo",
         (): "expected TARGET, --targets FILE, or a policy with targets, got none",
         ("--targets", "missing.toml"): "expected a fleet file, got missing.toml",

@@ -197,7 +197,10 @@ def test_json_page_and_verdict(easily):
 
 def test_hostile_tokens_are_escaped():
     cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
-    finding = Finding("x", "HackAttend", Status.INEXACT, "", "", None, 1, 0.0, cuts=(cut,))
+    finding = Finding(
+        Exposure("KH-PREDICTIONS-CUTS"), "HackAttend", Status.INEXACT, "", "", None, 1, 0.0,
+        cuts=(cut,),
+    )  # fmt: skip
     page = report.render(Audit("t", "t", (finding,)))
     assert "<script>window" not in page
     assert "<img src=x" not in page

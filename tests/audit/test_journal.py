@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ import tiny_classifiers
 import tiny_models as tiny
 from keyhole import oracle
 from keyhole.audit import Audit, TextTarget, audit
-from keyhole.audit.check import Check, Checked
-from keyhole.audit.journal import make_all
+from keyhole.audit.check import Checked
+from keyhole.audit.run import Checking, Plan
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.exposure import Exposure
 from keyhole.core.journal import Journal
+from keyhole.core.tasks import Runner
 from keyhole.models import Loaded, identity
 
 HEAD = oracle.plant(dim=4, seed=1)
@@ -66,7 +68,7 @@ def followed(rows):
     def track(name, total=None):
         def progress(done, whole=None, note=""):
             if name == "audit":
-                rows.append((done, total, note))
+                rows.append((done, whole, note))
 
         return progress
 
@@ -77,8 +79,8 @@ def followed(rows):
 def test_wherever_it_stops_it_ends_with_the_same_findings(target, tmp_path):
     whole, rows = audit(target, track=followed(rows := [])), rows
     total = rows[0][1]
-    assert [row[0] for row in rows] == list(range(1, total + 1))
-    assert len({row[2] for row in rows}) == total  # every check has a name of its own
+    assert [row[0] for row in rows] == list(range(total + 1))
+    assert len({row[2] for row in rows[1:]}) == total  # every check has a name of its own
     path, stops = tmp_path / "journal", sorted({1, total // 2, total - 1})
     for stop in stops:
         with pytest.raises(Stop):
@@ -191,15 +193,13 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
     with pytest.raises(
-        InputError, match=r"does not hold what a run wrote under 1\. weights .*--force"
+        InputError, match=r"does not hold what a run wrote under 1\. weights-.*--force"
     ):
         audit(HEAD, journal=path)
 
 
 def test_a_ledger_is_for_endpoints(tmp_path):
-    with pytest.raises(
-        InputError, match=r"^expected --ledger with an endpoint, .* the model tiny: "
-    ):
+    with pytest.raises(InputError, match=r"^--ledger keeps .*, and tiny is a model: leave"):
         audit(classifier(), ledger=tmp_path / "run.db")
     assert not (tmp_path / "run.db").exists()
     assert audit(HEAD, ledger=tmp_path / "run.db").exposed
@@ -249,23 +249,30 @@ def test_equal_targets_share_a_journal(tmp_path):
     assert told[0][0] == 2
 
 
-def test_the_time_left_is_told_by_the_weight_of_what_is_left(tmp_path):
+def test_the_time_left_is_told_by_the_weight_of_what_is_left():
+    """A check costs its weight, times what a unit of weight took on its target, or on all."""
     told = []
 
     class Told:
         def __call__(self, done, total=None, note=""):
-            told.append(done)
+            told.append((done, total))
 
         def expect(self, left):
             told.append(left)
 
-    def light(_):
-        time.sleep(0.02)
+    def made(seconds, worker):
         return Checked()
 
-    checks = {"a": Check("light", light), "b": Check("heavy", lambda _: Checked(), weight=50.0)}
-    with Journal(tmp_path / "audit.journal", {"kind": "audit"}) as journal:
-        make_all(checks, journal, lambda name, total=None: Told(), lambda done, total: None)
-    first, done, last, total = told
-    assert (done, last, total) == (1, 0.0, 2)
-    assert first >= 50 * 0.02
+    exposures = {"a": Exposure("KH-WEIGHTS-SIGNS"), "b": Exposure("KH-WEIGHTS-SIGNS")}
+    plan = Plan("", "", {}, exposures, {"a": 1.0, "b": 50.0})
+    with Journal(None, {}) as journal, Runner(0) as runner:
+        run = Checking(runner, journal, lambda name, total=None: Told())
+        run.begin("x", plan, lambda key: partial(made, key))
+        for done in runner.run():
+            run.take(replace(done, seconds=2.0))
+            if len(told) == 2:
+                other = Plan("", "", {}, exposures, {"a": 3.0, "b": 5.0})
+                run.begin("y", other, lambda key: partial(made, key), journal_key="y ")
+                assert run.cost("y", "b") == 10.0
+    assert told[:2] == [100.0, (1, 2)]
+    assert told[-2:] == [0.0, (4, 4)]

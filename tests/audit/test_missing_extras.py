@@ -11,7 +11,8 @@ import pytest
 
 import command_line
 import keyhole
-from keyhole.audit import targets
+from keyhole.audit import target as targets
+from keyhole.audit.target import target_of
 from keyhole.core import Audit, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.journal import Journal
@@ -58,21 +59,23 @@ MISSING = (
 @pytest.fixture
 def small_demo(monkeypatch):
     """The demo with one endpoint, text, example and layer, to be quick; whole in a full run."""
-    real = targets._demo
+    real = targets.open_target
 
-    def demo(data, layers, device, corpus):
-        opened = real(data, [1], device, corpus)
-        models = {
-            name: replace(
-                model, texts=model.notes[:1], examples=model.examples[:1], twin=None,
-                precisions=("float32",), notes=(),
-            )
-            for name, model in opened.models.items()
-        }  # fmt: skip
-        return replace(opened, surfaces={"the attention layer": LAYER}, models=models)
+    def small(part):
+        subject = part.target
+        return replace(part, target=replace(
+            subject, texts=subject.notes[:1], examples=subject.examples[:1], twin=None,
+            precisions=("float32",), notes=(),
+        ))  # fmt: skip
+
+    def opened(name, options, **more):
+        target = real(name, replace(options, layers=(1,)), **more)
+        models = [small(part) for part in target.parts if isinstance(part, targets.ModelPart)]
+        layer = targets.EndpointPart("the attention layer", LAYER)
+        return replace(target, parts=(layer, *models))
 
     if not FULL:
-        monkeypatch.setattr(targets, "_demo", demo)
+        monkeypatch.setattr(targets, "open_target", opened)
 
 
 def test_every_extra_is_tried(root):
@@ -108,7 +111,7 @@ def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypat
 def test_the_demo_without_transformers_checks_its_endpoints(without, monkeypatch):
     without("transformers")
     monkeypatch.setattr(
-        "keyhole.audit.targets.open_surfaces", lambda _: {"head": keyhole.oracle.plant(dim=3)}
+        "keyhole.audit.target.demo_endpoints", lambda: {"head": keyhole.oracle.plant(dim=3)}
     )
     audit = keyhole.audit("demo")
     assert audit.exposed
@@ -122,7 +125,7 @@ def test_nothing_found_is_not_clean_where_a_part_was_not_opened(without):
     opened = keyhole.audit.open_target("demo")
     assert not opened.models
     silent = keyhole.oracle.Head(LAYER.W[0], 0 * LAYER.W[0, 0])  # v = 0 gives nothing away
-    audit = keyhole.audit(keyhole.audit.Target("t", {"": silent}, skips=opened.skips))
+    audit = keyhole.audit(replace(target_of(silent), name="t", skips=opened.skips))
     assert not audit.exposed
     assert audit.exit_code == 3
 
@@ -159,7 +162,7 @@ def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "keyhole.oracle.server", raising=False)
     keyhole.oracle.save(LAYER, tmp_path / "t.safetensors")
     done = command_line.inside(
-        "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        "lab", "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )
     assert done.returncode == 2
     assert "pip install 'keyhole[serve]'" in done.stderr
@@ -169,8 +172,8 @@ def test_what_is_written_is_for_its_owner_alone(tmp_path):
     head = keyhole.oracle.plant(dim=2)
     keyhole.extract.run(head, ledger=tmp_path / "ledger.db").save(tmp_path / "stolen.json")
     keyhole.audit(head).save(tmp_path / "audit.json")
-    with Journal(tmp_path / "run.jsonl", {"run": "test"}):
-        pass
+    with Journal(tmp_path / "run.jsonl", {"run": "test"}) as journal:
+        journal.add({"a check": {}})
     written = [path for path in tmp_path.iterdir() if path.suffix != ".db-shm"]
     assert {path.name for path in written} >= {
         "ledger.db", "stolen.json", "stolen.safetensors", "audit.json", "run.jsonl",

@@ -8,10 +8,11 @@ import pytest
 
 import tiny_models as tiny
 from keyhole import oracle
-from keyhole.audit import Target, TextTarget, texts, weights
+from keyhole.audit import TextTarget, texts, weights
 from keyhole.audit.one_exposure import audit_exposure
-from keyhole.audit.together import together
+from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
 from keyhole.core import Status
+from keyhole.core.audit import combined
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
@@ -19,7 +20,7 @@ from keyhole.models import Loaded, identity
 MODEL, WORDS = tiny.model("bert"), tiny.tokenizer()
 SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])
 HEAD = oracle.plant(dim=5, seed=2)
-BOTH = Target("both", {"head": HEAD}, {"tiny": SUBJECT})
+BOTH = Target("both", (EndpointPart("head", HEAD), ModelPart("tiny", SUBJECT)))
 
 
 def timeless(findings):
@@ -31,7 +32,8 @@ def test_a_leak_is_attacked_as_in_an_audit(precision):
     subject = replace(SUBJECT, layers=[2], precisions=[precision])
     (check,) = [
         check for check in texts.checks("tiny", subject, 0)
-        if check.name == "text from hidden states of layer 2, encoder-states"
+        if (check.exposure.rule, check.exposure.layer) == ("KH-TEXT-HIDDEN-STATES", 2)
+        and check.attack == "encoder-states"
     ]  # fmt: skip
     audit = audit_exposure(BOTH, "hidden:2", precision=precision)
     assert timeless(audit.findings) == timeless(check.run(untracked).findings)
@@ -59,19 +61,19 @@ def test_a_budget_is_a_whole_number_of_queries(budget):
 
 def test_an_exposure_that_the_target_does_not_have():
     with pytest.raises(InputError, match="expected a model for hidden:1, got a head"):
-        audit_exposure(Target("a head", {"": HEAD}), "hidden:1")
+        audit_exposure(target_of(HEAD, "a head"), "hidden:1")
     with pytest.raises(InputError, match="expected an endpoint for scores, got a model"):
-        audit_exposure(Target("a model", models={"": SUBJECT}), "scores")
+        audit_exposure(target_of(SUBJECT, "a model"), "scores")
 
 
 def test_audits_together():
     text, scores = audit_exposure(BOTH, "hidden:1"), audit_exposure(BOTH, "scores")
     other = replace(scores, target="another", identity="its own")
-    made = together([text, scores, text], "one model")
+    made = combined([text, scores, text], "one model")
     assert made.target == "both"
     assert made.findings == (*text.findings, *scores.findings)
-    made = together([text, scores, other], "a test")
+    made = combined([text, scores, other], "a test")
     assert made.target == "2 targets of a test"
     parts = [finding.part for finding in made.findings]
     assert parts == ["both, tiny", "both, head", "both, head", "another, head", "another, head"]
-    assert together([], "nothing").exit_code == 3
+    assert combined([], "nothing").exit_code == 3

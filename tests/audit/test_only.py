@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from exposures import names
-from keyhole.audit import Target, audit
+from keyhole.audit import audit
 from keyhole.core.errors import InputError
 from keyhole.oracle import plant
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target("two heads", {"a": plant(dim=4, seed=1), "b": plant(dim=4, seed=2)})
+def target():
+    return {"a": plant(dim=4, seed=1), "b": plant(dim=4, seed=2)}
 
 
 def test_one_rule_of_one_family(target):

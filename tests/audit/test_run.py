@@ -9,22 +9,23 @@ import torch
 
 from exposures import by_name
 from keyhole import oracle
-from keyhole.audit import Audit, Target, audit
+from keyhole.audit import Audit, audit
+from keyhole.audit.target import open_target
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import registry as extraction
 from keyhole.extract.auto import Kind
 from keyhole.invert import registry as inversion
-from keyhole.oracle.target import describe, open_surfaces, open_target
 from keyhole.report import words
+from keyhole.target import TargetKind, demo_endpoints, kind_of
 
 ATTACKS = [row for _, row in extraction.METHODS.rows()]
 LEAKS = [row for _, row in inversion.METHODS.rows()]
 
 
 def test_the_demo_gives_its_weights_away():
-    surfaces = open_surfaces("demo")
-    found = audit(Target(describe("demo", surfaces), surfaces))
+    endpoints = demo_endpoints()
+    found = audit(endpoints)
     by_exposure = by_name(found.findings)
     full, low = by_exposure["full scores"], by_exposure["full scores, low-rank head"]
     assert full.queries == 64 * 64 + 64
@@ -42,7 +43,7 @@ def test_the_demo_gives_its_weights_away():
     assert all(
         finding.error < 1e-8 for finding in others if finding.exposure.rule != "KH-WEIGHTS-SIGNS"
     )
-    assert {finding.part for finding in found.findings} == set(surfaces)
+    assert {finding.part for finding in found.findings} == set(endpoints)
     assert not found.skips
     given_away(found)
 
@@ -105,7 +106,7 @@ def test_a_silent_target_is_not_a_clean_one():
 
 
 def test_an_audit_reads_back_equal():
-    found = audit(Target("t", {"": oracle.plant(dim=5, seed=1)}))
+    found = audit(oracle.plant(dim=5, seed=1))
     assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
@@ -136,11 +137,22 @@ def test_every_attack_is_followed():
         assert counts[words.exposure(finding.exposure)] >= finding.queries  # the judge asks too
 
 
-def test_targets_as_people_write_them(tmp_path):
+def test_targets_as_people_write_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     oracle.save(oracle.plant(dim=3), tmp_path / "t.safetensors")
-    surfaces = open_surfaces(str(tmp_path / "t.safetensors"))
-    assert describe("t.safetensors", surfaces) == "planted head, d = 3 (t.safetensors)"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "slot.bin").write_bytes(b"qsgg\2\0\0\0")
+    kinds = {
+        "demo": "demo", "t.safetensors": "file", "model": "model", "owner/name": "model",
+        "x.gguf": "model", "http://h:1": "server", "http://h:1/v2/models/m": "endpoint",
+        "http://h:1/other": "route", "http://h/v1/embeddings": "vector store",
+        "chroma:folder": "vector store", "x.npy": "vector store", "slot.bin": "leak",
+        "model:attention.2": "attention", "nothing.safetensors": "unknown", "http://[::1": "route",
+    }  # fmt: skip
+    assert {name: str(kind_of(name)) for name in kinds} == kinds
+    assert set(kinds.values()) == set(TargetKind)
+    assert open_target("t.safetensors").name == "planted head, d = 3 (t.safetensors)"
     with pytest.raises(InputError, match="expected http://host:port/v2/models/NAME"):
         open_target("http://127.0.0.1:1/other")
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match=r"there is no nothing\.safetensors"):
         open_target("nothing.safetensors")

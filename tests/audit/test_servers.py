@@ -17,7 +17,7 @@ import keyhole
 import tiny_gguf
 import tiny_models as tiny
 from exposures import by_name
-from keyhole.audit import last_layers
+from keyhole.audit import servers as last_layers
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import EndpointOptions, VectorPrompts
@@ -119,7 +119,7 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
 
 
 def test_a_server_of_routes_has_no_tensors():
-    with pytest.raises(InputError, match=r"expected --batch with an endpoint, .* has no tensors"):
+    with pytest.raises(InputError, match=r"batch is for an endpoint with tensors"):
         keyhole.audit("http://127.0.0.1:9", endpoint=EndpointOptions(batch=3))
 
 

@@ -16,7 +16,7 @@ import tiny_models as tiny
 from command_line import inside
 from keyhole import report
 from keyhole.assess import assess
-from keyhole.audit import Audit, Stored, audit, open_target
+from keyhole.audit import Audit, audit, open_target
 from keyhole.audit.stores import EXPOSURE, StoreTarget, sample
 from keyhole.core import Status
 from keyhole.core.errors import InputError
@@ -61,9 +61,9 @@ def test_an_audit_reads_every_kind_and_changes_nothing(maker, tmp_path, encoder)
     known = tmp_path / "known.txt"
     known.write_text(f"{TEXTS[4]}\n{TEXTS[1]}\n")
     before = made_stores.fingerprint(folder)
-    opened = open_target(name, stored=Stored(encoder, texts=1, known=known))
-    stores = {name: replace(store, method=SHORT) for name, store in opened.stores.items()}
-    (finding,) = audit(replace(opened, stores=stores)).findings
+    opened = open_target(name, model=encoder, texts=1, known=known)
+    (store,) = (replace(part, method=SHORT) for part in opened.parts)
+    (finding,) = audit(replace(opened, parts=(store,))).findings
     assert made_stores.fingerprint(folder) == before
     assert finding.exposure == replace(EXPOSURE, part=finding.part)
     assert finding.status is Status.RECOVERED, finding.reason
@@ -72,7 +72,7 @@ def test_an_audit_reads_every_kind_and_changes_nothing(maker, tmp_path, encoder)
         1,
         6,
     )
-    rows = next(iter(stores.values())).rows
+    rows = store.rows
     with_texts = maker in made_stores.WITH_TEXTS
     for row, reading in zip(rows, finding.texts[0].readings, strict=True):
         assert reading.original == (TEXTS[row] if with_texts else "")
@@ -239,13 +239,19 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("vectors.npy",), "expected --model with the vector store vectors.npy, got none"),
-        (("vectors.npy", "--model", "demo", "--data", "x"), "expected --data and --layers with a"),
-        (("demo", "--model", "demo"), "expected --model with a vector store, got demo"),
+        (("vectors.npy",), "the vector store vectors.npy needs --model"),
+        (
+            ("vectors.npy", "--model", "demo", "--data", "x"),
+            "--data does not apply to the vector store",
+        ),
+        (("demo", "--model", "demo"), "--model does not apply to demo"),
         (("demo", "--corpus", "x"), "expected a corpus, got x: there is no such file"),
-        (("x.safetensors", "--corpus", "x"), "expected --corpus with a vector store or a model"),
+        (("x.safetensors", "--corpus", "x"), "there is no x.safetensors"),
         (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
-        (("vectors.npy", "--model", "demo", "--ledger", "l"), "expected --ledger with an endpoint"),
+        (
+            ("vectors.npy", "--model", "demo", "--ledger", "l"),
+            "--ledger keeps the answers of an endpoint",
+        ),
         (("none.npy", "--model", "demo"), "expected an array of vectors"),
         (("vectors.npy", "--model", "demo"), "expected vectors of"),
         (("vectors.npy", "--model", "demo", "--known", "none"), "none"),
@@ -264,7 +270,7 @@ def test_what_an_encoder_cuts_off_did_not_come_back(tmp_path, encoder):
     folder = shutil.copytree(encoder, tmp_path / "encoder")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
     name = made_stores.jsonl(tmp_path, vectors_of(["w5"]), ["w5 w6 w7"])
-    (store,) = open_target(name, stored=Stored(str(folder), texts=1)).stores.values()
+    (store,) = open_target(name, model=str(folder), texts=1).stores.values()
     assert (store.longest, store.pooling.sure) == (3, True)
     (finding,) = audit(replace(store, method=SHORT)).findings
     (reading,) = finding.texts[0].readings

@@ -13,8 +13,7 @@ from command_line import inside
 from exposures import by_name, names
 from keyhole import report
 from keyhole.audit import Audit, audit, texts
-from keyhole.audit.layers import left_out
-from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget
+from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget, left_out
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure as Shown
@@ -160,7 +159,7 @@ def deep(family, **options):
             "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
             "keys and values of layers 2–5, 7–12, it": "2 of 12 layers were tried; --layers all",
             "attention maps of layers 3–12, it": "2 of 12 layers were tried; these take longer: "
-            "keyhole capture --expose maps:3, then",
+            "keyhole lab capture --expose maps:3, then",
             "attention output before the residual of layers 2–12, it": "1 of 12 layers were tried",
         }),
         ("llama", {
@@ -258,7 +257,7 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     demo = load_demo()
     leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1").save(tmp_path / "leak.safetensors")
     done = inside(
-        "invert", "text", "demo", "leak.safetensors", "--method", "guess",
+        "recover", "demo", "leak.safetensors", "--method", "guess",
         cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr  # a guess: the leak is not explained

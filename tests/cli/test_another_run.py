@@ -56,15 +56,15 @@ DISRUPT = {
 }  # fmt: skip
 HARDEN = {
     "model": "my-classifier", "--data": "train.tsv", "--method": "plain", "--epochs": 1,
-    "--out": "", "--checkpoint": "",
+    "--out": "", "--resume": "",
 }  # fmt: skip
 TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
 EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
 MODEL = {
     "model": "my-classifier", "--data": "dev.tsv", "--texts": 1, "--flips": 2, "--layers": 1,
-    "--json-file": "", "--page": "",
+    "--output=json": "", "--output=html": "",
 }  # fmt: skip
-ENDPOINT = {"target": "target-0.safetensors", "--json-file": "", "--page": ""}
+ENDPOINT = {"target": "target-0.safetensors", "--output=json": "", "--output=html": ""}
 
 # What is changed in the second command, and what differs then.
 TABLE = [
@@ -72,18 +72,18 @@ TABLE = [
     ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, got one with data "),
     ("disrupt", DISRUPT, {"--share": 0.3}, "method share 0.3, got one with method share 0.2"),
     ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, got one with method seed 0"),
-    ("disrupt", DISRUPT, {"--longest": 6}, "longest 6, got one with longest 128"),
+    ("disrupt", DISRUPT, {"--max-length": 6}, "longest 6, got one with longest 128"),
     ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, got one with method "),
     ("harden", HARDEN, {"model": "other-classifier"}, "model .*, got one with model "),
     ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, got one with data "),
     ("harden", HARDEN, {"--examples": 3}, "data .*, got one with data "),
     ("harden", HARDEN, {"--method": "r3f"}, "defence R3F.*, got one with defence Plain"),
     ("harden", HARDEN, {"--epochs": 2}, "epochs 2, got one with epochs 1"),
-    ("harden", HARDEN, {"--batch": 2}, "batch 2, got one with batch 32"),
-    ("harden", HARDEN, {"--learning-rate": 0.1}, "rate 0.1, got one with rate 2e-05"),
+    ("harden", HARDEN, {"-o=batch": 2}, "batch 2, got one with batch 32"),
+    ("harden", HARDEN, {"-o=learning_rate": 0.1}, "rate 0.1, got one with rate 2e-05"),
     ("harden", HARDEN, {"--seed": 1}, "seed 1, got one with seed 0"),
-    ("invert text", TEXT, {"model": "other", "leak": "other.safetensors"}, "model .*, got one "),
-    ("invert text", TEXT, {"--method": "encoder-states"}, "method encoder-states, got one with "),
+    ("recover", TEXT, {"model": "other", "leak": "other.safetensors"}, "model .*, got one "),
+    ("recover", TEXT, {"--method": "encoder-states"}, "method encoder-states, got one with "),
     ("extract", EXTRACT, {"target": "target-1.safetensors"}, "target head:.*, got one with target"),
     ("audit", MODEL, {"model": "other-classifier"}, "target other-.*, got one with target my-"),
     ("audit", MODEL, {"--data": "train.tsv"}, "my-classifier data .*, got one with my-class"),
@@ -98,18 +98,22 @@ TABLE = [
 
 def memory(folder, command, options):
     """The options with files of this test's own, and the file that remembers the run."""
-    names = {"--resume": "run.jsonl", "--checkpoint": "kept", "--out": "out", "--ledger": "run.db"}
-    names |= {"--json-file": "a.json", "--page": "a.html"}
+    names = {"--resume": "kept", "--out": "out", "--ledger": "run.db"}
+    names |= {"--output=json": "a.json", "--output=html": "a.html"}
     given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
-    for key in ("--resume", "--checkpoint", "--ledger", "--json-file", "--out"):
+    for key in ("--resume", "--ledger", "--output=json", "--out"):
         if key in given:
-            more = ".journal" if key == "--json-file" else ""
+            more = ".journal" if key == "--output=json" else ""
             return given, given[key].with_name(given[key].name + more)
     raise AssertionError(command)
 
 
 def words_of(command, options):
-    named = [word for key, value in options.items() if key[0] == "-" for word in (key, value)]
+    named = []
+    for key, value in options.items():
+        flag, mark, name = key.partition("=")  # --output=json is given as --output json=…
+        if key[0] == "-":
+            named += [flag, f"{name}={value}" if mark else value]
     return [*command.split(), *(value for key, value in options.items() if key[0] != "-"), *named]
 
 

@@ -78,4 +78,4 @@ def test_formats_that_say_nothing_of_a_configuration(tmp_path, here):
     for name in ("html",):
         done = here("run.sh", f"--output={name}=x")
         assert done.returncode == 2
-        assert "expected --output as FORMAT=FILE with one of json, sarif" in done.stderr
+        assert "--output takes FORMAT=FILE with one of json, sarif" in done.stderr

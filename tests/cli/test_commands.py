@@ -47,14 +47,14 @@ def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp
 def test_extract_with_each_method(target, tmp_path, here):
     low = here("extract", target, "--method", "low-rank", "--json")
     assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
-    given = here("extract", target, "--method", "low-rank", "--rank", 2, "--json")
+    given = here("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
     assert json.loads(given.stdout)["queries"] == 36
-    convex = here("extract", target, "--method", "nuclear-norm", "--rank", 2, "--json")
+    convex = here("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")
     assert json.loads(convex.stdout)["queries"] == 8 + 6 * 2 * 8
 
 
 METHODS = {
-    "tolerant": ("head", {"dim": 4}, ["--answer-error", "1e-3"]),
+    "tolerant": ("head", {"dim": 4}, ["-o", "answer_error=1e-3"]),
     "sign-only": ("head", {"dim": 3}, []),
     "one-layer": ("one-layer", {"dim": 4, "width": 3}, []),
     "multi-head": ("multi-head", {"dim": 6, "heads": 2}, []),
@@ -93,7 +93,7 @@ def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, here):
     assert done.returncode == 1
     assert json.loads(done.stdout) == json.loads((tmp_path / "keyhole-report.json").read_text())
     page = (tmp_path / "keyhole-report.html").read_text()
-    again = here("report", "keyhole-report.json", "--page", "again.html")
+    again = here("report", "keyhole-report.json", "--output", "html=again.html")
     assert again.returncode == 0
     assert (tmp_path / "again.html").read_text() == page
 
@@ -149,17 +149,17 @@ def test_a_clean_target_exits_with_zero(tmp_path, here):
 
 
 def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
-    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 3, "--scale", 0.3)
-    assert here("plant", "p.safetensors", *planted).returncode == 0
+    planted = ("--kind", "inversion", "-o", "dim=4", "-o", "tokens=3", "-o", "scale=0.3")
+    assert here("lab", "plant", "p.safetensors", *planted).returncode == 0
     done = here(
-        "invert", "p.safetensors", "--starts", 32, "--certify", "--json", "--out", "f.json",
+        "invert", "p.safetensors", "-o", "starts=32", "--certify", "--json", "--out", "f.json",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     data = json.loads(done.stdout)
     assert data["status"] == "recovered"
     assert data["certificate"]["radius"] < 1e-9
-    words = here("invert", "p.safetensors", "--starts", 32, "--certify").stdout
+    words = here("invert", "p.safetensors", "-o", "starts=32", "--certify").stdout
     assert "proved: exactly one input with this output lies within" in words
     problem, secret = invert.plant(3, 4, scale=0.3)
     found = load_file(tmp_path / "f.safetensors")
@@ -168,8 +168,19 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
 
 
 def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
-    planted = ("--kind", "inversion", "--dim", 4, "--tokens", 4, "--scale", 0.3, "--maps")
-    here("plant", "p.safetensors", *planted)
+    planted = (
+        "--kind",
+        "inversion",
+        "-o",
+        "dim=4",
+        "-o",
+        "tokens=4",
+        "-o",
+        "scale=0.3",
+        "-o",
+        "maps=true",
+    )
+    here("lab", "plant", "p.safetensors", *planted)
     done = here("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1
     assert "the only input with this output and these maps" in done.stdout

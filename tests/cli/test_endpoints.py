@@ -97,8 +97,9 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
     monkeypatch.setenv("X_VALUE", "v")
     with serving(endpoint):
         done = run(
-            "extract", endpoint.address, "--dim", DIM, "--input-tensor", "b", "--output-tensor",
-            "answers", "--batch", 3, "--timeout", 30, "--rate", 1000, "--header", "X-Name=X_VALUE",
+            "extract", endpoint.address, "--endpoint", f"dim={DIM}", "--endpoint", "input=b",
+            "--endpoint", "output=answers", "--endpoint", "batch=3", "--endpoint", "timeout=30",
+            "--rate", 1000, "--header", "X-Name=X_VALUE",
             "--method", "single-head", "--json",
         )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -113,12 +114,12 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("demo", "--batch", 4), "expected --batch with an endpoint, got demo"),
-        (("t.safetensors", "--insecure"), "expected --insecure with an endpoint, got t.safe"),
+        (("demo", "--endpoint", "batch=4"), "--endpoint batch is for an endpoint"),
+        (("t.safetensors", "--insecure"), "--insecure is for an endpoint, and t.safe"),
         (("http://192.0.2.9/v2/models/m",), "192.0.2.9 is another machine: give --authorized"),
-        (("http://h/v2/models/m", "--header", TOKEN), "expected --header NAME=VARIABLE with"),
-        (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "expected --header A=VARIABLE with"),
-        (("http://127.0.0.1:9/v2/models/m", "--timeout", "0"), "expected --timeout above 0"),
+        (("http://h/v2/models/m", "--header", TOKEN), "--header takes NAME=VARIABLE"),
+        (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "names an environment variable"),
+        (("http://127.0.0.1:9/v2/models/m", "--endpoint", "timeout=0"), "expected timeout above 0"),
     ],
 )
 def test_wrong_options_are_one_line(run, tmp_path, command, words, line):
@@ -159,7 +160,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path):
         return scores(TARGET)(inputs)
 
     with serving(Endpoint([vectors(DIM)], hang)) as endpoint:
-        words = ("extract", endpoint.address, "--batch", "1", "--method", "single-head")
+        words = ("extract", endpoint.address, "--endpoint", "batch=1", "--method", "single-head")
         with warm_process.started(
             keyhole, str(tmp_path / "begun"), *words, cwd=tmp_path
         ) as process:

@@ -10,26 +10,34 @@ import pytest
 
 import tampered
 from command_line import KEYHOLE, finished, inside, interrupted, started
-from keyhole.cli.failures import said
+from keyhole.cli.app import report_failure
 from keyhole.core.errors import InputError, KeyholeError
 
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),
     "the world": (KeyholeError("expected a server, got none"), 3, "got none"),
-    "full disk": (OSError(errno.ENOSPC, "No space left on device", "f"), 3, "expected room"),
-    "permission": (PermissionError(errno.EACCES, "Permission denied", "f"), 3, "denied for f"),
-    "no memory": (MemoryError(), 3, "expected enough memory"),
-    "torch's": (RuntimeError("[enforce fail] can't allocate memory: 8 bytes"), 3, "enough memory"),
+    "full disk": (OSError(errno.ENOSPC, "No space left on device", "f"), 3, "could not write (f)"),
+    "permission": (
+        PermissionError(errno.EACCES, "Permission denied", "f"),
+        3,
+        "(f): Permission denied",
+    ),
+    "no memory": (MemoryError(), 3, "out of memory"),
+    "torch's": (RuntimeError("[enforce fail] can't allocate memory: 8 bytes"), 3, "out of memory"),
     "deep": (RecursionError("maximum recursion depth exceeded"), 3, "run again with --debug"),
     "no text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), 3, "run again with --debug"),
-    "unforeseen": (RuntimeError("one\ntwo\x1b[31m"), 3, "RuntimeError: one two�[31m; run again"),
+    "unforeseen": (
+        RuntimeError("one\ntwo\x1b[31m"),
+        3,
+        "internal error: RuntimeError: one two�[31m; run again",
+    ),
     "Ctrl-C": (KeyboardInterrupt(), 130, "keyhole: stopped"),
 }
 
 
 @pytest.mark.parametrize(("error", "code", "words"), LINES.values(), ids=LINES)
 def test_every_failure_is_one_line(error, code, words, capsys):
-    assert said(error) == code
+    assert report_failure(error) == code
     out, line = capsys.readouterr()
     assert out == ""
     assert words in line
@@ -38,14 +46,14 @@ def test_every_failure_is_one_line(error, code, words, capsys):
 
 
 def test_what_nobody_reads_is_not_complained_about(capsys):
-    assert said(BrokenPipeError()) == 141
+    assert report_failure(BrokenPipeError()) == 141
     assert capsys.readouterr() == ("", "")
 
 
 def test_ctrl_c_that_a_library_calls_something_else(capsys):
     failure = ImportError("it did not load")
     failure.__context__ = KeyboardInterrupt()
-    assert said(failure) == 130
+    assert report_failure(failure) == 130
     assert capsys.readouterr().err == "keyhole: stopped\n"
 
 
@@ -100,6 +108,6 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     def loading(process) -> bool:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
-    done = interrupted("plant", "x.safetensors", cwd=tmp_path, ready=loading)
+    done = interrupted("lab", "plant", "x.safetensors", cwd=tmp_path, ready=loading)
     assert (done.returncode, done.stderr) == (130, "keyhole: stopped\n")
     assert list(tmp_path.iterdir()) == []

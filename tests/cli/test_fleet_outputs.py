@@ -63,11 +63,11 @@ def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
 WRONG = {
     "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),
     "its own file": (["--output=json=out/a-b.json"], "twice"),
-    "two on stdout": (["--output=sarif=-", "--json"], "expected one thing to print"),
+    "two on stdout": (["--output=sarif=-", "--json"], "only one result can be printed"),
     "no baseline": (["--baseline=none"], "there is no such folder"),
-    "a file": (["--baseline=fleet.toml"], "expected --baseline as the folder of --out"),
-    "an empty folder": (["--baseline=empty"], "expected findings of these targets in empty"),
-    "the same folder": (["--baseline=out"], "expected --baseline in another folder than --out"),
+    "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
+    "an empty folder": (["--baseline=empty"], "empty holds no findings of these targets"),
+    "the same folder": (["--baseline=out"], "--baseline and --out are both"),
     "no JSON": (["--baseline=odd"], "expected a JSON file, got odd/x.json"),
     "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
 }

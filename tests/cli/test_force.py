@@ -12,12 +12,12 @@ from command_line import inside
 AUDIT, LAYER = ("audit", "no.safetensors"), ("invert", "no.safetensors", "--out", "f.json")
 FLIPS = ("disrupt", "nowhere", "--data", "no.tsv")
 TRAINED = ("harden", "nowhere", "--data", "no.tsv", "--dev", "no.tsv", "--out", "new")
-LEAK = ("capture", "nowhere", "--text", "a", "--expose", "hidden:1")
+LEAK = ("lab", "capture", "nowhere", "--text", "a", "--expose", "hidden:1")
 EXISTING = {
     "audit's page": ("keyhole-report.html", AUDIT),
     "audit's findings": ("keyhole-report.json", AUDIT),
-    "audit's page by name": ("p.html", (*AUDIT, "--page", "p.html")),
-    "audit's findings by name": ("f.json", (*AUDIT, "--json-file", "f.json")),
+    "audit's page by name": ("p.html", (*AUDIT, "--output", "html=p.html")),
+    "audit's findings by name": ("f.json", (*AUDIT, "--output", "json=f.json")),
     "report's page": ("keyhole-report.html", ("report", "no.json")),
     "extract's result": ("f.json", ("extract", "no.safetensors", "--out", "f.json")),
     "extract's weights": ("f.safetensors", ("extract", "no.safetensors", "--out", "f.json")),
@@ -28,10 +28,13 @@ EXISTING = {
         "leaks/leak-0001.safetensors",
         (*LEAK, "--text", "b", "--out", "leaks"),
     ),
-    "plant's target": ("t.safetensors", ("plant", "t.safetensors", "--dim", 2, "--rank", 9)),
+    "plant's target": (
+        "t.safetensors",
+        ("lab", "plant", "t.safetensors", "-o", "dim=2", "-o", "rank=9"),
+    ),
     "disrupt's result": ("f.json", (*FLIPS, "--out", "f.json")),
-    "disrupt's page": ("f.html", (*FLIPS, "--page", "f.html")),
-    "harden's page": ("f.html", (*TRAINED, "--page", "f.html")),
+    "disrupt's page": ("f.html", (*FLIPS, "--output", "html=f.html")),
+    "harden's page": ("f.html", (*TRAINED, "--output", "html=f.html")),
 }
 
 
@@ -46,9 +49,7 @@ def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, 
     (tmp_path / file).write_text("mine")
     done = here(*command)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"keyhole: expected a new file, got {file}, which exists: give --force to replace it\n"
-    )
+    assert done.stderr == f"keyhole: {file} exists: give --force to replace it\n"
     forced = here(*command, "--force")
     assert "--force" not in forced.stderr
     assert forced.returncode == 2  # for want of an input
@@ -57,11 +58,11 @@ def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, 
     (tmp_path / file).mkdir()
     folder = here(*command, "--force")
     assert folder.returncode == 2
-    assert folder.stderr == (f"keyhole: expected a file to write, got {file}: it is a folder\n")
+    assert folder.stderr == f"keyhole: expected a file to write, got {file}: it is a folder\n"
 
 
 def test_force_replaces(tmp_path, here):
-    made = ("plant", "t.safetensors", "--dim", 3)
+    made = ("lab", "plant", "t.safetensors", "-o", "dim=3")
     assert here(*made).returncode == 0
     first = (tmp_path / "t.safetensors").read_bytes()
     assert here(*made, "--seed", 1).returncode == 2
@@ -75,13 +76,13 @@ def test_force_replaces(tmp_path, here):
 
 def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, here):
     """--out t.json has the weights beside it in t.safetensors, which is the target."""
-    here("plant", "t.safetensors", "--dim", 3)
+    here("lab", "plant", "t.safetensors", "-o", "dim=3")
     done = here("extract", "t.safetensors", "--out", "t.json")
     assert done.returncode == 2
-    assert "got t.safetensors, which exists" in done.stderr
+    assert "t.safetensors exists" in done.stderr
 
 
 def test_files_that_are_continued_need_no_force(tmp_path, here):
-    here("plant", "t.safetensors", "--dim", 3)
+    here("lab", "plant", "t.safetensors", "-o", "dim=3")
     for _ in range(2):
         assert here("extract", "t.safetensors", "--ledger", "run.db").returncode == 1

@@ -1,4 +1,4 @@
-"""`keyhole invert layers`: a planted stack comes back, and what is no stack is refused."""
+"""`keyhole lab stacks`: a planted stack comes back, and what is no stack is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ from keyhole import invert
 from keyhole.core.files import write_tensors
 from keyhole.lab import stacks
 
-PLANT = ("plant", "s.safetensors", "--kind", "inversion", "--layers", 2, "--dim", 4, "--tokens", 5)
+PLANT = (
+    "lab",
+    "plant",
+    "s.safetensors",
+    "--kind",
+    "inversion",
+    "-o",
+    "layers=2",
+    "-o",
+    "dim=4",
+    "-o",
+    "tokens=5",
+)
 
 
 @pytest.fixture
@@ -23,9 +35,9 @@ def here(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("method", ["peel", "end-to-end"])
 def test_a_planted_stack_comes_back(tmp_path, here, method):
-    assert here(*PLANT, "--residual", "--scale", 0.3).returncode == 0
+    assert here(*PLANT, "-o", "residual=true", "-o", "scale=0.3").returncode == 0
     done = here(
-        "invert", "layers", "s.safetensors", "--method", method, "--starts", 8, "--json",
+        "lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8", "--json",
         "--out", "f.json",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -33,7 +45,7 @@ def test_a_planted_stack_comes_back(tmp_path, here, method):
     _, secret = stacks.plant(2, 5, 4, scale=0.3, residual=True)
     result = stacks.StackInversion.load(tmp_path / "f.json")
     assert min(float((X - secret).abs().max()) for X in result.solutions) < 1e-8
-    words = here("invert", "layers", "s.safetensors", "--method", method, "--starts", 8).stdout
+    words = here("lab", "stacks", "s.safetensors", "--method", method, "-o", "starts=8").stdout
     assert "errors in the output grow" in words
 
 
@@ -53,12 +65,12 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("s.safetensors --method end-to-end --branches 2", "expected --branches with peel, got"),
-        ("s.safetensors --method end-to-end --seconds 2", "expected --seconds with peel, got"),
-        ("s.safetensors --starts 0", "expected starts of 1 or more, got 0"),
+        ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
+        ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
+        ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
         ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
         ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
-        ("wide.safetensors", "expected layer 2 to take the 4 outputs of layer 1, got d = 3"),
+        ("wide.safetensors", "layer 2 must take the 4 outputs of layer 1"),
         ("nan.safetensors", "layer 2: expected finite numbers in W, got 16 NaN"),
     ],
 )
@@ -73,12 +85,15 @@ def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):
     write_tensors(tmp_path / "wide.safetensors", {**plain, **narrow})
     broken = {"2.W": two.W * torch.nan, "2.V": two.V}
     write_tensors(tmp_path / "nan.safetensors", {**plain, **broken})
-    done = here("invert", "layers", *words.split())
+    done = here("lab", "stacks", *words.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"keyhole: {error}")
     assert done.stderr.count("\n") == 1
 
 
 def test_layers_are_planted_for_inversion_alone(here):
-    assert "--layers with --kind inversion" in here("plant", "t.safetensors", "--layers", 2).stderr
-    assert "without --maps and --heads" in here(*PLANT, "--maps").stderr
+    assert (
+        "head has no option 'layers'"
+        in here("lab", "plant", "t.safetensors", "-o", "layers=2").stderr
+    )
+    assert "takes neither maps nor heads" in here(*PLANT, "-o", "maps=true").stderr

@@ -44,35 +44,38 @@ def test_a_search_starts_where_it_is_told(tmp_path, here, secret, method):
 def test_gamma_and_slack_reach_the_theorem(here, secret):
     newton = ("invert", "p.safetensors", "--method", "regularized-newton", "--start",
               "near.safetensors", "--json")  # fmt: skip
-    plain = here(*newton, "--gamma", 0, "--slack", 0)
+    plain = here(*newton, "-o", "gamma=0", "-o", "slack=0")
     assert plain.returncode == 1, plain.stderr
     assert "gamma=0.0, slack=0.0" in json.loads(plain.stdout)["method"]
-    paper = json.loads(here(*newton, "--gamma", "paper").stdout)
+    paper = json.loads(here(*newton, "-o", "gamma=paper").stdout)
     assert "is not the input" in paper["reason"]
     assert "gamma='paper', slack=0.1" in paper["method"]
-    drawn = json.loads(here(*newton, "--delta", 0.05).stdout)
+    drawn = json.loads(here(*newton, "-o", "delta=0.05").stdout)
     assert "delta=0.05" in drawn["method"]
     assert drawn["iterations"] != paper["iterations"]
-    slow = json.loads(here(*newton, "--slack", 0.5).stdout)
+    slow = json.loads(here(*newton, "-o", "slack=0.5").stdout)
     assert slow["iterations"] > paper["iterations"]
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--gamma 1", "expected --gamma with regularized-newton, got auto"),
-        ("--slack 0.1 --method lbfgs", "expected --slack with regularized-newton, got lbfgs"),
-        ("--rate 0.1", "expected --rate with adam or gradient-descent-as-published, got"),
-        ("--rate 0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
-        ("--delta 0.1", "expected --delta with regularized-newton, got auto"),
-        ("--delta 1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
-        ("--rate nan --method adam", "expected rate above 0, got nan"),
+        ("-o gamma=1", "auto has no option 'gamma'"),
+        ("-o slack=0.1 --method lbfgs", "lbfgs has no option 'slack'"),
+        ("-o rate=0.1", "auto has no option 'rate'"),
+        ("-o rate=0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
+        ("-o delta=0.1", "auto has no option 'delta'"),
+        ("-o delta=1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
+        ("-o rate=nan --method adam", "expected rate above 0, got nan"),
         ("--start near.safetensors", "expected --start with levenberg-marquardt or "),
         ("--start near.safetensors --method token-by-token", "expected --start with "),
-        ("--start near.safetensors --starts 3 --method adam", "expected --starts or --start"),
-        ("--gamma small --method regularized-newton", 'expected gamma "paper" or a number'),
-        ("--gamma nan --method regularized-newton", "expected gamma of 0 or more, got nan"),
-        ("--slack 1 --method regularized-newton", "expected slack from 0 to below 1, got 1"),
+        (
+            "--start near.safetensors -o starts=3 --method adam",
+            "starts and --start exclude each other",
+        ),
+        ("-o gamma=small --method regularized-newton", 'expected gamma "paper" or a number'),
+        ("-o gamma=nan --method regularized-newton", "expected gamma of 0 or more, got nan"),
+        ("-o slack=1 --method regularized-newton", "expected slack from 0 to below 1, got 1"),
         ("--start p.safetensors --method adam", "expected a tensor X in p.safetensors, got B, V,"),
         ("--start wide.safetensors --method adam", "expected X of shape n×d = 3×3 in wide."),
         ("--start nan.safetensors --method adam", "expected finite real numbers in X of nan."),
@@ -88,24 +91,22 @@ def test_what_does_not_apply_is_refused_in_one_line(tmp_path, here, secret, word
 
 
 def test_bounds_are_printed_beside_what_is_measured(tmp_path, here, secret):
-    words = here("invert", "bounds", "p.safetensors", "input.safetensors")
+    words = here("lab", "bounds", "p.safetensors", "input.safetensors")
     assert words.returncode == 0, words.stderr
     assert "holds: ‖X‖ ≤ R" in words.stdout
     assert "Lemma 4.5" in words.stdout
     assert "Lemma 4.4" in words.stdout
-    data = json.loads(
-        here("invert", "bounds", "p.safetensors", "input.safetensors", "--json").stdout
-    )
+    data = json.loads(here("lab", "bounds", "p.safetensors", "input.safetensors", "--json").stdout)
     expected = invert.bounds(invert.Problem.load(tmp_path / "p.safetensors"), secret)
     assert data == json.loads(json.dumps(expected.to_dict()))
     assert all(data["assumptions"].values())
 
 
 def test_bounds_say_which_assumption_does_not_hold(here, secret):
-    done = here("invert", "bounds", "p.safetensors", "input.safetensors", "--radius", 1)
+    done = here("lab", "bounds", "p.safetensors", "input.safetensors", "-o", "R=1")
     assert done.returncode == 0
     assert "does not hold: ‖X‖ ≤ R" in done.stdout
-    for option, value in (("--radius", 0.5), ("--neighbours", 0)):
-        wrong = here("invert", "bounds", "p.safetensors", "input.safetensors", option, value)
+    for option, value in (("-o", "R=0.5"), ("-o", "neighbours=0")):
+        wrong = here("lab", "bounds", "p.safetensors", "input.safetensors", option, value)
         assert wrong.returncode == 2
         assert wrong.stderr.startswith("keyhole: expected ")

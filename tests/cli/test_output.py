@@ -92,7 +92,7 @@ def test_the_answer_is_on_stdout_in_words(command, here, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [name for name in ANSWERS if name.split()[0] not in
-                                     ("capture", "plant")])  # fmt: skip
+                                     ("lab", "capture", "plant")])  # fmt: skip
 def test_or_as_json_alone(command, here):
     done = here(*command.split(), "--json")
     assert done.returncode in (0, 1), done.stderr
@@ -106,7 +106,7 @@ def test_rows_are_whole_in_a_file(here, place):
     for finding in Audit.load(place / "audit.json").findings:
         (row,) = (line for line in lines if f"  {words.exposure(finding.exposure)}  " in line)
         assert row.rstrip().endswith(cost(finding))
-    assert done.stderr == "page: keyhole-report.html\n"
+    assert done.stderr == "html: keyhole-report.html\n"
 
 
 @pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("audit ")])
@@ -123,7 +123,7 @@ def test_no_locale_is_too_small(command, here, monkeypatch):
 def test_a_process_in_an_ascii_locale(place):
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
              "PYTHONIOENCODING": "ascii"}  # fmt: skip
-    view = [*KEYHOLE, "report", "audit.json", "--page", "é.html"]
+    view = [*KEYHOLE, "report", "audit.json", "--output", "html=é.html"]
     done = finished(view, cwd=place, env=os.environ | plain)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
@@ -168,7 +168,9 @@ def test_a_reader_who_has_enough_is_no_error(place):
 
 @pytest.mark.slow
 def test_serve_says_where_on_stdout(place):
-    with started([*KEYHOLE, "serve", "t.safetensors", "--port", "18099"], cwd=place) as process:
+    with started(
+        [*KEYHOLE, "lab", "serve", "t.safetensors", "--port", "18099"], cwd=place
+    ) as process:
         assert process.stdout.readline() == (
             "serving t.safetensors at http://127.0.0.1:18099/v2/models/target (Ctrl-C ends it)\n"
         )

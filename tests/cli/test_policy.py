@@ -28,7 +28,7 @@ def keyhole(*words: str) -> tuple[int, str]:
 def planted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KEYHOLE_ENVIRONMENT", raising=False)
-    assert keyhole("plant", "head.safetensors", "--dim", "4")[0] == 0
+    assert keyhole("lab", "plant", "head.safetensors", "-o", "dim=4")[0] == 0
     (tmp_path / "keyhole.toml").write_text(POLICY)
     return tmp_path
 
@@ -44,18 +44,18 @@ def test_a_policy_names_the_target_and_what_fails(planted):
     assert "fail-on weights" in (planted / "keyhole-report.html").read_text()
     code, words = keyhole("audit", "--environment", "laboratory", "--force")
     assert code == 0
-    code, words = keyhole("policy", "check", "keyhole-report.json", "--json")
+    code, words = keyhole("policy", "keyhole-report.json", "--json")
     assert code == 1
     rulings = json.loads(words)["rulings"]
     assert {ruling["ruling"] for ruling in rulings} == {"fails", "passes"}
-    code, _ = keyhole("policy", "check", "keyhole-report.json", "--environment", "laboratory")
+    code, _ = keyhole("policy", "keyhole-report.json", "--environment", "laboratory")
     assert code == 0
 
 
 def test_what_a_baseline_has_does_not_fail(planted):
     (planted / "keyhole.toml").unlink()
     only = ("--only", "KH-WEIGHTS-SCORES")
-    assert keyhole("audit", "head.safetensors", *only, "--json-file", "old.json")[0] == 1
+    assert keyhole("audit", "head.safetensors", *only, "--output", "json=old.json")[0] == 1
     judged = ("head.safetensors", "--baseline", "old.json", "--force")
     code, words = keyhole("audit", *judged, *only, "--output", "sarif=new.sarif")
     assert code == 0, words
@@ -66,7 +66,7 @@ def test_what_a_baseline_has_does_not_fail(planted):
     code, words = keyhole("audit", *judged)  # more than the baseline knows
     assert code == 1
     assert "new" in words
-    code, words = keyhole("policy", "check", "old.json", "--baseline", "keyhole-report.json")
+    code, words = keyhole("policy", "old.json", "--baseline", "keyhole-report.json")
     assert code == 0
     assert "gone since the baseline" in words
 
@@ -95,7 +95,7 @@ def test_an_audit_of_nothing_says_what_it_wants(planted):
 
 
 def test_several_targets_of_a_policy_are_a_fleet(planted):
-    assert keyhole("plant", "other.safetensors", "--dim", "4", "--seed", "2")[0] == 0
+    assert keyhole("lab", "plant", "other.safetensors", "-o", "dim=4", "--seed", "2")[0] == 0
     several = POLICY.replace('"head.safetensors"', '"head.safetensors", "other.safetensors"')
     (planted / "keyhole.toml").write_text(several)
     assert keyhole("audit")[0] == 1

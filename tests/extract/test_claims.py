@@ -27,8 +27,8 @@ from keyhole.oracle.token_questions import Logits
 
 FULL = os.environ.get("KEYHOLE_FULL") == "1"
 SEEDS = range(4 if FULL else 1)
-DIMS = (1, 2, 3, 5) if FULL else (1, 2, 4)
-SHARES = (0.3, 0.6, 0.9)  # of what is needed
+DIMS = (1, 2, 3, 5) if FULL else (1, 3)
+SHARES = (0.3, 0.6, 0.9) if FULL else (0.6,)  # of what is needed
 EXACT = 1e-6
 COARSE = 1e-2
 
@@ -163,8 +163,9 @@ CASES = {
     "Auto, heads": lambda d, s: heads(extract.Auto(seed=s), d, s, 3),
 }  # fmt: skip
 SLOW = {
-    "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (3,),
-    "AttentionSubLayer": (8,), "Auto, heads": (2, 4),
+    "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (4,),
+    "SignOnly": (2,),
+    "AttentionSubLayer": (8,), "Auto, heads": (2,),
 }  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def budgets(needed: int, d: int) -> list[int]:
     """From one question to more than enough."""
     if FULL and needed <= 60:
         return list(range(1, needed + 45))
-    few = (1, 2, d, d + 1, d + 5, 2 * d, 2 * d + 1, needed - 1, needed, needed + 20)
+    few = (1, d + 1, 2 * d + 1, needed - 1, needed, needed + 20)
     return sorted(
         {count for count in (*few, *(int(share * needed) for share in SHARES)) if count > 0}
     )

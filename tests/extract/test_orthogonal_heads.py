@@ -67,10 +67,10 @@ def test_wrong_bases_are_caught():
 
 def test_bases_are_checked():
     _, (first, second) = orthogonal_heads([2, 2])
-    with pytest.raises(InputError, match="expected a basis for each head, got none"):
+    with pytest.raises(InputError, match="at least one basis"):
         OrthogonalHeads([])
     for bad in ([first, first], [2 * first]):
-        with pytest.raises(InputError, match="expected orthonormal, mutually orthogonal bases"):
+        with pytest.raises(InputError, match="bases must be orthonormal"):
             OrthogonalHeads(bad)
     for bad in ([first[0]], [first, second[:3]], [first.float()]):
         with pytest.raises(InputError, match=r"expected float64 bases of shape \(d, k\), got"):
@@ -78,10 +78,10 @@ def test_bases_are_checked():
     with pytest.raises(InputError, match="rows"):
         OrthogonalHeads([first])(orthogonal_heads([3, 3])[0])
     for name, value, message in (
-        ("points", 0, "expected 1 point or more, got 0"),
-        ("levels", 0, "expected 1 level or more, got 0"),
-        ("precision", 0.0, r"expected a precision between 0 and 1, got 0\.0"),
-        ("precision", 2.0, r"expected a precision between 0 and 1, got 2\.0"),
+        ("points", 0, "expected points of 1 or more, got 0"),
+        ("levels", 0, "expected levels of 1 or more, got 0"),
+        ("precision", 0.0, r"the precision must lie between 0 and 1: got 0\.0"),
+        ("precision", 2.0, r"the precision must lie between 0 and 1: got 2\.0"),
     ):
         with pytest.raises(InputError, match=message):
             OrthogonalHeads(**{name: value})
@@ -90,7 +90,7 @@ def test_bases_are_checked():
 # Unknown bases
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes", [[8], [4, 4], [1, 1, 1, 1], [1, 2, 3, 4], [4, 4, 4, 4], [8, 8]])
 def test_unknown_bases(sizes, seed):
     truth, _ = orthogonal_heads(sizes, seed)
@@ -104,7 +104,7 @@ def test_unknown_bases(sizes, seed):
     size=st.floats(-4, 2),
     seed=st.integers(0, 500),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_never_a_wrong_model_called_right(sizes, size, seed):
     truth, _ = orthogonal_heads(sizes, seed, 10.0**size)
     result = OrthogonalHeads(seed=seed)(truth)

@@ -9,18 +9,18 @@ from keyhole import extract, oracle
 from keyhole.oracle.token_questions import Logits
 
 CASES = {
-    "SingleHead": (extract.SingleHead(), oracle.plant(dim=10)),
-    "LowRank": (extract.LowRank(), oracle.plant(dim=12, rank=2)),
-    "NuclearNorm": (extract.NuclearNorm(rank=1), oracle.plant(dim=6, rank=1)),
-    "Tolerant": (extract.Tolerant(5e-4), oracle.Rounded(oracle.plant(dim=8), 3)),
-    "SignOnly": (extract.SignOnly(accuracy=1e-3), oracle.SignOnly(oracle.plant(dim=4))),
-    "MultiHead": (extract.MultiHead(), oracle.plant("multi-head", dim=10, heads=3)),
+    "SingleHead": (extract.SingleHead(), oracle.plant(dim=6)),
+    "LowRank": (extract.LowRank(), oracle.plant(dim=8, rank=2)),
+    "NuclearNorm": (extract.NuclearNorm(rank=1), oracle.plant(dim=4, rank=1)),
+    "Tolerant": (extract.Tolerant(5e-4), oracle.Rounded(oracle.plant(dim=5), 3)),
+    "SignOnly": (extract.SignOnly(accuracy=1e-3), oracle.SignOnly(oracle.plant(dim=3))),
+    "MultiHead": (extract.MultiHead(), oracle.plant("multi-head", dim=5, heads=2)),
     "OneLayerTransformer": (
-        extract.OneLayerTransformer(), oracle.plant("one-layer", dim=8, width=6)
+        extract.OneLayerTransformer(), oracle.plant("one-layer", dim=4, width=4)
     ),
     "OneLayerTransformer, heads": (
         extract.OneLayerTransformer(attention=extract.MultiHead()),
-        oracle.plant("one-layer", dim=8, width=6, heads=2),
+        oracle.plant("one-layer", dim=5, width=4, heads=2),
     ),
     "ReluNetwork": (extract.ReluNetwork(), oracle.plant("relu", dim=6, width=5)),
     "OrthogonalHeads": (extract.OrthogonalHeads(), oracle.plant(dim=6)),
@@ -30,7 +30,7 @@ CASES = {
     ),
     "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
     "OutputLayer, chosen tokens": (
-        extract.OutputLayer(top=9), Logits(PlantedLogits(words=90, width=8))
+        extract.OutputLayer(top=9), Logits(PlantedLogits(words=70, width=4))
     ),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
 }  # fmt: skip

@@ -140,6 +140,7 @@ def test_a_block_of_a_model_is_a_target():
 
 
 @pytest.mark.slow  # a server
+@pytest.mark.release
 def test_over_the_network(tmp_path):
     target = planted(**LLAMA, seed=5)
     with (

@@ -1,7 +1,7 @@
 """A small server on the loopback address that speaks the Open Inference Protocol.
 
 It answers with a function of the inputs of a request, states what it is told to state, and keeps
-what it was asked. `keyhole serve` is the real one; this one has tensors that MLServer's would not.
+what it was asked. `keyhole lab serve` is the real one; this one has tensors that MLServer has not.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from keyhole.core.endpoint import EndpointOptions, headers_of
 from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 from keyhole.oracle.open_inference import TakesTexts
-from keyhole.oracle.target import describe, open_target
+from keyhole.target import describe, open_endpoint
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)
@@ -39,7 +39,7 @@ def test_single_precision_is_sent_as_such_and_said():
     with serving(endpoint), opened(endpoint) as remote:
         answers = remote(draw(5))
         result = extract.run(remote, "auto")
-        assert describe(endpoint.address, {"": remote}).endswith(f"; {remote.note})")
+        assert describe(endpoint.address, remote).endswith(f"; {remote.note})")
     sent = endpoint.requests[0]["inputs"][0]
     assert sent["datatype"] == "FP32"
     rounded = draw(5).float().double()
@@ -243,24 +243,24 @@ def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
     endpoint.token = "Basic dXNlcjpwYXNzd29yZC0xMjM="
     with serving(endpoint):
         address = endpoint.address.replace("//", "//user:password-123@")
-        with closing(open_target(address)) as remote:
+        with closing(open_endpoint(address)) as remote:
             assert torch.equal(remote(draw(2)), TARGET(draw(2)))
             assert remote.identity == endpoint.address
-            assert "password" not in describe(address, {"": remote})
+            assert "password" not in describe(address, remote)
         for wrong in (address.replace("123", "124"), f"{address}?token=password-123"):
             with pytest.raises((OracleError, InputError)) as caught:
-                open_target(wrong)
+                open_endpoint(wrong)
             assert "password" not in str(caught.value)
         monkeypatch.setenv("MY_KEY", "Bearer other")
         both = EndpointOptions(headers={"authorization": "MY_KEY"})
         with pytest.raises(InputError, match="give one of them"):
-            open_target(address, options=both)
+            open_endpoint(address, options=both)
 
 
 def test_other_machines_need_a_word():
     for address in ("http://192.0.2.1/v2/models/m", "https://example.org/v2/models/m"):
         with pytest.raises(InputError, match="is another machine: give --authorized"):
-            open_target(address)
+            open_endpoint(address)
 
 
 @pytest.mark.parametrize(

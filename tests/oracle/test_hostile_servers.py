@@ -1,6 +1,6 @@
 """Whatever a server does, it ends in one line, in bounded memory and time.
 
-About 30 of the cases run by default; KEYHOLE_FULL=1 runs them all.
+A dozen of the cases run by default; KEYHOLE_FULL=1 runs them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 
 CASES = cases()
-SAMPLE = CASES if os.environ.get("KEYHOLE_FULL") else random.Random(17).sample(CASES, 32)
+SAMPLE = CASES if os.environ.get("KEYHOLE_FULL") else random.Random(17).sample(CASES, 12)
 MEMORY = 500e6
 SECONDS = 30.0  # beyond the time-out that was asked for: two cores, and others on them
 
@@ -48,6 +48,7 @@ def test_a_hostile_server_ends_in_one_line(case):
     assert threading.active_count() == threads
 
 
+@pytest.mark.release
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
 def test_several_large_answers_at_a_time_are_bounded_together():
     numbers = repeated(b'{"outputs": [{"shape": [1], "data": [', b"0.25,", 3_999_000, b"1]}]}")

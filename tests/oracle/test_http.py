@@ -13,7 +13,7 @@ from hostile import DIM, METADATA, Server, answer, raw
 
 from keyhole.core.errors import InputError
 from keyhole.oracle import Limits, OpenInference, OracleError
-from keyhole.oracle.target import open_target
+from keyhole.target import open_endpoint
 
 QUESTIONS = torch.zeros(4, 3, DIM, dtype=torch.float64)
 
@@ -36,8 +36,8 @@ def test_limits_reach_a_target_by_its_address():
         with pytest.raises(
             OracleError, match=r"dimension of at most 10 from .*, got 20: give --endpoint dim"
         ):
-            open_target(f"{server.url}/v2/models/m", Limits(dim=10))
-        with closing(open_target(f"{server.url}/v2/models/m/versions/1")) as remote:
+            open_endpoint(f"{server.url}/v2/models/m", Limits(dim=10))
+        with closing(open_endpoint(f"{server.url}/v2/models/m/versions/1")) as remote:
             assert remote.dim == 20
 
 

@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from hostile import Server, raw
 
 import served_target
 from keyhole import extract, oracle
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow  # a server
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A planted head behind `keyhole serve`, stopped when the tests are done."""
+    """A planted head behind `keyhole lab serve`, stopped when the tests are done."""
     target = oracle.plant(dim=8, seed=3)
     with served_target.served(target, tmp_path_factory.mktemp("served")) as url:
         yield url, target
@@ -60,10 +61,9 @@ def test_what_the_server_refuses_is_one_line(served):
     remote.close()
 
 
-def test_a_dead_server_ends_in_a_status(served):
-    url, _ = served
-    remote = OpenInference(url, "target", retries=1, timeout=2)
-    remote.url = "http://127.0.0.1:9/v2/models/target"
-    result = extract.SingleHead()(remote)
+def test_a_dead_server_ends_in_a_status():
+    with Server(raw(), "none") as server:
+        remote = OpenInference(server.url, "m", retries=1, timeout=2)
+    with closing(remote):
+        result = extract.SingleHead()(remote)
     assert result.status is Status.ORACLE_FAILED
-    remote.close()

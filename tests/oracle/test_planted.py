@@ -129,7 +129,7 @@ def eye(n: int) -> torch.Tensor:
             "finite entries in W",
         ),
         ({"W": eye(2).float(), "v": eye(2)[0]}, {"keyhole": "1", "kind": "head"}, "W in float64"),
-        ({"W": eye(2)}, None, "expected a target written by `keyhole plant`"),
+        ({"W": eye(2)}, None, "expected a target written by `keyhole lab plant`"),
         ({"W": eye(2)}, {"keyhole": "1", "kind": "tail"}, "expected a target written by"),
     ],
 )

@@ -37,7 +37,7 @@ def test_lengths():
             limited(draw(2, n))
         assert refused.value.status == 422
     assert torch.equal(oracle.LengthLimited(TARGET, max_tokens=2)(draw(1, 1)), TARGET(draw(1, 1)))
-    with pytest.raises(InputError, match="got 5 to 3"):
+    with pytest.raises(InputError, match="min_tokens must not exceed max_tokens"):
         oracle.LengthLimited(TARGET, 5, 3)
 
 

@@ -1,4 +1,4 @@
-"""Every defence that `keyhole serve` offers, over HTTP on the loopback address."""
+"""Every defence that `keyhole lab serve` offers, over HTTP on the loopback address."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def served(folder, *options):
 
 
 def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
-    options = ["--noise", "0.1", "--decimals", "2", "--max-norm", "1.5", "--seed", "4",
-               "--min-tokens", "3", "--max-tokens", "5", "--usual-norm", "2"]  # fmt: skip
+    options = ["-o", "noise=0.1", "-o", "decimals=2", "-o", "max_norm=1.5", "--seed", "4",
+               "-o", "min_tokens=3", "-o", "max_tokens=5", "-o", "usual_norm=2"]  # fmt: skip
     wrapped = Degradation(1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0)
     with served(tmp_path, *options) as remote:
         unusual = oracle.UsualOnly(TARGET, 2.0).unusual
@@ -55,11 +55,12 @@ def test_answers_are_changed_and_questions_refused_as_by_the_wrappers(tmp_path):
             assert refused.value.status == 422
 
 
+@pytest.mark.release  # the wrapper itself: test_refusing.py
 def test_labels_with_noise_anew_each_time_under_a_budget_and_a_rate(tmp_path):
     X = draw(1).repeat(10, 1, 1)
     noise = 10 * abs(float(TARGET(X)[0]))  # so that a label is wrong nearly half of the time
-    options = ["--fresh-noise", str(noise), "--sign-only", "--client-budget", "30",
-               "--client-rate", "10"]  # fmt: skip
+    options = ["-o", f"fresh_noise={noise}", "-o", "sign_only=true", "-o", "client_budget=30",
+               "-o", "client_rate=10"]  # fmt: skip
     with served(tmp_path, *options) as remote:
         begun = time.monotonic()
         assert set(torch.cat([remote(X), remote(X)]).tolist()) == {0.0, 1.0}

@@ -11,10 +11,12 @@ from browser import axe, chromium, opened
 from exposures import called
 from keyhole import oracle, report
 from keyhole.assess import assess
-from keyhole.audit import Audit, Target, audit
+from keyhole.audit import Audit, audit
+from keyhole.audit.target import target_of
 from keyhole.core import Cut, Finding, Remedied, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
 
+pytestmark = pytest.mark.release  # a browser takes seconds to start
 DESK, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 
 
@@ -42,7 +44,7 @@ def text_finding(layer: int) -> Finding:
 
 def every_kind() -> Audit:
     """Findings of all four families, a control and a skip, as an audit of a large target has."""
-    planted = audit(Target("it", {"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}))
+    planted = audit(target_of({"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}, "it"))
     inverted = Finding(
         called("a layer's output", "the attention layer"), "Auto", Status.RECOVERED,
         "residual 1e-16", "Keep outputs inside.", 1e-11, 1, 0.1, known=1.0, sought="input",

@@ -50,9 +50,11 @@ def bytes_model(tmp_path_factory):
 
 def test_bytes_are_shown_as_what_they_spell(bytes_model, here, tmp_path):
     leak = tmp_path / "leak.safetensors"
-    made = here("capture", bytes_model, "--text", TEXT, "--expose", "hidden:1", "--out", leak)
+    made = here(
+        "lab", "capture", bytes_model, "--text", TEXT, "--expose", "hidden:1", "--out", leak
+    )
     assert made.returncode == 0, made.stderr
-    done = here("invert", "text", bytes_model, leak)
+    done = here("recover", bytes_model, leak)
     assert done.returncode == 1, done.stderr
     assert TEXT in done.stdout
     assert not any(sign in done.stdout for sign in BROKEN)

@@ -35,8 +35,8 @@ HOSTILE = {
     "directions": "\u202egnp.exe\u202c \u2066x\u2069 \u200b\u200f\ufeff\u2028\u2029",
     "surrogates": "\ud800 x \udcff \ufffe\uffff",
     "numbers": "layer 99999999999999999999 ２ ²",
-    "long": "x" * 1_000_000,
-    "long and odd": "\x1b`|<@[" * 150_000,
+    "long": "x" * 100_000,
+    "long and odd": "\x1b`|<@[" * 20_000,
     "empty": "",
 }
 # What GitHub, GitLab or a browser would make something of, wherever it stands outside code.

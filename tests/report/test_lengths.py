@@ -11,7 +11,7 @@ from rich.console import Console
 from exposures import called
 from keyhole import report
 from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
-from keyhole.report import lengths
+from keyhole.report import readings as lengths
 
 # Tokens, exact, F1, cosine.
 READ = [

@@ -8,7 +8,6 @@ import html
 import io
 import json
 import re
-import sys
 from dataclasses import replace
 from datetime import date
 
@@ -21,17 +20,17 @@ from exposures import called
 from keyhole import oracle, report
 from keyhole.assess import Assessment, Family, Ignore, Policy, assess, compared, decided
 from keyhole.assess.severity import cost
-from keyhole.audit import Audit, Target, audit
+from keyhole.audit import Audit, audit
+from keyhole.audit.target import target_of
 from keyhole.core import Finding, Skip, Status
-from keyhole.core.errors import MissingExtra
 from keyhole.core.finding import Piece, Reading, Readings
-from keyhole.oracle.target import demo
 from keyhole.report import words as sentences
+from keyhole.target import demo_endpoints
 
 
 @pytest.fixture(scope="module")
 def found() -> Audit:
-    return audit(Target("a planted head", {"": oracle.plant(dim=8, rank=2, seed=1)}))
+    return audit(target_of(oracle.plant(dim=8, rank=2, seed=1), "a planted head"))
 
 
 def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:
@@ -140,7 +139,7 @@ def test_a_row_says_of_what(found):
     made = read(found, 1, 2)
     assert "text of the classifier in the box" in report.render(made)
     assert "text of the classifier in the box\n" in words(made)
-    for name in demo():
+    for name in demo_endpoints():
         assert name.startswith("the ")
 
 
@@ -221,13 +220,12 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     assert "Gone since the baseline" in words(found, judged)
 
 
-def test_a_figure_for_notebooks_needs_plotly_and_the_page_does_not(found, monkeypatch):
-    assert len(report.figure(found.findings).data) == sum(bool(f.trace) for f in found.findings)
-    assert report.figure(()) is None
-    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
-    with pytest.raises(MissingExtra, match=r"keyhole\[plots\]"):
-        report.figure(found.findings)
-    assert report.render(found)
+def test_a_notebook_shows_the_page_of_an_audit_in_a_frame(found):
+    shown = found._repr_html_()
+    assert shown.startswith("<iframe")
+    assert html.unescape(shown.split('srcdoc="')[1].removesuffix('"></iframe>')) == report.render(
+        found
+    )
 
 
 def test_a_saved_audit_gives_the_same_page(found):

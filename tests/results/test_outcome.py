@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from command_line import inside
 from exposures import called
 from keyhole import report
 from keyhole.assess import assess
-from keyhole.cli.app import command as imported
 from keyhole.core import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
 from keyhole.disrupt.disruption import Control, Disruption
 from keyhole.disrupt.disruption import Outcome as Flip
@@ -67,43 +68,44 @@ def results_of(status):
     return {
         "audit": audit_of(status),
         "extract": Extraction(status, "why", "method", None, 1, 0.0),
-        "invert problem": Inversion(status, "why", "method", None, None, 1, 0.0),
-        "invert text": TextRecovery(status, "why", "method", ids, "", False, 1, 0.0),
+        "invert": Inversion(status, "why", "method", None, None, 1, 0.0),
+        "recover": TextRecovery(status, "why", "method", ids, "", False, 1, 0.0),
     }
 
 
 @pytest.mark.parametrize("status", Status)
-@pytest.mark.parametrize("command", ["audit", "extract", "invert problem", "invert text"])
+@pytest.mark.parametrize("command", ["audit", "extract", "invert", "recover"])
 def test_every_command_ends_with_the_code_of_its_status(
     command, status, tmp_path, monkeypatch, capsys
 ):
     result = results_of(status)[command]
     monkeypatch.chdir(tmp_path)
     arguments = ["demo"]
-    if command == "audit":
-        imported("audit")
-        monkeypatch.setattr("keyhole.cli.audit.run", lambda *_, **__: result)
-    elif command == "extract":
-        imported("extract")
-        monkeypatch.setattr("keyhole.cli.extract.run", lambda *_, **__: result)
-    elif command == "invert problem":
-        imported("invert")
+    if command == "invert":
         from keyhole import invert
 
         invert.plant(2, 2)[0].save(tmp_path / "problem.safetensors")
         arguments = ["problem.safetensors"]
-        monkeypatch.setattr("keyhole.cli.invert.run", lambda *_, **__: result)
-    else:
-        imported("invert")
+    if command == "recover":
         from keyhole.recover.run import LeakRead
 
-        read = LeakRead(0, "leak", "digest", result)
-        monkeypatch.setattr("keyhole.cli.invert_text.run", lambda *_, notify, **__: notify(read))
         arguments = ["demo", "leak.safetensors"]
+        (tmp_path / "leak.safetensors").write_bytes(b"")
+        read = LeakRead(0, "leak", "digest", result)
+        updates = importlib.import_module("keyhole.recover.gradients")
+        monkeypatch.setattr(updates, "is_update", lambda _: False)
+
+    def ended(*_, notify=lambda _: None, **__):
+        notify(read if command == "recover" else None)
+        return result
+
+    name = "audit" if command == "audit" else "run"
+    module = importlib.import_module(f"keyhole.{command}.run")
+    monkeypatch.setattr(module, name, ended)
     done = inside(
         *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
     )
-    interrupted = command == "invert problem" and status is Status.INTERRUPTED
+    interrupted = command == "invert" and status is Status.INTERRUPTED
     assert done.returncode == (130 if interrupted else CODES[status]), done.stderr
 
 

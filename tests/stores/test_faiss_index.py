@@ -56,12 +56,12 @@ def test_whole_vectors_have_neither(tmp_path):
 
 @pytest.mark.parametrize("kind", ["product quantisation", "8 bits"])
 def test_a_text_is_judged_by_its_code(tmp_path, kind):
-    model, words = tiny.model("bert", hidden_size=192), tiny.tokenizer()
+    model, words = tiny.model("bert", hidden_size=96), tiny.tokenizer()
     texts = [" ".join(f"w{n}" for n in STREAM.integers(0, 195, 3)) for _ in range(300)]
     vectors = embeddings(model, words, [TEXT, *texts], ways(model)[0]).numpy().astype(np.float32)
-    index = faiss.IndexPQ(192, 48, 4)
+    index = faiss.IndexPQ(96, 24, 4)
     if kind == "8 bits":
-        index = faiss.IndexScalarQuantizer(192, faiss.ScalarQuantizer.QT_8bit)
+        index = faiss.IndexScalarQuantizer(96, faiss.ScalarQuantizer.QT_8bit)
     with indexed(tmp_path, index, vectors) as store:
         leak = Pooled(store.read([0])[0], steps=store.steps, ends=store.ends,
                       codebook=store.codebook)  # fmt: skip

@@ -31,6 +31,7 @@ def loaded(weights):
     return open_model(weights)
 
 
+@pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "pooling", ["mean", pytest.param("last", marks=FULL), pytest.param("cls", marks=FULL)]

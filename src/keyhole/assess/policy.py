@@ -5,7 +5,7 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     targets = ["./model"]                      # what `keyhole audit` without TARGET audits
     data = "texts.tsv"
     exposures = ["text", "KH-WEIGHTS-*"]       # families or rules to check; all by default
-    fail-on = ["high", "text.exact > 0.1"]     # conditions.py; by default all that is given away
+    fail-on = ["high", "text.exact > 0.1"]     # see below; by default all that is given away
     allow-unchecked = false                    # true: what could not be checked does not count
 
     [severity]
@@ -136,38 +136,33 @@ def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
             raise InputError(
                 f"expected {', '.join(_KEYS)} or environment in {path}, got {key[:40]}{hint}"
             )
-    changes: dict[str, Any] = {}
-    for key, value in table.items():
-        changes |= _KEYS[key](policy, value, path)
-    return replace(policy, **changes)
+    changes = {_KEYS[key]: _value(key, value, policy, path) for key, value in table.items()}
+    return replace(policy, **cast("Any", changes))
 
 
-def _targets(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
-    return {"targets": tuple(_beside(path, name) for name in _words(value, "targets", path))}
+def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
+    """What a key of a policy means, or one line that says what may stand there."""
+    match key:
+        case "targets":
+            return tuple(_in_folder(path, name) for name in _words(value, key, path))
+        case "exposures":
+            return expect_exposures(_words(value, key, path), f"exposures of {path}")
+        case "fail-on":
+            return tuple(condition(words) for words in _words(value, key, path))
+        case "severity":
+            return _severities(policy, value, path)
+        case "ignore":
+            return _ignores(policy, value, path)
+        case "data" if isinstance(value, str):
+            return _in_folder(path, value)
+        case "allow-unchecked" if isinstance(value, bool):
+            return value
+        case _:
+            kind = "a file's name" if key == "data" else "true or false"
+            raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
 
 
-def _data(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
-    if not isinstance(value, str):
-        raise InputError(f"expected data in {path} as a file's name, got {value!r:.40}")
-    return {"data": _beside(path, value)}
-
-
-def _exposures(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
-    names = _words(value, "exposures", path)
-    return {"exposures": expect_exposures(names, f"exposures of {path}")}
-
-
-def _fail_on(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
-    return {"fail_on": tuple(condition(words) for words in _words(value, "fail-on", path))}
-
-
-def _allow_unchecked(policy: Policy, value: Any, path: Path) -> dict[str, Any]:  # noqa: ARG001
-    if not isinstance(value, bool):
-        raise InputError(f"expected allow-unchecked in {path} as true or false, got {value!r:.40}")
-    return {"allow_unchecked": value}
-
-
-def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Any]:
+def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Severity]:
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
@@ -177,15 +172,13 @@ def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Any]:
                 f"{word!r:.40}"
             )
         given[name] = Severity(word)
-    return {
-        "severities": {**given, **{k: v for k, v in policy.severities.items() if k not in given}}
-    }
+    return {**given, **{name: s for name, s in policy.severities.items() if name not in given}}
 
 
-def _ignores(policy: Policy, value: Any, path: Path) -> dict[str, Any]:
+def _ignores(policy: Policy, value: Any, path: Path) -> tuple[Ignore, ...]:
     if not isinstance(value, list):
         raise InputError(f"expected [[ignore]] in {path}, got {value!r:.40}")
-    return {"ignores": (*policy.ignores, *(_ignore(one, path) for one in cast("list[Any]", value)))}
+    return (*policy.ignores, *(_ignore(entry, path) for entry in cast("list[Any]", value)))
 
 
 def _ignore(value: Any, path: Path) -> Ignore:
@@ -206,20 +199,15 @@ def _ignore(value: Any, path: Path) -> Ignore:
     return Ignore(finding, reason, until)
 
 
-_KEYS = {
-    "targets": _targets,
-    "data": _data,
-    "exposures": _exposures,
-    "fail-on": _fail_on,
-    "allow-unchecked": _allow_unchecked,
-    "severity": _severities,
-    "ignore": _ignores,
-}
+_KEYS = {  # and the fields that they set
+    "targets": "targets", "data": "data", "exposures": "exposures", "fail-on": "fail_on",
+    "allow-unchecked": "allow_unchecked", "severity": "severities", "ignore": "ignores",
+}  # fmt: skip
 
 
 def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, list) or not all(isinstance(one, str) for one in entries):
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise InputError(f"expected {key} in {path} as a list of words, got {value!r:.40}")
     return tuple(cast("list[str]", entries))
 
@@ -230,10 +218,10 @@ def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", value))
 
 
-def _beside(path: Path, name: str) -> str:
-    """A file or folder by its place beside the policy; addresses and other names as they are."""
-    beside = path.parent / name
-    return str(beside) if exists(beside) else name
+def _in_folder(path: Path, name: str) -> str:
+    """A file in the policy's own folder; addresses and other names as they are."""
+    file = path.parent / name
+    return str(file) if exists(file) else name
 
 
 # When an audit fails: the conditions that `fail-on` lists, one of which is enough.

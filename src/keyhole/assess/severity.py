@@ -8,7 +8,7 @@
     9 and 10 critical, 7 and 8 high, 5 and 6 medium, 1 to 4 low
 
 A finding that gave nothing away, and a control, score 0: none. Of a text, nothing was given away
-where guesses without the leak would have as much of it right (audit/chance.py). What could not be
+where guesses without the leak would have as much of it right (audit/texts.py). What could not be
 checked has no score: unknown, which is never none. All of these figures are fields of `Scale`, and
 may be set otherwise; a policy may give a rule or a finding its severity outright
 (assess/policy.py).

@@ -14,27 +14,24 @@ from typing import TYPE_CHECKING, Any
 from keyhole.audit.options import AuditOptions
 
 if TYPE_CHECKING:
-    from keyhole.audit.fleet_file import Member, read_fleet
-    from keyhole.audit.fleets import fleet
-    from keyhole.audit.given import Data, Stored
-    from keyhole.audit.opening import Opening
+    from keyhole.audit.fleets import Member, fleet, read_fleet
     from keyhole.audit.run import audit
     from keyhole.audit.stores import StoreTarget
-    from keyhole.audit.targets import Target, open_target
+    from keyhole.audit.target import NamedTarget, Target, open_target
     from keyhole.audit.texts import TextTarget
     from keyhole.core import Audit
 
 __all__ = [
-    "Audit", "AuditOptions", "Data", "Member", "Opening", "StoreTarget", "Stored", "Target",
-    "TextTarget", "audit", "fleet", "open_target", "read_fleet",
+    "Audit", "AuditOptions", "Member", "NamedTarget", "StoreTarget", "Target", "TextTarget",
+    "audit", "fleet", "open_target", "read_fleet",
 ]  # fmt: skip
 
 # Where each name is: all of these load torch, and the options alone should not wait for it.
 _MODULES = {
-    "Audit": "core", "Data": "audit.given", "Member": "audit.fleet_file",
-    "Opening": "audit.opening", "StoreTarget": "audit.stores", "Stored": "audit.given",
-    "Target": "audit.targets", "TextTarget": "audit.texts", "audit": "audit.run",
-    "fleet": "audit.fleets", "open_target": "audit.targets", "read_fleet": "audit.fleet_file",
+    "Audit": "core", "Member": "audit.fleets", "NamedTarget": "audit.target",
+    "StoreTarget": "audit.stores", "Target": "audit.target", "TextTarget": "audit.texts",
+    "audit": "audit.run", "fleet": "audit.fleets", "open_target": "audit.target",
+    "read_fleet": "audit.fleets",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from keyhole.audit.check import Check, Checked
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.exposure import Exposure
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import Loaded, class_names, head_of
@@ -54,12 +56,24 @@ class AnswersTarget:
     options: EndpointOptions
     loaded: Loaded | None
     texts: Sequence[str]
+    name: str = ""
 
     @property
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
         address = f"{without_password(self.url)}/v2/models/{self.model}"
         return f"{address}{self.options.chosen}{weights}"
+
+    @property
+    def size(self) -> int:
+        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def checks(part: str, target: AnswersTarget) -> list[Check]:
@@ -163,7 +177,9 @@ def _numbers(name: str, rows: Tensor) -> str:
 def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
     """What the model itself says to a text, in the forms that servers give."""
     parts = anatomy(loaded.model)
-    inputs = loaded.tokenizer(text, return_tensors="pt", truncation=True, max_length=parts.longest)
+    inputs = loaded.tokenizer(
+        text, return_tensors="pt", truncation=True, max_length=parts.max_length
+    )
     with torch.no_grad():
         said = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
     states = said.hidden_states[-1][0].double().cpu()

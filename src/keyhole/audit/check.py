@@ -44,7 +44,7 @@ class Checked:
 class Check:
     """One attack on one exposure, not made yet.
 
-    `attack` is its name, where an exposure is tried with several. `elsewhere`, where there is one,
+    `attack` is its name, where an exposure is tried with several. `for_worker`, where there is one,
     gives the same as a function that another process can call, with its number among the workers of
     its machine. `weight` is about how long it takes, where an attack on weights takes 1: the time
     that is left is estimated by it.
@@ -53,7 +53,7 @@ class Check:
     exposure: Exposure
     run: Callable[[Track], Checked]
     attack: str = ""
-    elsewhere: Callable[[], Callable[[int], Checked]] | None = None
+    for_worker: Callable[[], Callable[[int], Checked]] | None = None
     weight: float = 1.0
 
     @property

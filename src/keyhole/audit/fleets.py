@@ -1,35 +1,69 @@
-"""`keyhole audit --targets` as a function: many targets, whose checks are one pool of tasks.
+"""Many targets in one audit: `keyhole audit --targets fleet.toml`, and that file.
 
-Whoever opens a target says what is to be checked of it (elsewhere.py): that is the first task of
-each, and its checks are the others. All of them go to a crew (crew.py). One journal remembers every
-finished check; a target of which all are there is not opened again, unless its files were touched.
-A target that cannot be opened, or a check that cannot be made, is written down as that, and does
-not stop the others.
+    [defaults]
+    texts = 2
+
+    [[target]]
+    name = "reviews"
+    target = "./models/reviews"
+    data = "reviews.tsv"
+
+    [[target]]
+    target = "./others/*"
+
+The keys are the fields of `AuditOptions` and `EndpointOptions`. What a target says comes before the
+defaults, and those before the command line. Names of files begin in the folder of this file.
+
+Whoever opens a target says what is to be checked of it: that is the first task of each, and its
+checks are the others, all on one runner. One journal remembers every finished check; a target of
+which all are there is not opened again, unless its files were touched. A target that cannot be
+opened, or a check that cannot be made, is written down as that, and does not stop the others.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 import time
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast, get_type_hints
 
-from keyhole.audit.check import Checked, joined
-from keyhole.audit.costs import Costs
-from keyhole.audit.elsewhere import make, plan_of
-from keyhole.audit.fleet_file import Member, read_fleet
-from keyhole.audit.journal import Resuming, recalled, remember
-from keyhole.audit.plan import Plan
+from keyhole.audit.options import AuditOptions
+from keyhole.audit.run import Checking, Plan, Resuming, make, plan_of, reason_of
+from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
-from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.endpoint import EndpointOptions, headers_of
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.files import exists, read_text
 from keyhole.core.journal import Journal
-from keyhole.core.progress import Expecting, Track, untracked
-from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
+from keyhole.core.options import Option
+from keyhole.core.progress import Track, untracked
+from keyhole.core.result import typed
+from keyhole.core.tasks import MOST_PROCESSES, Runner, Task
 from keyhole.models.loading import close_kept
-from keyhole.report import words
+from keyhole.oracle.connection import without_password
+from keyhole.target import TargetKind, kind_of
 
-Finished = Callable[[Member, Audit], None]  # told of every target as soon as all of it is checked
+_OWN = ("target", "name", "ledger")  # of one target alone
+_PATTERN = re.compile(r"[*?\[]")
+_STEM = 80  # letters of a file's name
+
+
+@dataclass(frozen=True)
+class Member:
+    """One target of a fleet: its name, the name of its files, and what is opened."""
+
+    name: str
+    stem: str
+    target: NamedTarget
+
+
+Finished = Callable[[Member, Audit], None]  # called with every target once all of it is checked
 
 
 def fleet(
@@ -45,92 +79,69 @@ def fleet(
 ) -> Fleet:
     """Audit every target of a fleet, and report what each gives away.
 
-    `targets` is a file (fleet_file.py), or what `read_fleet` made of one. `processes` makes the
-    checks in so many of them, 0 in this one, `dask` on the cluster at that address. `journal` is
-    the file that remembers finished checks, from which a fleet that was stopped goes on
-    (`resuming` is told so); another run's is refused, or replaced with `force`. `finished` is told
-    of every target's audit as soon as there is one.
+    `targets` is a file, or what `read_fleet` made of one. `processes` makes the checks in so many
+    of them (0: in this one), `dask` on the cluster at that address. `journal` is the file that
+    remembers finished checks, from which a fleet that was stopped goes on (`resuming` is called
+    then); another run's is refused, or replaced with `force`. `finished` is called with every
+    target's audit as soon as there is one.
     """
     started = time.perf_counter()
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     members = read_fleet(targets) if isinstance(targets, str | Path) else list(targets)
-    costs = Costs({member.name: member.opening.size for member in members})
     run = {"run": "fleet", "keyhole": environment()["keyhole"]}
-    here = processes == 0 and dask is None
-    with (
-        Journal(journal, run, force=force) as memory,
-        Runner(dask or processes, partial(_cost, costs)) as crew,
-    ):
-        work = _Fleet(members, memory, crew, costs, track, finished, inside=here)
-        work.begin(resuming)
-        for done in crew.run():
-            work.take(done)
-        audits = {member.name: work.audits[member.name] for member in members}
-    close_kept()
+    workers = dask if dask is not None else processes
+    try:
+        with Journal(journal, run, force=force) as memory, Runner(workers) as runner:
+            work = _Fleet(members, memory, runner, track, finished)
+            work.run(resuming)
+    finally:
+        close_kept()
+    audits = {member.name: work.audits[member.name] for member in members}
     return Fleet(audits, time.perf_counter() - started)
 
 
-def _cost(costs: Costs, task: Task) -> float:
-    check = task.key.removeprefix(task.group)
-    return costs.of_check(task.group, check) if check else costs.of_target(task.group)
-
-
 class _Fleet:
-    """A fleet under way."""
+    """A fleet under way; a task's key is a target and one of its checks, None to open it."""
 
     def __init__(
-        self, members: Sequence[Member], journal: Journal, crew: Runner, costs: Costs, track: Track,
-        finished: Finished, *, inside: bool,
+        self, members: Sequence[Member], journal: Journal, runner: Runner, track: Track,
+        finished: Finished,
     ) -> None:  # fmt: skip
         self.members = {member.name: member for member in members}
-        self.journal, self.crew, self.costs = journal, crew, costs
-        self.track = track if inside else untracked  # a worker's parts are not seen from here
-        self.progress, self.finished, self.inside = track("audit"), finished, inside
-        self.estimate: tuple[float, float] | None = None  # when, and the seconds left then
+        self.sizes = {member.name: member.target.size for member in members}
+        self.fingerprints = {member.name: member.target.fingerprint() for member in members}
+        self.journal, self.runner, self.finished = journal, runner, finished
+        self.track = track if runner.in_process else untracked  # a worker's parts are not seen
+        self.checking = Checking(runner, journal, track)
         self.audits: dict[str, Audit] = {}
-        self.plans: dict[str, Plan] = {}
-        self.checked: dict[str, dict[str, tuple[Checked, float]]] = {}
-        self.fingerprints = {member.name: member.opening.fingerprint() for member in members}
+        runner.cost = self._cost
 
-    def begin(self, resuming: Resuming) -> None:
-        """What is known already, and the first tasks of the rest."""
-        plans = {name: plan for name in self.members if (plan := self._recalled(name))}
-        done = sum(key in self.journal for name, plan in plans.items() for key in _keys(name, plan))
-        if done:
-            resuming(done, sum(len(plan.checks) for plan in plans.values()))
+    def run(self, resuming: Resuming) -> None:
         for name, member in self.members.items():
-            plan = plans.get(name)
+            plan = self._recalled(name)
             if plan is not None:
-                self._go_on(name, plan)
+                self._begin(name, plan)
+                continue
+            target = member.target
+            self.runner.add(Task((name, None), partial(plan_of, target), name, target.local_only))
+        if self.checking.done:
+            resuming(self.checking.done, self.checking.total)
+        self.checking.report(unopened=self._unopened)
+        for done in self.runner.run():
+            name, check = done.task.key
+            if check is not None:
+                self.checking.take(done, unopened=self._unopened)
+                self._end_if_complete(name)
+            elif done.error is not None:
+                skip = Skip(
+                    Exposure(NOT_CHECKED, "target"), "none", reason_of(done.error), unchecked=True
+                )
+                self._end(name, Audit(target=name, identity="", findings=(), skips=(skip,)))
             else:
-                opening = member.opening
-                self.crew.add(Task(name, partial(plan_of, opening), name, opening.stays))
-        self._tell("")
-
-    def take(self, done: Done) -> None:
-        """What a task gave: what is to be checked of a target, or one check of it."""
-        name = done.task.group
-        if name not in self.plans:
-            if done.error is not None:
-                self._end(name, _unopened(name, done.error))
-                return
-            plan: Plan = done.value
-            record = {"files": self.fingerprints[name], "plan": plan.to_dict()}
-            self.journal.add({f"target {name}": record})
-            self._go_on(name, plan)
-            self._tell("")
-            return
-        check = done.task.key.removeprefix(name)
-        if done.error is not None:
-            reason = _reason(done.error)
-            checked = Checked(skips=(Skip(self.plans[name].checks[check], "none", reason, True),))
-        else:
-            checked = done.value
-            remember(self.journal, _key(name, self.plans[name], check), checked, done.seconds)
-            self.costs.learn(name, check, done.seconds)
-        self.checked[name][check] = checked, done.seconds
-        self._end_if_complete(name)
-        self._tell(f"{name}: {words.exposure(self.plans[name].checks[check])}")
+                record = {"files": self.fingerprints[name], "plan": done.value.to_dict()}
+                self.journal.add({f"target {name}": record})
+                self._begin(name, done.value)
+                self.checking.report(unopened=self._unopened)
 
     def _recalled(self, name: str) -> Plan | None:
         """What an earlier run was to check of a target, if that is as it was.
@@ -138,82 +149,202 @@ class _Fleet:
         Nobody can tell from here whether another model answers at an address: unless all of it was
         checked, it is asked.
         """
-        record = self.journal.records.get(f"target {name}")
+        key = f"target {name}"
+        record = self.journal.records.get(key)
         if record is None or record.get("files") != self.fingerprints[name]:
             return None
-        try:
-            plan = Plan.from_dict(record["plan"])
-        except (KeyError, InputError) as error:
-            raise InputError(
-                f"expected the checks of {name} in {self.journal.path}, got {error}: give --force, "
-                "or remove this file"
-            ) from error
-        complete = all(key in self.journal for key in _keys(name, plan))
-        return plan if complete or not self.members[name].opening.stays else None
+        plan = self.journal.recall(key, lambda record: Plan.from_dict(record["plan"]))
+        begins = _journal_key(name, plan)
+        complete = all(begins + check in self.journal for check in plan.checks)
+        return plan if complete or not self.members[name].target.local_only else None
 
-    def _go_on(self, name: str, plan: Plan) -> None:
-        """The checks of a target that are not in the journal."""
-        self.plans[name], self.checked[name] = plan, {}
-        opening = self.members[name].opening
-        for check in plan.checks:
-            key = _key(name, plan, check)
-            if key in self.journal:
-                self.checked[name][check] = recalled(self.journal, key)
-                self.costs.learn(name, check, self.checked[name][check][1])
-                continue
-            work = partial(make, opening, plan.identity, check)
-            if self.inside:
-                work = partial(work, track=self.track)
-            self.crew.add(Task(f"{name}{check}", work, name, opening.stays))
+    def _begin(self, name: str, plan: Plan) -> None:
+        target = self.members[name].target
+
+        def work(check: str) -> Callable[[int], Any]:
+            made = partial(make, target, plan.identity, check)
+            return partial(made, track=self.track) if self.runner.in_process else made
+
+        self.checking.begin(
+            name, plan, work, journal_key=_journal_key(name, plan), local_only=target.local_only
+        )
         self._end_if_complete(name)
 
+    @property
+    def _unopened(self) -> int:
+        return len(self.members) - len(self.audits.keys() | self.checking.plans.keys())
+
     def _end_if_complete(self, name: str) -> None:
-        plan, made = self.plans[name], self.checked[name]
-        if len(made) == len(plan.checks):
-            seconds = sum(took for _, took in made.values())
-            checked = joined(made[check][0] for check in plan.checks)
-            self._end(name, plan.audit(checked, seconds))
+        if self.checking.is_complete(name):
+            self._end(name, self.checking.audit_of(name))
 
     def _end(self, name: str, audit: Audit) -> None:
         self.audits[name] = audit
         self.finished(self.members[name], audit)
 
-    def _tell(self, note: str) -> None:
-        """How many checks are done; of targets that are not open, as many are assumed as usual."""
-        done = sum(len(made) for made in self.checked.values())
-        total = sum(len(plan.checks) for plan in self.plans.values())
-        unopened = len(self.members) - len(self.audits.keys() | self.plans.keys())
-        if self.plans:
-            total += unopened * total // len(self.plans)
-        left = self._left()
-        if left is not None and isinstance(self.progress, Expecting):
-            self.progress.expect(left)
-        self.progress(done, total or None, note)
-
-    def _left(self) -> float | None:
-        """The seconds to come; worked out once a second at most, since a fleet may be large."""
-        now = time.monotonic()
-        if self.costs.known and (self.estimate is None or now - self.estimate[0] >= 1):
-            tasks = self.crew.left()
-            self.estimate = now, sum(_cost(self.costs, task) for task in tasks) / len(self.crew)
-        return None if self.estimate is None else self.estimate[1] - (now - self.estimate[0])
+    def _cost(self, task: Task) -> float:
+        """Of a target that was not opened yet: its size, which is compared with others' alone."""
+        name, check = task.key
+        return float(self.sizes[name]) if check is None else self.checking.cost(name, check)
 
 
-def _key(name: str, plan: Plan, check: str) -> str:
-    return f"{name} {plan.digest} {check}"
+def _journal_key(name: str, plan: Plan) -> str:
+    return f"{name} {plan.digest} "
 
 
-def _keys(name: str, plan: Plan) -> list[str]:
-    digest = plan.digest
-    return [f"{name} {digest} {check}" for check in plan.checks]
+def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:
+    """The targets of a file; `base` holds the options that hold where the file says nothing."""
+    base = AuditOptions() if base is None else absolute(base, Path.cwd())
+    text = read_text(path, "a fleet file")
+    try:
+        data: dict[str, Any] = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not TOML: {error}") from error
+    _expect_keys(data, ("defaults", "target"), str(path))
+    defaults = data.get("defaults", {})
+    entries = data.get("target", [])
+    if not isinstance(defaults, dict):
+        raise InputError(f"expected [defaults] as a table in {path}, got {defaults!r:.40}")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{path} has no [[target]]: it needs one or more")
+    folder = Path(path).absolute().parent
+    shared = tuple(key for key in _KEYS if key not in _OWN)
+    base = _with(base, cast("dict[str, Any]", defaults), folder, f"{path}, [defaults]", shared)
+    made: list[tuple[str, NamedTarget]] = []
+    for number, entry in enumerate(cast("list[Any]", entries), 1):
+        made += _entry(base, entry, folder, f"{path}, [[target]] {number}")
+    return _members(made, path)
 
 
-def _unopened(name: str, error: Exception) -> Audit:
-    """A target that nobody could open: nothing of it was checked."""
-    skip = Skip(Exposure(NOT_CHECKED, "target"), "none", _reason(error), unchecked=True)
-    return Audit(target=name, identity="", findings=(), skips=(skip,))
+def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
+    """Targets by their names alone, as a policy lists them."""
+    made = [(without_password(name), NamedTarget(name, base).anywhere()) for name in targets]
+    return _members(made, "the policy")
 
 
-def _reason(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return words if isinstance(error, KeyholeError) else f"{type(error).__name__}: {words}"[:500]
+def _entry(
+    base: AuditOptions, entry: Any, folder: Path, where: str
+) -> list[tuple[str, NamedTarget]]:
+    """One [[target]], or as many as its pattern matches."""
+    if not isinstance(entry, dict):
+        raise InputError(f"expected a table in {where}, got {entry!r:.40}")
+    given = cast("dict[str, Any]", entry)
+    options = _with(base, given, folder, where, (*_OWN, *_KEYS))
+    target = _typed(str, given.get("target", ""), "target", where)
+    name = _typed(str, given.get("name", ""), "name", where)
+    if not target.strip():
+        raise InputError(f"{where} has no target")
+    names = _matching(target, folder, where)
+    return [
+        (_name(name, each, several=len(names) > 1), NamedTarget(each, options, str(folder)))
+        for each in names
+    ]
+
+
+def _name(name: str, target: str, *, several: bool) -> str:
+    shown = without_password(target).removeprefix("./")
+    return f"{name}/{Path(shown).name}" if name and several else name or shown
+
+
+def _matching(target: str, folder: Path, where: str) -> list[str]:
+    """A name as it is, or the targets in a folder that a pattern matches."""
+    literal = "://" in target or not _PATTERN.search(target)
+    if literal or exists(folder / target):
+        return [target]
+    pattern = Path(target)
+    start = Path(pattern.anchor) if pattern.is_absolute() else folder
+    try:
+        matches = sorted(start.glob(str(pattern.relative_to(pattern.anchor))))
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise InputError(f"{target} in {where} is not a pattern of names") from error
+    names = [
+        str(path if pattern.is_absolute() else path.relative_to(folder))
+        for path in matches
+        if not path.name.startswith(".") and _is_target(path)
+    ]
+    if not names:
+        raise InputError(f"no target matches {target} in {where}")
+    return names
+
+
+def _is_target(path: Path) -> bool:
+    """What can be audited without being told what it is: no leak, no folder of anything."""
+    kind = kind_of(str(path))
+    if kind is TargetKind.MODEL:
+        return path.suffix == ".gguf" or exists(path / "config.json")
+    return kind is TargetKind.STORE or path.suffix == ".safetensors"
+
+
+# What the keys of a fleet file mean: the fields of both classes, by their names and types.
+_AUDIT, _ENDPOINT = get_type_hints(AuditOptions), get_type_hints(EndpointOptions)
+_ABOUT: dict[str, Option | None] = {
+    each.name: each.metadata.get("option")
+    for options in (AuditOptions, EndpointOptions)
+    for each in fields(options)
+}
+_KEYS = (*(key for key in (*_AUDIT, *_ENDPOINT) if key not in ("endpoint", "headers")), "header")
+
+
+def _with(
+    base: AuditOptions, given: Mapping[str, Any], folder: Path, where: str, keys: Sequence[str]
+) -> AuditOptions:
+    """The options of a table, written over those of `base`."""
+    given = {key.replace("-", "_"): value for key, value in given.items()}
+    _expect_keys(given, keys, where)
+    audit: dict[str, Any] = {}
+    endpoint: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == "header":
+            endpoint["headers"] = headers_of(_typed(tuple[str, ...], value, key, where))
+        elif key in _ENDPOINT:
+            endpoint[key] = _option(_ENDPOINT[key], value, key, folder, where)
+        elif key in _AUDIT:
+            audit[key] = _option(_AUDIT[key], value, key, folder, where)
+    audit["endpoint"] = replace(base.endpoint, **endpoint)
+    options = replace(base, **audit)
+    return replace(options, model=absolute(options, folder).model)
+
+
+def _option(kind: Any, value: Any, key: str, folder: Path, where: str) -> Any:
+    about = _ABOUT[key]
+    if about is not None and about.parse is not None:  # a word, or what it stands for
+        if isinstance(value, str):
+            return about.parse(value)
+        kind = tuple[int, ...] if key == "layers" else kind
+    value = _typed(kind, value, key, where)
+    return str(folder / value) if about is not None and about.file else value
+
+
+def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
+    several = getattr(kind, "__origin__", None) is tuple
+    if several and not isinstance(value, list):
+        value = [value]
+    given = typed(kind, value, f"{key} in {where}")
+    if any(isinstance(each, str) and "\0" in each for each in (given if several else [given])):
+        raise InputError(f"{key} in {where} holds a NUL character")
+    return given
+
+
+def _expect_keys(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(keys))}"
+            raise InputError(f"{key[:40]} has no meaning in {where}: {hint}")
+
+
+def _members(made: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:
+    """Every target with a name of its own, and a plain one for its files, whatever it is called."""
+    members: dict[str, Member] = {}
+    stems = {"index"}  # the page of the fleet
+    for name, target in made:
+        if name in members:
+            raise InputError(f"{path} has two targets called {name[:80]}: give each a name")
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_STEM].strip("-").lower() or "target"
+        stem, number = plain, 1
+        while stem in stems:
+            number += 1
+            stem = f"{plain}-{number}"
+        stems.add(stem)
+        members[name] = Member(name, stem, target)
+    return list(members.values())

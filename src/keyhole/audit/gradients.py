@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.texts import TextTarget, reading_of
+from keyhole.audit.texts import TextTarget, explained, reading_of, share_by_chance
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -24,7 +23,7 @@ from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of
 from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
-from keyhole.recover.gradients.recover_batch import LONGEST
+from keyhole.recover.gradients.recover_batch import MAX_LENGTH
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
@@ -54,7 +53,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     elif parts.layers < 2:
         reason = "texts are put together by the second block, and the model has one"
     elif sum(each.numel() for each in model.parameters()) > _LARGEST:
-        reason = "takes longer than an audit: keyhole capture --expose gradient, invert text"
+        reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
         return [nothing_to_try(Skip(EXPOSURE, "none", reason))]
     exposure = replace(EXPOSURE, part=part)
@@ -64,7 +63,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
-    longest = min(LONGEST, anatomy(loaded.model).longest)
+    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
     originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]

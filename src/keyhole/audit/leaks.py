@@ -1,4 +1,4 @@
-"""The text from a leak that is at hand: a saved slot, a file of keyhole capture or another program.
+"""The text from a leak at hand: a saved slot, a file of keyhole lab capture or another program.
 
 A file whose token ids stand in it gives two findings: the ids as they are, checked against the
 rest, and what an attack reads of the rest alone.
@@ -17,6 +17,7 @@ from keyhole.audit.texts import exposure_of
 from keyhole.core import Finding, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading, Readings
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.recover import TextRecovery, recover_text
@@ -42,6 +43,17 @@ class LeakTarget:
     def identity(self) -> str:
         digests = " ".join(opened.leak.digest for opened in self.leaks)
         return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
+
+    @property
+    def size(self) -> int:
+        return largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def checks(part: str, target: LeakTarget) -> list[Check]:

@@ -8,7 +8,7 @@
 | `flips` | classifiers and models that write text | the prediction |
 | `scores` | endpoints: whatever they answer | weights |
 
-The names of leaks are those of `keyhole capture --expose`.
+The names of leaks are those of `keyhole lab capture --expose`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from keyhole.audit import flips, gradients, stores, texts, weights
 from keyhole.audit.check import Check, joined
-from keyhole.audit.targets import Target
+from keyhole.audit.target import Target
 from keyhole.core import Audit
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.journal import stopping_on_ctrl_c
@@ -82,7 +82,7 @@ def _checks(
     if exposure == SCORES:
         made = [
             weights.checks(name, oracle, seed, as_given=True, budget=budget)
-            for name, oracle in target.surfaces.items()
+            for name, oracle in target.endpoints.items()
         ]
     elif exposure == "pooled" and target.stores:
         made = [stores.checks(name, store) for name, store in target.stores.items()]

@@ -9,8 +9,10 @@ vectors, where a server may take those (vector_prompts.py).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,19 +20,22 @@ from typing import Any
 import torch
 
 from keyhole.audit.check import Check, Checked
-from keyhole.audit.last_layers import last_layer, reads
 from keyhole.audit.texts import reading_of
-from keyhole.audit.vector_prompts import takes_vectors
 from keyhole.core import Finding, Skip, Status, Unsuccessful
+from keyhole.core.endpoint import KEY
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
+from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
+from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.capture import capture
 from keyhole.models.loading import Loaded, head_of
-from keyhole.oracle.completions import FORMS
+from keyhole.oracle.completions import COMPLETION, FORMS, Completions, VectorPrompts
+from keyhole.oracle.http import Refused
 from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
+from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
@@ -54,6 +59,7 @@ _MANY = 384  # log-probabilities that a state needs at least, where its width is
 class ServerTarget:
     """A server, the weights of its model where they are known, and texts to send."""
 
+    name: str
     server: Server
     loaded: Loaded | None
     texts: Sequence[str]
@@ -62,6 +68,17 @@ class ServerTarget:
     def identity(self) -> str:
         weights = "" if self.loaded is None else f"; {self.loaded.name} {self.loaded.identity}"
         return f"{self.server.url} {self.server.kind} {self.server.model}{weights}"
+
+    @property
+    def size(self) -> int:
+        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def checks(part: str, target: ServerTarget) -> list[Check]:
@@ -159,7 +176,7 @@ def _texts(
     """Texts sent, and read back from the states that came."""
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(MAX_LENGTH, parts.longest)
+    longest = min(MAX_LENGTH, parts.max_length)
     progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):
@@ -246,3 +263,105 @@ def _compared(
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
     )
     return (Status.RECOVERED if error <= allowed else Status.MISMATCH), reason, error
+
+
+# The last layer behind a server's log-probabilities: its width, and how much of its matrix.
+#
+# Every answer of the whole vocabulary gives away one direction of what the output matrix spans,
+# until there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most.
+# Where the server states a width beyond that it takes a sample, and says how far that came and how
+# to go on.
+
+QUERIES, SAMPLE = 1_024, 64
+_WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
+REMEDY = (
+    "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
+    "which a client chooses the tokens; fewer digits cost an attacker digits of the matrix; "
+    "--api-key, and a count of queries per client."
+)
+
+
+def reads(server: Server, route: Route) -> bool:
+    """Is it a route whose answers give whole vectors, by the numbers of tokens?"""
+    return server.kind == "llama.cpp" and route.path == COMPLETION
+
+
+def last_layer(
+    exposure: Exposure, server: Server, route: Route, probe: str, track: Track
+) -> Checked:
+    """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
+    started = time.perf_counter()
+    answered = server.try_route(route, probe, key=bool(os.environ.get(KEY)))
+    if not answered.open:
+        return Checked(skips=(Skip(exposure, "OutputLayer", f"not given: {answered.reason}"),))
+    address = server.address or server.url
+    with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
+        given = len(answered.content)
+        if given < (oracle.vocabulary or given):
+            reason = (
+                f"{given} log-probabilities at a time: keyhole extract {server.url} --method "
+                f"output-layer --top {given} finds out whether a bias chooses them"
+            )
+            return Checked(skips=(Skip(exposure, "OutputLayer", reason),))
+        budget = QUERIES if (oracle.width or 0) < _WIDEST * QUERIES else SAMPLE
+        counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
+        result = OutputLayer()(counted)
+    reason = result.reason
+    if result.status is Status.BUDGET:
+        reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
+    finding = Finding(
+        exposure=exposure, attack="OutputLayer", status=result.status,
+        reason=reason, remedy=REMEDY, error=None if result.check is None else result.check.worst,
+        queries=counted.queries, seconds=time.perf_counter() - started, lower_bound=result.floor,
+        known=result.known, sought="last layer",
+    )  # fmt: skip
+    return Checked((finding,))
+
+
+# Does a server take vectors in the place of a prompt? With the model's weights it is found out.
+#
+# A text is sent as the embeddings of its tokens. If the log-probabilities that come back are those
+# of the model for that text, the server computes whatever function of vectors it is asked for: what
+# attacks on weights need, and a way past every filter that reads prompts.
+
+_SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
+
+
+def takes_vectors(
+    exposure: Exposure, server: Server, loaded: Loaded, text: str, track: Track
+) -> Checked:
+    """Whether it does, without a key."""
+    del track
+    form, started = FORMS[server.kind], time.perf_counter()
+    if head_of(loaded.model) != "causal":
+        return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
+    parts = anatomy(loaded.model)
+    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=parts.device)
+    try:
+        with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
+            given = oracle(parts.table[ids].double().cpu())[0]
+    except Refused as error:
+        reason = f"not taken: {error.status}"
+        return Checked(skips=(Skip(exposure, "probe", reason),))
+    except OracleError as error:
+        return Checked(skips=(Skip(exposure, "probe", str(error), unchecked=True),))
+    with torch.no_grad():
+        own = loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
+    off = float((own.topk(len(given)).values - given).abs().max())
+    same = off <= _SAME
+    meaning = (
+        "nothing is read by that alone, and every attack that asks by vectors may begin"
+        if same
+        else "another model, or it computes with something else than the vectors"
+    )
+    reason = (
+        "vectors are taken as a prompt without a key; the best log-probabilities are "
+        f"{off:.1e} from the model's own: {meaning}"
+    )
+    finding = Finding(
+        exposure=exposure, attack="probe",
+        status=Status.NOT_APPLICABLE if same else Status.MISMATCH, reason=reason,
+        remedy=form.remedy, error=off, queries=1, seconds=time.perf_counter() - started,
+        sought="vectors as prompts",
+    )  # fmt: skip
+    return Checked((finding,))

@@ -8,33 +8,34 @@ interval for all (share.py).
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked
-from keyhole.audit.vectors import (
-    EXPOSURE,
-    Part,
-    Source,
-    finding,
-    read,
-    read_elsewhere,
-    status_of,
-)
-from keyhole.core import Estimate, Finding, Status
+from keyhole.audit.texts import aligned
+from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
-from keyhole.core.progress import Track
+from keyhole.core.finding import Piece, Reading
+from keyhole.core.journal import digest
+from keyhole.core.machine import device_of, largest_matrix
+from keyhole.core.progress import Track, untracked
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure as Captured
-from keyhole.models.loading import Loaded
-from keyhole.recover.attack import Attack, Counts
+from keyhole.models.capture import capture
+from keyhole.models.demo import open_model
+from keyhole.models.loading import Loaded, identity, kept_open
+from keyhole.recover import Mark, Pooled, TextRecovery
+from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.pooling import (
@@ -50,7 +51,10 @@ from keyhole.recover.embeddings.pooling import (
     same_numbers,
 )
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED
+from keyhole.recover.originals import Original
+from keyhole.recover.pieces import unknown_token, written
+from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
+from keyhole.report import words
 from keyhole.stores import Store
 
 _NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
@@ -105,19 +109,39 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).longest)
+        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
         pooling = _pooling(store, loaded, vectors, kept, known, longest)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, longest, store.cells, store.note,
+            tuple(rows), vectors, tuple(kept), pooling, longest, store.rounding, store.note,
         )  # fmt: skip
 
     @property
     def facts(self) -> StoreFacts:
         read_with = self.method.note if isinstance(self.method, CountedReader) else ""
         return StoreFacts(self.count, self.pooling.reason, self.note, read_with)
+
+    @property
+    def size(self) -> int:
+        return largest_matrix(self.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        method, values = self.method, self.vectors.double().contiguous()
+        return {
+            "weights": identity(self.loaded.model),
+            "pooling": str(self.pooling),
+            "longest text": self.longest,
+            "method": method.settings if isinstance(method, Counts) else repr(method),
+            "texts": len(self.rows),
+            "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
+            "device": next(self.loaded.model.parameters()).device.type,
+        }
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
+        return checks(self.name, self)
 
 
 def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -192,9 +216,9 @@ def checks(part: str, target: StoreTarget) -> list[Check]:
     return [
         Check(
             exposure,
-            partial(_here, target, _part(exposure, target, start, end), attack),
+            partial(_in_process, target, _part(exposure, target, start, end), attack),
             f"{start + 1}–{end} of {count}",
-            partial(_elsewhere, target, _part(exposure, target, start, end)),
+            partial(_for_worker, target, _part(exposure, target, start, end)),
         )
         for start, end in _spans(count, _at_once(target))
     ]
@@ -203,18 +227,18 @@ def checks(part: str, target: StoreTarget) -> list[Check]:
 _Ready = Callable[[Track], Attack]
 
 
-def _here(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
+def _in_process(target: StoreTarget, part: Part, attack: _Ready, track: Track) -> Checked:
     return read(target.loaded, replace(part, method=attack(track)), track)
 
 
-def _elsewhere(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
+def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     """What a worker is sent."""
     if target.encoder is None:
         raise InputError(f"expected the name of the encoder of {target.name}, got none")
     device = anatomy(target.loaded.model).device
     kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
     source = Source(target.encoder, target.loaded.identity, kind)
-    return partial(read_elsewhere, source, part)
+    return partial(read_in_worker, source, part)
 
 
 def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part:
@@ -283,3 +307,237 @@ def _together(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
         parts[0].exposure, status, reason, attack=parts[0].attack, cell=cell, estimate=estimate,
         seconds=sum(part.seconds for part in parts),
     )  # fmt: skip
+
+
+# A few of a store's vectors read back: one check of an audit, in this process or in another.
+#
+# Where the store still has the texts, what was read is compared with them; where it does not, a
+# text counts as read if running the encoder on it gives the vector again (recover/layers/judge.py).
+
+EXPOSURE = Exposure("KH-TEXT-EMBEDDING", "stored")
+_REMEDY = (
+    "Guard stored embeddings like the texts themselves: the same access, encryption and retention; "
+    "deleting a text means deleting its vector."
+)
+_SAME = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)  # of all, or of none
+_PARTLY = 0.5  # of the tokens: what is called nearly recovered
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A few vectors of a store and how they were made: all that is needed but the encoder.
+
+    `longest` is after how many tokens the encoder cuts a text off.
+    """
+
+    exposure: Exposure
+    rows: tuple[int, ...]
+    vectors: Tensor
+    texts: tuple[str | None, ...]
+    pooling: Pooling
+    longest: int
+    cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    method: Attack | None = None
+
+
+def read(loaded: Loaded, part: Part, track: Track) -> Checked:
+    """Read all vectors of a part, and say what became of each."""
+    started = time.perf_counter()
+    recoveries = _recover(loaded, part, track)
+    readings = tuple(
+        _reading(loaded, part, place, recovery) for place, recovery in enumerate(recoveries)
+    )
+    cell = Readings("pooled", anatomy(loaded.model).layers, "as stored", readings)
+    made = finding(
+        part.exposure, status_of(cell, [recovery.status for recovery in recoveries]),
+        recoveries[0].reason, attack=recoveries[0].method, cell=cell,
+        seconds=time.perf_counter() - started,
+    )  # fmt: skip
+    return Checked((made,))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a worker finds the encoder, which is not sent."""
+
+    encoder: str
+    identity: str
+    device: str = "cpu"
+
+
+def read_in_worker(source: Source, part: Part, worker: int = 0) -> Checked:
+    """What a worker does: open the encoder, once a process, and read."""
+    source = replace(source, device=device_of(source.device, worker))
+    with kept_open(source, lambda _: _opened(source, part)) as (loaded, method):
+        return read(loaded, replace(part, method=method), untracked)
+
+
+def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
+    loaded, method = open_model(source.encoder, device=source.device), part.method
+    if loaded.identity != source.identity:
+        raise InputError(
+            f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
+            f"{loaded.identity}"
+        )
+    if isinstance(method, Counts):
+        attacked = Target.of(loaded.model, loaded.tokenizer)
+        method = method.ready(attacked, part.pooling.exposure)
+    return loaded, method
+
+
+def finding(
+    exposure: Exposure,
+    status: Status,
+    reason: str,
+    *,
+    attack: str = "",
+    cell: Readings | None = None,
+    estimate: Estimate | None = None,
+    seconds: float = 0.0,
+) -> Finding:
+    return Finding(
+        exposure=exposure,
+        attack=attack,
+        status=status,
+        reason=reason,
+        remedy=_REMEDY,
+        error=None,
+        queries=0 if cell is None else len(cell.readings),
+        seconds=seconds,
+        known=0.0 if cell is None else cell.known,
+        sought="text",
+        texts=() if cell is None else (cell,),
+        estimate=estimate,
+    )
+
+
+def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
+    """What became of all texts; `statuses` are those of each, or of some of them together."""
+    if len(set(statuses)) == 1 and statuses[0] in _SAME:
+        return statuses[0]
+    if cell.exact == len(cell.readings):
+        return Status.RECOVERED
+    partly = cell.exact or Status.INEXACT in statuses or cell.known >= _PARTLY
+    return Status.INEXACT if partly else Status.BUDGET
+
+
+def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
+    pooling = part.pooling
+    leaks = [
+        Pooled(
+            vector, pooling=pooling.name, normalised=pooling.normalised, width=pooling.width,
+            unit=pooling.unit, **part.cells,
+        )
+        for vector in part.vectors
+    ]  # fmt: skip
+    progress = track(words.exposure(part.exposure), total=len(leaks))
+    recoveries: dict[int, TextRecovery] = {}
+    for number, recovery in recovering(
+        loaded.model, loaded.tokenizer, leaks, method=part.method, track=track
+    ):
+        recoveries[number] = recovery
+        progress(len(recoveries))
+    return [recoveries[number] for number in range(len(leaks))]
+
+
+def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> Reading:
+    """What was read of one vector, beside the store's own text where it has one."""
+    tokenizer, text = loaded.tokenizer, part.texts[place]
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
+    near = _similarity(loaded, part, place, recovery)
+    if text is None or not text.strip():
+        return Reading(
+            original="",
+            pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
+            exact=recovery.status is Status.RECOVERED,
+            verified=recovery.verified,
+            note=f"vector {part.rows[place]}: the store has no text of it",
+            tokens=len(tokens),
+            similarity=near,
+        )
+    original = Original.of(tokenizer, text, part.longest)
+    truth = [id_ for id_ in original.ids if id_ not in special]
+    return Reading(
+        original=original.text,
+        pieces=tuple(aligned(tokens, truth)),
+        exact=original.is_exactly(tokenizer, recovery.ids),
+        verified=recovery.verified,
+        note="; ".join(original.notes),
+        tokens=len(truth),
+        overlap=_overlap([id_ for _, _, id_ in tokens], truth),
+        similarity=near,
+    )
+
+
+def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> float | None:
+    """The cosine of a vector with that of the text that was read; None where none was."""
+    if not recovery.ids:
+        return None
+    ids = torch.tensor([recovery.ids], device=anatomy(loaded.model).device)
+    with torch.no_grad():
+        made = capture(loaded.model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+    return float(torch.cosine_similarity(made, part.vectors[place].cpu().double(), dim=0))
+
+
+def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
+    """F1 of the tokens as bags: twice those in common, over all of both."""
+    common = (Counter(ids) & Counter(truth)).total()
+    return 2 * common / max(1, len(ids) + len(truth))
+
+
+def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
+    pieces = written(tokenizer, recovery.ids)
+    return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+
+
+# Which encoder made a store's vectors? Of several, the one that explains them best.
+#
+# With texts whose vectors are known, it is the one that gives these vectors, to rounding: no other
+# does. Without, it is a guess: the one whose vectors' mean points most where the store's points.
+
+
+def likeliest(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    """The candidate whose encoder fits, with the others in its reason; alone, as it is."""
+    if len(candidates) == 1:
+        return candidates[0]
+    if all(candidate.pooling.error is not None for candidate in candidates):
+        return _by_known_texts(candidates)
+    return _by_statistics(candidates)
+
+
+def _by_known_texts(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    errors = {candidate: candidate.pooling.error or 0.0 for candidate in candidates}
+    best, *others = sorted(errors, key=lambda candidate: errors[candidate])
+    rest = ", ".join(f"{other.loaded.name} is {errors[other]:.1e} off" for other in others)
+    found = f"none of {len(candidates)} encoders made them: {rest}"
+    if best.pooling.sure:
+        found = f"of {len(candidates)} encoders {best.loaded.name} made them: {rest}"
+    return _because(best, found)
+
+
+def _by_statistics(candidates: Sequence[StoreTarget]) -> StoreTarget:
+    likeness = {candidate: _likeness(candidate) for candidate in candidates}
+    order = sorted(likeness, key=lambda candidate: -likeness[candidate])
+    ranking = ", ".join(f"{each.loaded.name} {likeness[each]:.2f}" for each in order)
+    return _because(
+        order[0],
+        f"of {len(candidates)} encoders {order[0].loaded.name} is likeliest, which is a guess: the "
+        f"cosine of the mean of their vectors with the store's is {ranking}; --known makes sure",
+    )
+
+
+def _likeness(candidate: StoreTarget) -> float:
+    known = candidate.pooling.likeness
+    if known is None:  # its folder says how it pools, and nobody looked at the vectors
+        loaded = candidate.loaded
+        guess = from_statistics(
+            loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors, candidate.pooling.width
+        )
+        known = guess.likeness
+    return 0.0 if known is None else known
+
+
+def _because(target: StoreTarget, found: str) -> StoreTarget:
+    pooling = target.pooling
+    return replace(target, pooling=replace(pooling, reason=f"{pooling.reason}; {found}"))

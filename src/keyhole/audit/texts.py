@@ -9,17 +9,17 @@ Which leaks are tried with which attack stands in recover/registry.py.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from keyhole.audit.aligned import aligned
-from keyhole.audit.chance import explained, share_by_chance
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.layers import Layers, layers_of
 from keyhole.core import OUTCOMES, Finding, Outcome, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -30,8 +30,9 @@ from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
-from keyhole.recover import TextRecovery, recover_texts
+from keyhole.recover import Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
@@ -162,7 +163,7 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
             skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
         elif not any(row.layers(parts) for row in reading):
             names = " or ".join(readers(kind, parts.causal))
-            reason = f"takes longer than an audit: keyhole capture, invert text --method {names}"
+            reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
             skips.append(Skip(exposure, "none", reason))
     return tuple(skips)
 
@@ -176,7 +177,7 @@ def _check(
     texts = [*target.texts, *(target.notes if row.short else ())]
     exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
     parts = anatomy(model)
-    longest = min(MAX_LENGTH, parts.longest)
+    longest = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, longest) for text in texts]
     above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
     cells: list[Readings] = []
@@ -280,3 +281,150 @@ def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
         if not explained(cells[0]):
             return Status.INEXACT, reason
     return Status.BUDGET if cells[0].kind == "pooled" else Status.UNSOLVED, reason
+
+
+# Which layers of a model an audit looks at, and which it leaves out.
+
+Layers = Sequence[int] | Literal["all"]
+_CHOSEN = ("hidden", "kv")  # the kinds of leaks whose layers --layers chooses
+
+
+def layers_of(row: Row, chosen: Layers | None, parts: Anatomy) -> Sequence[int | None]:
+    """The layers that are looked at: the registry's own choice, or a person's."""
+    if chosen is None or row.kind not in _CHOSEN:
+        return row.layers(parts)
+    if chosen == "all":
+        return _every_layer(row.kind, parts)
+    for layer in chosen:
+        Captured(row.kind, layer).block(parts)  # said before the first check: there is such one
+    return list(chosen)
+
+
+def _every_layer(kind: str, parts: Anatomy) -> range:
+    """Counted as the exposure counts them: a causal model's cache from 0, all others from 1."""
+    first = 0 if kind == "kv" and parts.causal else 1
+    return range(first, first + parts.layers)
+
+
+def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
+    """The layers of which nothing was tried although others were: three of twelve are not all."""
+    try:
+        parts = anatomy(model)
+    except InputError:  # said by the checks of texts
+        return ()
+    rows = [row for _, row in ATTACKS.rows() if row.causal == parts.causal]
+    tried: dict[str, set[int]] = {}
+    for row in rows:
+        if not row.permuted:
+            numbers = (layer for layer in layers_of(row, chosen, parts) if layer is not None)
+            tried.setdefault(row.kind, set()).update(numbers)
+    exposures = {row.kind: row.exposure for row in reversed(rows) if not row.permuted}
+    return tuple(
+        _untried(replace(exposures[kind], part=part), kind, layers, parts)
+        for kind, layers in tried.items()
+        if layers and not layers.issuperset(_every_layer(kind, parts))
+    )
+
+
+def _untried(exposure: Exposure, kind: str, tried: set[int], parts: Anatomy) -> Skip:
+    every = _every_layer(kind, parts)
+    missing = [layer for layer in every if layer not in tried]
+    inside = sum(layer in every for layer in tried)  # hidden states of layer 0 are the embeddings
+    other = f"keyhole capture --expose {kind}:{missing[0]}, then keyhole invert text"
+    how = "--layers all tries every one" if kind in _CHOSEN else f"these take longer: {other}"
+    reason = f"{inside} of {parts.layers} layers were tried; {how}"
+    return Skip(exposure, "none", reason, layers=tuple(missing))
+
+
+# How much of a text a reading has right by chance: what frequent words and places explain.
+#
+# Whoever writes "the" and "." where they often stand is right now and then, leak or no leak. So
+# what was read is held against texts that it was not read from: the others of the audit, and
+# ordinary English sentences. Where no more is right of a text than of those, nothing was given
+# away; where more is, by odds of a thousand to one, something was, although nobody verified it.
+
+_SENTENCES = 64  # of the corpus that ships
+_LUCK = 1e-3  # the probability of as much by chance, above which chance explains it
+
+
+def share_by_chance(
+    tokenizer: Any,
+    originals: Sequence[Original],
+    recoveries: Sequence[TextRecovery],
+    longest: int,
+) -> float:
+    """The larger of the shares that are right of other texts and of ordinary sentences."""
+    texts = [_inside(tokenizer, original.ids) for original in originals]
+    read = [_inside(tokenizer, recovery.ids) for recovery in recoveries]
+    lines = islice(corpus_texts(SHIPPED), _SENTENCES)
+    ordinary = [_inside(tokenizer, Original.of(tokenizer, line, longest).ids) for line in lines]
+    shares: list[float] = []
+    for others in (texts, ordinary):
+        tallies = [
+            _agreeing(ids, other, in_place=len(ids) == len(own))
+            for number, (ids, own) in enumerate(zip(read, texts, strict=True))
+            for place, other in enumerate(others)
+            if others is ordinary or place != number
+        ]
+        right, total = sum(right for right, _ in tallies), sum(total for _, total in tallies)
+        if total:  # one more than were right: chance may have been unlucky here
+            shares.append((right + 1) / (total + 1))
+    return max(shares, default=1.0)
+
+
+def explained(cell: Readings) -> bool:
+    """Is as much right as chance alone may well have right?"""
+    if cell.chance is None:
+        return True
+    pieces = [piece for reading in cell.readings for piece in reading.pieces]
+    right = sum(piece.counts for piece in pieces)
+    return _at_least(right, len(pieces), cell.chance) > _LUCK
+
+
+def _at_least(right: int, total: int, share: float) -> float:
+    """The probability of so many right or more, each by itself with this probability."""
+    if share >= 1 or not right:
+        return 1.0
+    log, other = math.log(share), math.log1p(-share)
+    terms = (
+        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        + k * log + (total - k) * other
+        for k in range(right, total + 1)
+    )  # fmt: skip
+    return math.fsum(math.exp(term) for term in terms)
+
+
+def _inside(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Without special tokens, which stand in every text; but with the unknown one."""
+    special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
+    return [id_ for id_ in ids if id_ not in special]
+
+
+def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tuple[int, int]:
+    """How many tokens are right, of how many; where the length did not leak, wherever they fit."""
+    if in_place:
+        both = list(zip(ids, truth, strict=False))
+        return sum(read == true for read, true in both), len(both)
+    blocks = SequenceMatcher(None, truth, ids, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks), max(len(ids), len(truth))
+
+
+# What was read beside the original, where a text's length did not leak with it.
+#
+# Positions alone say little then: a word that is missing would make all behind it wrong.
+
+
+def aligned(tokens: Sequence[tuple[str, Mark, int]], truth: Sequence[int]) -> Iterator[Piece]:
+    """Tokens (as written, how far to be believed, id) marked right or wrong.
+
+    There is a question mark for every one that is missing.
+    """
+    ids = [id_ for _, _, id_ in tokens]
+    matcher = SequenceMatcher(None, truth, ids, autojunk=False)
+    for kind, from_, to, start, end in matcher.get_opcodes():
+        for place, (piece, mark, _) in enumerate(tokens[start:end], start):
+            # The first token is written without a space before it, but others may be missing there.
+            space = " " if place == 0 and from_ > 0 else ""
+            yield Piece(f"{space}{piece}", mark.value, kind == "equal")
+        for _ in range(max(0, (to - from_) - (end - start))):
+            yield Piece(" ?", Mark.UNKNOWN.value, False)

@@ -102,6 +102,10 @@ def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
     shown.close(finished=True)
 
 
+def report_resuming(done: int, total: int) -> None:
+    say(f"resuming: {done} of {total} checks are done")
+
+
 def _view(command: str, each: bool) -> _View:
     if os.environ.get("KEYHOLE_NO_PROGRESS"):
         return _View()

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from keyhole.cli.answers import answer
-from keyhole.cli.app import Force, Json, app
-from keyhole.cli.outputs import Outputs, output_option
-from keyhole.configs import Checked, Level, check
-from keyhole.core.errors import InputError
-from keyhole.report.configurations import CONFIG_FORMATS
+from keyhole.cli.app import app, example
+from keyhole.cli.console import answer
+from keyhole.cli.options import Force, Json, about
+from keyhole.cli.outputs import OutputFiles, Outputs
+from keyhole.core.options import CHECKS, OUTPUT
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def _level(name: str | Level) -> Level:
-    if isinstance(name, Level):
-        return name
-    if name.upper() not in Level.__members__:
-        words = ", ".join(str(level) for level in Level)
-        raise InputError(f"expected --fail-on among {words}, got {name[:80]}")
-    return Level[name.upper()]
-
-
-def _at(least: Level, render: Callable[[Checked, Level], str]) -> Callable[[Checked], str]:
-    return lambda checked: render(checked, least)
+    from keyhole.configs import Checked
 
 
 @app.command(
     "check-config",
-    epilog="\b\nExample:\n  keyhole check-config . --fail-on high\n"
-    "  keyhole check-config . --output sarif-github=keyhole.sarif",
+    epilog=example(
+        "keyhole check-config . --fail-on high",
+        "keyhole check-config . --output sarif-github=keyhole.sarif",
+    ),
 )
 def check_config(
     paths: Annotated[
@@ -44,18 +36,14 @@ def check_config(
         ),
     ],
     fail_on: Annotated[
-        Level,
-        typer.Option(
-            parser=_level,
-            metavar="[low|medium|high]",
-            help="The least level that ends with exit code 1; others are shown alone.",
-        ),
-    ] = Level.MEDIUM,
+        Literal["low", "medium", "high"],
+        about("The least level that ends with exit code 1; others are only shown.", OUTPUT),
+    ] = "medium",
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULE", help="A rule not to report; may be given several times."),
+        about("A rule not to report; may be given several times.", CHECKS, metavar="RULE"),
     ] = None,
-    outputs: Annotated[list[str] | None, output_option(CONFIG_FORMATS)] = None,
+    outputs: OutputFiles = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -65,10 +53,19 @@ def check_config(
     real. Exit codes: 0 nothing of the level, 1 something is opened, 2 wrong input, 3 a file could
     not be read.
     """
-    formats = {name: _at(fail_on, render) for name, render in CONFIG_FORMATS.items()}
-    wanted = Outputs.of(outputs, (), formats, force=force, as_json=as_json)
+    from keyhole.configs import Level, check
+    from keyhole.report.configurations import CONFIG_FORMATS
+
+    least = Level[fail_on.upper()]
+
+    def at_least(render: Callable[[Checked, Level], str]) -> Callable[[Checked], str]:
+        return lambda checked: render(checked, least)
+
+    formats = {name: at_least(render) for name, render in CONFIG_FORMATS.items()}
+    wanted = Outputs.of(outputs, formats, force=force, as_json=as_json)
     checked = check(paths, ignore or ())
     wanted.write(checked)
     if not wanted.printed(checked):
-        answer(checked.to_dict(fail_on), "\n".join(checked.lines()), as_json=as_json)
-    raise typer.Exit(checked.exit_code(fail_on))
+        answer(checked.to_dict(least), "\n".join(checked.lines()), as_json=as_json)
+    wanted.report()
+    raise typer.Exit(checked.exit_code(least))

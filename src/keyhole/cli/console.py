@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import codecs
 import sys
+from typing import Any
 
+import typer
 from rich.console import Console, RenderableType
 
+from keyhole.core import dump
 from keyhole.core.text import visible
 
 people = Console(stderr=True)
@@ -32,6 +35,14 @@ def show(answer: RenderableType) -> None:
     # A screen's lines are wrapped; in a file that would cut rows in two.
     console = Console(width=None if sys.stdout.isatty() else _WHOLE, highlight=False)
     console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
+
+
+def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> None:
+    """What the command was asked for, on stdout: JSON alone, or `words` for people."""
+    if as_json:
+        typer.echo(dump(data))
+    else:
+        show(words)
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:

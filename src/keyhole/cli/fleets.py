@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from keyhole import report
 from keyhole.assess import Assessment, FleetAssessment, assess_fleet
-from keyhole.audit import Member, Opening, fleet, read_fleet
+from keyhole.audit import Member, fleet, read_fleet
 from keyhole.audit.check import Checked
-from keyhole.audit.fleet_file import members_of
-from keyhole.cli.answers import answer
-from keyhole.cli.app import expect_new, interruptible
-from keyhole.cli.bars import bars
-from keyhole.cli.console import say
-from keyhole.cli.judging import Judge
-from keyhole.cli.outputs import Outputs
+from keyhole.audit.fleets import members_of
+from keyhole.audit.options import AuditOptions
+from keyhole.cli.app import interruptible
+from keyhole.cli.bars import bars, report_resuming
+from keyhole.cli.console import answer, say
+from keyhole.cli.outputs import Outputs, expect_new
+from keyhole.cli.policy import Judge
 from keyhole.core import Audit, Fleet, read
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, is_folder, trouble, write_text
@@ -26,23 +26,16 @@ from keyhole.report.fleet import FLEET_FORMATS, MOST_RUNS, document
 FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
 
 
-def expect_none_of(given: Mapping[str, bool]) -> None:
-    """Refuse what is of one target alone."""
-    for name, is_given in given.items():
-        if is_given:
-            raise InputError(
-                f"expected {name} without --targets, got both: a fleet's targets and ledgers stand "
-                "in its file, its pages go to --out"
-            )
-
-
 def audit_fleet(
-    targets: Path | Sequence[str], judge: Judge, base: Opening, out: Path, *,
+    targets: Path | Sequence[str], judge: Judge, options: AuditOptions, out: Path, *,
     baseline: Path | None, outputs: Sequence[str] | None, processes: int, dask: str | None,
     force: bool, as_json: bool,
 ) -> int:  # fmt: skip
-    """Audit every target of a file into a folder; the exit code of all of them together."""
-    members = read_fleet(targets, base) if isinstance(targets, Path) else members_of(targets, base)
+    """Audit every target of a file into a folder; the exit code of all of them."""
+    if isinstance(targets, Path):
+        members = read_fleet(targets, options)
+    else:
+        members = members_of(targets, options)
     pages = {member.name: f"{member.stem}.html" for member in members}
     journal, index = out / JOURNAL, out / INDEX
     judges = _judges(judge, members, baseline, out)
@@ -51,13 +44,13 @@ def audit_fleet(
     resumes = exists(journal)  # the same command goes on, and writes its own files again
     expect_new(*(() if resumes else (index, *files)), force=force)
     wanted = Outputs.of(
-        outputs, (index, *files), FLEET_FORMATS, force=force or resumes, as_json=as_json
+        outputs, FLEET_FORMATS, force=force or resumes, as_json=as_json, others=(index, *files)
     )
     _expect_few_runs(wanted, len(members))
     with interruptible(lambda: _kept(journal)), bars("audit", "checks") as track:
         result = fleet(
             members, processes=processes, dask=dask, journal=journal, force=force, track=track,
-            resuming=_say_resuming,
+            resuming=report_resuming,
             finished=lambda member, audit: _write(out, member, judges[member.name](audit)),
         )  # fmt: skip
         assessment = assess_fleet(result, lambda name, audit: judges[name](audit))
@@ -66,7 +59,8 @@ def audit_fleet(
     again = _unanswered(result, journal)
     if not wanted.printed(assessment):
         answer(document(assessment), report.fleet_table(result, assessment), as_json=as_json)
-    say(f"page: {index}   findings: {out}/*.json")
+    say(f"html: {index}   json: {out}/*.json")
+    wanted.report()
     if again:
         say(again)
     return assessment.exit_code
@@ -80,15 +74,14 @@ def _judges(
         return {member.name: judge for member in members}
     if not is_folder(baseline):
         raise InputError(
-            "expected --baseline as the folder of --out of an earlier fleet, got "
-            f"{baseline}: there is no such folder"
+            f"--baseline takes the folder of an earlier fleet's --out; {baseline} is no folder"
         )
     if exists(out) and baseline.samefile(out):
-        raise InputError(f"expected --baseline in another folder than --out, got {out} for both")
+        raise InputError(f"--baseline and --out are both {out}: choose another --out")
     earlier = _named_audits(baseline)
     missing = [member.name for member in members if member.name not in earlier]
     if len(missing) == len(members):
-        raise InputError(f"expected findings of these targets in {baseline}, got none")
+        raise InputError(f"{baseline} holds no findings of these targets")
     if missing:
         say(f"not in the baseline: {', '.join(missing)}")
     nothing = Audit(target="", identity="", findings=())
@@ -107,11 +100,11 @@ def _named_audits(folder: Path) -> dict[str, Audit]:
 
 
 def _expect_few_runs(wanted: Outputs[FleetAssessment], targets: int) -> None:
-    """Said before hours of work: GitHub refuses a file of more runs as a whole."""
+    """Before hours of work: GitHub refuses a file of more runs as a whole."""
     if "sarif-github" in wanted.asked and targets > MOST_RUNS:
         raise InputError(
-            f"expected at most {MOST_RUNS} targets for sarif-github, got {targets}: GitHub takes "
-            "no more runs in a file; write sarif, or make several fleets of it"
+            f"GitHub takes at most {MOST_RUNS} targets in a file, and these are {targets}: write "
+            "sarif, or make several fleets of it"
         )
 
 
@@ -127,15 +120,11 @@ def _write(out: Path, member: Member, assessment: Assessment) -> None:
 
 def _expect_folder(out: Path) -> None:
     if exists(out) and not is_folder(out):
-        raise InputError(f"expected --out as a folder, got {out}: it is a file")
+        raise InputError(f"--out takes a folder; {out} is a file")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise trouble("a folder to write", out, error) from error
-
-
-def _say_resuming(done: int, total: int) -> None:
-    say(f"resuming: {done} of {total} checks are done")
 
 
 def _kept(journal: Path) -> str:
@@ -143,7 +132,7 @@ def _kept(journal: Path) -> str:
     records = records_in(journal)
     if not records:
         return ""
-    return f"what is finished is in {journal} and beside it: the same command resumes"
+    return f"what is finished is in {journal} and next to it: the same command resumes"
 
 
 def _unanswered(result: Fleet, journal: Path) -> str:

@@ -1,33 +1,50 @@
-"""Results in any format, as many as are asked for: `--output FORMAT=FILE`, `-` for stdout."""
+"""Files that a command writes: named and checked before any work begins.
+
+Reports come in any format, as many as are asked for: `--output FORMAT=FILE`, `-` for stdout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import typer
 
-from keyhole.cli.app import expect_folder, expect_new
 from keyhole.cli.console import say
+from keyhole.cli.options import about
 from keyhole.core.errors import InputError
-from keyhole.core.files import write_text
-from keyhole.report.formats import FORMATS
+from keyhole.core.files import expect_writable, is_file, write_text
+from keyhole.core.options import OUTPUT
 
-
-def output_option(formats: Iterable[str], more: str = "") -> Any:
-    """`--output`, with the formats that it takes; `more` is said of them."""
-    return typer.Option(
+OutputFiles = Annotated[
+    list[str] | None,
+    about(
+        "Write the report as html, json, sarif, markdown or junit; - is stdout. May be given "
+        "several times.",
+        OUTPUT,
         "--output",
         metavar="FORMAT=FILE",
-        help=f"Also write the report as one of {', '.join(formats)}{more}; - is stdout. May be "
-        "given several times.",
-    )
-
-
+    ),
+]
 _Result = TypeVar("_Result")
-OutputFiles = Annotated[list[str] | None, output_option(FORMATS)]
+
+
+def expect_new(*files: Path | None, force: bool) -> None:
+    """Every file has a folder to be written in, and replaces nothing unless `force` says so.
+
+    Files that are to be continued (ledgers, journals, checkpoints) know their run themselves.
+    """
+    for file in filter(None, files):
+        expect_writable(file)
+        if is_file(file) and not force:
+            raise InputError(f"{file} exists: give --force to replace it")
+
+
+def and_tensors(out: Path | None) -> tuple[Path, ...]:
+    """A result's JSON file and the file of tensors that is saved next to it."""
+    return () if out is None else (out, out.with_suffix(".safetensors"))
 
 
 @dataclass(frozen=True)
@@ -40,23 +57,33 @@ class Outputs(Generic[_Result]):
 
     @classmethod
     def of(
-        cls, words: Sequence[str] | None, others: Sequence[Path],
-        formats: Mapping[str, Callable[[_Result], str]], *, force: bool, as_json: bool,
+        cls, words: Sequence[str] | None, formats: Mapping[str, Callable[[_Result], str]], *,
+        force: bool, as_json: bool, defaults: Mapping[str, Path] | None = None,
+        others: Sequence[Path] = (),
     ) -> Outputs[_Result]:  # fmt: skip
-        """What was asked for, checked before any work; `others` are files written besides."""
+        """What was asked for, checked before any work.
+
+        `defaults` are the files of formats that are always written; `others` are files that the
+        command writes itself.
+        """
         pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"]
         if len(on_stdout) + as_json > 1:
-            raise InputError("expected one thing to print, got several: --output …=- and --json")
-        files = tuple((name, Path(file)) for name, file in pairs if file != "-")
+            raise InputError("only one result can be printed: choose among --output …=- and --json")
+        named = [(name, Path(file)) for name, file in pairs if file != "-"]
+        taken = {name for name, _ in named}
+        first = [item for item in (defaults or {}).items() if item[0] not in taken]
+        files = (*first, *named)
         places = [path.absolute() for path in (*others, *(path for _, path in files))]
         twice = next((path for path in places if places.count(path) > 1), None)
         if twice is not None:
-            raise InputError(f"expected a file for each output, got {twice} twice")
-        paths = [path for _, path in files]
-        expect_folder(*paths)
-        expect_new(*paths, force=force)
+            raise InputError(f"two outputs go to {twice}: name a file for each")
+        expect_new(*(path for _, path in files), force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
+
+    def file(self, name: str) -> Path:
+        """The first file in a format that is always written."""
+        return next(path for written, path in self.files if written == name)
 
     @property
     def asked(self) -> frozenset[str]:
@@ -67,6 +94,10 @@ class Outputs(Generic[_Result]):
         """Every file; what goes to stdout is `printed`."""
         for name, path in self.files:
             write_text(path, self.formats[name](result))
+
+    def report(self) -> None:
+        """Where everything was written."""
+        for name, path in self.files:
             say(f"{name}: {path}")
 
     def printed(self, result: _Result) -> bool:
@@ -82,6 +113,6 @@ def _pair(word: str, formats: Iterable[str]) -> tuple[str, str]:
     name, equals, file = word.partition("=")
     if not equals or not file or name not in formats:
         raise InputError(
-            f"expected --output as FORMAT=FILE with one of {', '.join(formats)}, got {word[:80]!r}"
+            f"--output takes FORMAT=FILE with one of {', '.join(formats)}; got {word[:80]!r}"
         )
     return name, file

@@ -1,9 +1,10 @@
-"""`keyhole policy check`: parse, one library call, print."""
+"""`keyhole policy`, and the options by which audits are judged: policy, environment, baseline."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -11,43 +12,102 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import Assessment, Decision, Ruling
-from keyhole.cli.answers import answer
-from keyhole.cli.app import Json, app
-from keyhole.cli.judging import BaselineFile, Environment, Judge, PolicyFile
+from keyhole.assess import (
+    Assessment,
+    Decision,
+    Policy,
+    Ruling,
+    assess,
+    compared,
+    decided,
+    find_policy,
+    read_policy,
+)
+from keyhole.cli.app import app, example
+from keyhole.cli.console import answer
+from keyhole.cli.options import Json, about
 from keyhole.core import Audit
+from keyhole.core.errors import InputError
+from keyhole.core.options import OUTPUT
 
-group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(group, name="policy", help="Judge findings by what a team has decided.")
-
+AuditFile = Annotated[
+    Path, typer.Argument(metavar="AUDIT.json", help="A file written by keyhole audit.")
+]
+PolicyFile = Annotated[
+    Path | None,
+    about(
+        "What fails and what is ignored: a keyhole.toml, or a pyproject.toml with [tool.keyhole]. "
+        "By default the one in this folder, if there is one.",
+        OUTPUT,
+        metavar="FILE",
+    ),
+]
+Environment = Annotated[
+    str | None,
+    about(
+        "The environment of the policy, such as production.", OUTPUT, envvar="KEYHOLE_ENVIRONMENT"
+    ),
+]
+BaselineFile = Annotated[
+    Path | None,
+    about(
+        "An earlier audit of the same target: what is no worse than there does not fail (for a "
+        "fleet: the folder of its results).",
+        OUTPUT,
+        metavar="AUDIT.json",
+    ),
+]
 _COLOURS = {
     Ruling.FAILS: "red", Ruling.UNCHECKED: "yellow", Ruling.IGNORED: "dim", Ruling.KNOWN: "dim",
     Ruling.PASSES: "green",
 }  # fmt: skip
+_ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}
 
 
-@group.callback()
-def policy() -> None:
-    """Judge findings by what a team has decided."""
+@dataclass(frozen=True)
+class Judge:
+    """A policy and a baseline, read before any work begins."""
+
+    policy: Policy
+    baseline: Audit | None
+
+    @classmethod
+    def of(cls, policy: Path | None, environment: str | None, baseline: Path | None) -> Judge:
+        chosen = policy or find_policy(Path())
+        if chosen is None and environment is not None:
+            raise InputError(
+                "--environment needs a policy: write a keyhole.toml, or name one with --policy"
+            )
+        read = Policy() if chosen is None else read_policy(chosen, environment)
+        return cls(read, None if baseline is None else Audit.load(baseline))
+
+    def against(self, baseline: Audit | None) -> Judge:
+        """The same policy, with another baseline."""
+        return replace(self, baseline=baseline)
+
+    def __call__(self, audit: Audit) -> Assessment:
+        assessment = assess(audit, override=self.policy.severity)
+        if self.baseline is not None:
+            old = assess(self.baseline, override=self.policy.severity)
+            assessment = compared(assessment, old)
+        return decided(assessment, self.policy)
 
 
-@group.command(
-    "check",
-    epilog="\b\nExample:\n"
-    "  keyhole plant target.safetensors --dim 8\n"
-    "  keyhole audit target.safetensors\n"
-    "  keyhole policy check keyhole-report.json",
+@app.command(
+    epilog=example(
+        "keyhole lab plant target.safetensors -o dim=8",
+        "keyhole audit target.safetensors",
+        "keyhole policy keyhole-report.json",
+    )
 )
-def check(
-    findings: Annotated[
-        Path, typer.Argument(metavar="AUDIT.json", help="A file written by keyhole audit.")
-    ],
+def policy(
+    findings: AuditFile,
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether an audit passes a policy, and which rule decided.
+    """Tell whether an audit passes a policy, and which rule decided.
 
     Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could not be
     checked.
@@ -59,7 +119,7 @@ def check(
     raise typer.Exit(decision.exit_code)
 
 
-def _data(decision: Decision) -> dict[str, object]:
+def _data(decision: Decision) -> dict[str, Any]:
     rulings = [
         {"finding": ruled.name, "ruling": ruled.ruling.value, "rule": ruled.rule}
         for ruled in decision.rulings
@@ -84,6 +144,3 @@ def _words(judged: Assessment, decision: Decision) -> Group:
     gone = [Text(f"gone since the baseline: {item.id}") for item in judged.gone]
     title = f"{_ENDS[decision.exit_code]}: {decision.rule}"
     return Group(Text(title, style="bold"), Text(f"policy: {decision.source}"), view, *gone)
-
-
-_ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}

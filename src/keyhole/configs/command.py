@@ -1,4 +1,4 @@
-"""A command line as a configuration writes it: its words, its environment, who reaches it."""
+"""Command lines as configurations write them: words, environments, who reaches what they start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """What a program was told by options and by its environment."""
+    """What a program is started with: its options and its environment."""
 
     program: Word
     words: tuple[Word, ...]
@@ -177,6 +177,11 @@ def simple_commands(text: str, line: int = 1) -> list[list[Word]]:
     return [words for words in commands if words]
 
 
+def all_words(text: str, line: int) -> list[Word]:
+    """The words of a script, of all its commands."""
+    return [word for words in simple_commands(text, line) for word in words]
+
+
 def _plain(quoted: re.Match[str]) -> str:
     """What an escape or a text in quotes stands for."""
     escaped, single, double = quoted.groups()
@@ -194,8 +199,6 @@ def quoted_items(text: str, line: int) -> list[Word]:
     ]
 
 
-# A server that configurations start: how it is recognised in a command, and what it is told.
-
 # What may stand before a program that is run; other words are prose, or install or stop it.
 _WRAPPERS = re.compile(
     r"python[\d.]*|numactl|taskset|nice|gosu|tini|dumb-init|chrt|stdbuf|timeout|env|exec|sudo|uv|uvx|"
@@ -205,8 +208,11 @@ _WRAPPERS = re.compile(
 
 @dataclass(frozen=True)
 class Program:
-    """`starts` are the ways to start it, as words in a row, the first without its folder; `image`
-    matches the container image whose own program it is; `words` are in every such file."""
+    """A server that configurations start: how it is recognised, and what looks at its options.
+
+    `starts` are the ways to start it, as words in a row, the first without its folder; `image`
+    matches the container image whose own program it is; `words` are in every such file.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -216,23 +222,23 @@ class Program:
     look: Callable[[Options], Iterator[Hit]]
 
     def options(self, command: Command) -> Options | None:
-        """What the command tells the program, if it starts it."""
+        """What the command starts the program with, if it does."""
         words = command.words
         for place, word in enumerate(words):
-            here = (
+            found = (
                 word.text.rpartition("/")[2],
                 *(more.text for more in words[place + 1 : place + 3]),
             )
             for start in self.starts:
-                if here[: len(start)] == start and _is_run(command, place, len(start)):
-                    return self._told(command, word, place + len(start))
+                if found[: len(start)] == start and _is_run(command, place, len(start)):
+                    return self._started(command, word, place + len(start))
             if command.container and self.image.search(word.text) and word.text[0] != "-":
-                return self._told(command, word, place + 1)
+                return self._started(command, word, place + 1)
         if command.image is not None and self.image.search(command.image.text):
-            return self._told(command, command.image, 0)
+            return self._started(command, command.image, 0)
         return None
 
-    def _told(self, command: Command, program: Word, place: int) -> Options:
+    def _started(self, command: Command, program: Word, place: int) -> Options:
         image = command.image or (program if self.image.search(program.text) else None)
         return Options(
             program, command.words[place:], command.env, command.local, image, command.mounts

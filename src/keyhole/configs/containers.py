@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -12,36 +12,34 @@ import yaml
 from keyhole.configs.command import (
     Command,
     Word,
+    all_words,
     assignments,
     from_shell,
     inner_scripts,
     on_loopback,
     quoted_items,
-    simple_commands,
 )
 
 _COMMANDS = ("entrypoint", "command", "args")  # in the order in which they are put together
 
 
 def in_yaml(root: Node) -> Iterator[Command]:
-    """Containers with what they are told, and scripts wherever a text stands."""
-    told = set[int]()
+    """Containers with their commands, and scripts wherever a text stands."""
+    taken = set[int]()
     for node in walk(root):
         if isinstance(node, Mapping) and (node.scalar("image") or "command" in node.pairs):
             yield from _container(node)
-            told |= {id(part) for key in _COMMANDS for part in _parts(node.pairs.get(key))}
-        elif isinstance(node, Scalar) and id(node) not in told and " " in node.text:
+            taken |= {id(part) for key in _COMMANDS for part in _parts(node.pairs.get(key))}
+        elif isinstance(node, Scalar) and id(node) not in taken and " " in node.text:
             yield from _script(node)
 
 
 def _container(node: Mapping) -> Iterator[Command]:
     words = [word for key in _COMMANDS for word in _words(node.pairs.get(key))]
-    image = node.scalar("image")
     ports = [part.text for part in _parts(node.pairs.get("ports")) if isinstance(part, Scalar)]
     mounts = [part.text for part in _parts(node.pairs.get("volumes")) if isinstance(part, Scalar)]
     command = Command(
-        tuple(words), _environment(node), None if image is None else Word(image.text, image.line),
-        on_loopback(ports), tuple(mounts),
+        tuple(words), _environment(node), node.scalar("image"), on_loopback(ports), tuple(mounts),
     )  # fmt: skip
     yield from inner_scripts(command) or [command]
 
@@ -53,9 +51,8 @@ def _parts(node: Node | None) -> list[Node]:
 def _words(node: Node | None) -> list[Word]:
     """The words of a list, or of a line as a shell would split it."""
     if isinstance(node, Scalar):
-        lines = simple_commands(node.text.replace("\n", " "), node.line)
-        return [word for words in lines for word in words]
-    return [Word(part.text, part.line) for part in _parts(node) if isinstance(part, Scalar)]
+        return all_words(node.text.replace("\n", " "), node.line)
+    return [part for part in _parts(node) if isinstance(part, Scalar)]
 
 
 def _script(node: Scalar) -> list[Command]:
@@ -63,12 +60,9 @@ def _script(node: Scalar) -> list[Command]:
     if not node.folded:
         return made
     return [  # the lines of a folded text cannot be told apart any more
-        Command(
-            tuple(Word(word.text, node.line) for word in command.words), command.env,
-            local=command.local, mounts=command.mounts, container=command.container,
-        )
+        replace(command, words=tuple(Word(word.text, node.line) for word in command.words))
         for command in made
-    ]  # fmt: skip
+    ]
 
 
 def _environment(node: Mapping) -> dict[str, Word]:
@@ -80,8 +74,7 @@ def _environment(node: Mapping) -> dict[str, Word]:
         env |= {key: Word(value.text or "$", value.line) for key, value in pairs}
     for part in _parts(given):
         if isinstance(part, Scalar):  # a name alone is taken from whoever starts it
-            word = Word(part.text, part.line)
-            env |= assignments([word]) or {part.text: Word("$", part.line)}
+            env |= assignments([part]) or {part.text: Word("$", part.line)}
         elif isinstance(part, Mapping) and (name := part.scalar("name")):
             value = part.scalar("value")  # or a secret, which is named elsewhere
             env[name.text] = Word("$" if value is None else value.text, name.line)
@@ -97,16 +90,13 @@ def in_dockerfile(text: str) -> Iterator[Command]:
             words = [word for word in rest.split() if not word.startswith("--")]
             image, env, parts = Word(words[0] if words else "", line), {}, {}
         elif name == "ENV":
-            words = [word for words in simple_commands(rest, line) for word in words]
+            words = all_words(rest, line)
             env |= assignments(words)
             if len(words) == 2 and "=" not in words[0].text:
                 env[words[0].text] = words[1]
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
-            parts[name] = (
-                quoted_items(rest, line) if listed
-                else [word for words in simple_commands(rest, line) for word in words]
-            )  # fmt: skip
+            parts[name] = quoted_items(rest, line) if listed else all_words(rest, line)
     command = Command((*parts.get("ENTRYPOINT", ()), *parts.get("CMD", ())), env, image)
     yield from inner_scripts(command) or [command]
 
@@ -127,16 +117,12 @@ def in_unit(text: str) -> Iterator[Command]:
     env = dict[str, Word]()
     for match in re.finditer(r"^Environment=(.*)$", text, re.MULTILINE):
         line = text.count("\n", 0, match.start()) + 1
-        env |= assignments(word for words in simple_commands(match[1], line) for word in words)
+        env |= assignments(all_words(match[1], line))
     for match in re.finditer(r"^ExecStart=[-@:+!]*((?:[^\n\\]|\\.|\\\n)*)", text, re.MULTILINE):
         line = text.count("\n", 0, match.start()) + 1
         for command in from_shell(match[1], line):
-            yield from inner_scripts(command) or [
-                Command(
-                    command.words, {**env, **command.env}, local=command.local,
-                    mounts=command.mounts, container=command.container,
-                )
-            ]  # fmt: skip
+            started = replace(command, env={**env, **command.env})
+            yield from inner_scripts(command) or [started]
 
 
 # YAML as a tree of texts with their lines: nothing is constructed, and nesting has an end.
@@ -148,9 +134,7 @@ DEEPEST = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Scalar:
-    text: str
-    line: int  # of its first character: for a block of lines, the first of them
+class Scalar(Word):  # its line is that of its first character: in a block, the first of the lines
     folded: bool = False  # whether its lines were joined
 
 

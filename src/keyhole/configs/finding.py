@@ -151,7 +151,7 @@ class Source:
 def read(path: Path, words: Sequence[str]) -> Source | None:
     """The text, if any of `words` is in it; None if there is nothing to take apart."""
     sought = [word.encode() for word in words]
-    longest = max(len(word) for word in sought)
+    overlap = max(len(word) for word in sought)
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
@@ -165,7 +165,7 @@ def read(path: Path, words: Sequence[str]) -> Source | None:
                 read_so_far += len(more)
                 if read_so_far > FURTHEST:
                     break
-                tail = tail[-longest:] + more
+                tail = tail[-overlap:] + more
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     raise Unreadable(f"expected at most {LARGEST:,} bytes of configuration, got more")

@@ -1,7 +1,7 @@
-"""Every kind of configuration, with the files that it is read from.
+"""Every kind of configuration with the files that it is read from, and the check of all of them.
 
-To add one, write its rules and a function that looks for them, and add a line here: a server that
-is started by a command line joins PROGRAMS, a file of its own joins KINDS.
+To add one, write its rules and a function that looks for them: a server that is started by a
+command line joins PROGRAMS (servers.py), a file of its own joins KINDS. Nothing is run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from keyhole.configs.containers import documents, in_dockerfile, in_unit, in_yam
 from keyhole.configs.finding import Checked, Finding, Hit, Rule, Source, Unread, Unreadable, read
 from keyhole.configs.servers import PROGRAMS, look_at_settings
 from keyhole.core.errors import InputError
+from keyhole.core.files import exists, is_file, is_folder
 
 _PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
 
@@ -109,19 +110,9 @@ def kind_of(path: Path) -> Kind | None:
     return next((kind for kind in KINDS if kind.files.fullmatch(path.name)), None)
 
 
-# `keyhole check-config` as one function: files and folders in, findings out; nothing is run.
-
 _ASIDE = {
-    ".git",
-    ".hg",
-    ".svn",
-    "node_modules",
-    ".venv",
-    "venv",
-    "__pycache__",
-    ".tox",
-    ".mypy_cache",
-}
+    ".git", ".hg", ".svn", "node_modules", ".venv", "venv", "__pycache__", ".tox", ".mypy_cache",
+}  # fmt: skip
 MOST = 100_000  # files of a folder
 
 
@@ -160,13 +151,11 @@ def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool
     """Each file once, and whether it was named; what is named must be there."""
     seen = set[str]()
     for path in paths:
-        try:
-            folder, plain = path.is_dir(), path.is_file()
-        except (OSError, ValueError) as error:
-            raise InputError(f"expected a file or a folder, got {_shown(path)}: {error}") from error
-        if not folder and not plain:
-            reason = "it is a device or a pipe" if _exists(path) else "there is no such file"
-            raise InputError(f"expected a file or a folder, got {_shown(path)}: {reason}")
+        folder = is_folder(path)
+        if not folder and not is_file(path):
+            reason = "it is a device or a pipe" if exists(path) else "there is no such file"
+            shown = str(path).encode("utf-8", "replace").decode()
+            raise InputError(f"expected a file or a folder, got {shown}: {reason}")
         for file in _inside(path, unread) if folder else [path]:
             if str(file) not in seen:
                 seen.add(str(file))
@@ -189,14 +178,3 @@ def _inside(folder: Path, unread: list[Unread]) -> Iterator[Path]:
                 return
             if kind_of(path) is not None and path.is_file() and not path.is_symlink():
                 yield path
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def _shown(path: Path) -> str:
-    return str(path).encode("utf-8", "replace").decode()

@@ -2,7 +2,7 @@
 
 llama.cpp's options are those of its own README; what /slots, /props and saved slots hold was looked
 up on the running server. vLLM's and SGLang's are as their documentation has them, not tried on the
-servers. Chroma and Qdrant ask nobody for a key unless they are told to.
+servers. Chroma and Qdrant ask nobody for a key unless they are configured to.
 """
 
 from __future__ import annotations
@@ -310,8 +310,7 @@ def look_at_settings(root: Node) -> Iterator[Hit]:
     service, storage = root.mapping("service"), root.mapping("storage")
     if service and storage and "storage_path" in storage.pairs:
         host, key = service.scalar("host"), service.scalar("api_key")
-        place = None if host is None else Word(host.text, host.line)
-        if reached_from_outside(place, _ANYWHERE) and not (key and key.text):
+        if reached_from_outside(host, _ANYWHERE) and not (key and key.text):
             line = host.line if host else service.line
             yield Hit(QDRANT_OPEN, line, "service without api_key")
 

@@ -96,7 +96,7 @@ def expect_file(path: str | Path, what: str) -> None:
 
 
 def expect_writable(path: Path) -> None:
-    """Said before hours of work, not after: a file can be written there, as far as names tell."""
+    """Refuse, before hours of work, a place where no file can be written."""
     reason = ""
     if not is_folder(path.absolute().parent):
         reason = "there is no such folder"
@@ -104,15 +104,14 @@ def expect_writable(path: Path) -> None:
         reason = "it is a folder"
     elif stat.S_ISFIFO(_mode(path)):
         reason = "it is a pipe"
-    else:
-        try:
-            os.lstat(path)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:
-            raise trouble("a file to write", path, error) from error
     if reason:
         raise InputError(f"expected a file to write, got {path}: {reason}")
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise trouble("a file to write", path, error) from error
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -145,8 +144,8 @@ def trouble(what: str, path: str | Path, error: BaseException) -> KeyholeError:
     """What to raise where `what` was expected: a wrong name, or a machine that cannot."""
     number, why = getattr(error, "errno", None), getattr(error, "strerror", None) or error
     if number is None:  # safetensors is written in Rust, and tells the number in words
-        told = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(told[1]) if told else None
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else None
     kind = KeyholeError if number in _MACHINE else InputError
     return kind(f"expected {what}, got {path}: {why}")
 

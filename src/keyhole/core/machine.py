@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from keyhole.core.errors import InputError
 
@@ -22,18 +23,8 @@ _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 
 def available() -> int:
-    """Bytes that can be had without swapping, as far as the system says."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        if free:
-            return free[0]
-    except (OSError, ValueError):
-        pass  # not Linux: all memory that the machine has
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # nor any Unix: nothing is known
-        return 2**62
+    """Bytes that can be had without swapping."""
+    return psutil.virtual_memory().available
 
 
 def expect_room(needed: int, what: str) -> None:
@@ -48,12 +39,10 @@ def expect_room(needed: int, what: str) -> None:
 def _shown(size: int) -> str:
     """Bytes as people read them."""
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
+        if size >= 10 ** (power + 2):
+            return f"{size // 10**power:,} {unit}"
         if size >= 10**power:
-            return (
-                f"{size // 10**power:,} {unit}"
-                if size >= 10 ** (power + 2)
-                else (f"{size / 10**power:.1f} {unit}")
-            )
+            return f"{size / 10**power:.1f} {unit}"
     return f"{size:,} bytes"
 
 
@@ -64,13 +53,13 @@ def expect_device(name: str | torch.device) -> None:
     """Refuse a device that nothing can be computed on and read back from."""
     import torch
 
-    here = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-    refusal = InputError(f"expected a device of this machine ({here}), got {name}")
+    known = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+    refusal = InputError(f"expected a device of this machine ({known}), got {name}")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # No such device, no room on it, or none that holds numbers; a torch without CUDA asserts.
+        # No such device, a full one, or none that holds numbers; a torch without CUDA asserts.
         raise refusal from error
     if device.type == "cpu" and device.index:  # torch takes cpu:99 for cpu
         raise refusal

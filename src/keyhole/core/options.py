@@ -76,14 +76,8 @@ def options_of(options: type[Any]) -> dict[str, Declared]:
     }  # fmt: skip
 
 
-def settings(
-    words: Sequence[str], takes: Callable[..., Any], owner: str, *, hidden: Sequence[str] = ()
-) -> dict[str, Any]:
-    """`name=value`, one or more, as the parameters of `takes`; `owner` is who has them.
-
-    `hidden` are parameters that people set in another way.
-    """
-    types_ = types_of(takes, hidden)
+def settings(words: Sequence[str], types_: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """`name=value`, one or more, each by the type of its name; `owner` has these options."""
     values: dict[str, Any] = {}
     for word in words:
         name, mark, value = word.partition("=")

@@ -62,7 +62,7 @@ class Registry(Mapping[str, Entry[Method, Row]]):
     def __getitem__(self, name: str) -> Entry[Method, Row]:
         if name not in self._entries:
             known = ", ".join(self._entries)
-            raise InputError(f"expected a {self.what} among {known}, got {name}")
+            raise InputError(f"there is no {self.what} {name[:40]!r}: choose among {known}")
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -92,13 +92,11 @@ class Registry(Mapping[str, Entry[Method, Row]]):
         for option in given:
             if option not in entry.options:
                 takers = [other.name for other in self.values() if option in other.options]
-                flag = f"--{option.replace('_', '-')}"
-                raise InputError(
-                    f"expected {flag} with {' or '.join(takers) or 'no ' + self.what}, got {name}"
-                )
+                others = f": it is of {', '.join(takers)}" if takers else ""
+                raise InputError(f"{name} has no option {option}{others}")
         for option, parameter in inspect.signature(entry.make).parameters.items():
             if parameter.default is parameter.empty and option not in given:
-                raise InputError(f"expected --{option.replace('_', '-')} for {name}, got none")
+                raise InputError(f"{name} needs its {option}: give -o {option}=VALUE")
         return entry.make(**given)
 
     def rows(self) -> Iterator[tuple[Entry[Method, Row], Row]]:

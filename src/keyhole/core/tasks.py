@@ -91,8 +91,8 @@ class Runner:
         self, workers: int | str | Executor = 0, cost: Callable[[Task], float] = lambda _: 1.0
     ) -> None:
         self._address = workers if isinstance(workers, str) else None
-        self._cost = cost
-        self._in_process = workers == 0
+        self.cost = cost
+        self.in_process = workers == 0
         self._workers: list[Worker] = []
         if isinstance(workers, Executor):
             self._workers = [Worker(0, workers, slots=MOST_PROCESSES)]
@@ -168,7 +168,7 @@ class Runner:
 
     def _assign(self) -> None:
         local = any(tasks[0].local_only for tasks in self._waiting.values())
-        if local and not self._in_process and self._local is None:
+        if local and not self.in_process and self._local is None:
             self._local = Worker(0)
         for worker in self._everybody():
             while worker.running < worker.slots and (task := self._next(worker)) is not None:
@@ -180,7 +180,7 @@ class Runner:
         groups = [
             name
             for name, tasks in self._waiting.items()
-            if self._in_process or tasks[0].local_only is local
+            if self.in_process or tasks[0].local_only is local
         ]
         if not groups:
             return None
@@ -188,9 +188,9 @@ class Runner:
         if name not in groups:
             taken = {other.group for other in self._workers if other is not worker}
             free = [group for group in groups if group not in taken]
-            name = max(free or groups, key=lambda name: sum(map(self._cost, self._waiting[name])))
+            name = max(free or groups, key=lambda name: sum(map(self.cost, self._waiting[name])))
         tasks = self._waiting[name]
-        task = max(tasks, key=self._cost) if len(tasks) <= _COMPARED else tasks[0]
+        task = max(tasks, key=self.cost) if len(tasks) <= _COMPARED else tasks[0]
         tasks.remove(task)
         if not tasks:
             del self._waiting[name]

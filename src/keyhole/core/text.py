@@ -1,4 +1,4 @@
-"""A share as people read it, in one way everywhere: "all" and "nothing" are never rounded to."""
+"""Shares and foreign text as people read them, in one way everywhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def percent(share: float, decimals: int = 0) -> str:
 
 # Text that came from a target, made harmless to look at: what cannot be seen is spelled out.
 #
-# Control characters steer terminals, and marks of direction make a line read as another than it is.
+# Whoever controls a model's name, a text or a server's error writes into files that other programs
+# show. Control characters steer terminals, and marks of direction make a line read as another than
+# it is.
 
 _UNSEEN = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters, all but the ends of lines and tabs
@@ -46,29 +48,23 @@ def _spelled(letter: str) -> str:
     return ascii(letter)[1:-1]
 
 
-# Text from targets, servers and saved files, made to do nothing wherever it is shown.
-#
-# Whoever controls a model's name, a text or a server's error writes into files that other programs
-# show. What cannot be seen (control characters, escapes of terminals, marks that turn the direction
-# of writing, halves of surrogate pairs) is spelled out, so that it reads as what it is.
-
-LONGEST = 1000  # letters of one field; the JSON file has all of them
+_MAX_LENGTH = 1000  # letters of one field; the JSON file has all of them
 
 
-def inert(text: str, longest: int = LONGEST) -> str:
+def inert(text: str, max_length: int = _MAX_LENGTH) -> str:
     """One line of printable characters, cut off where it is too long."""
-    shown = visible(
-        " ".join(text[: 4 * longest].split())
-    )  # cut first: it may have a million letters
-    return shown if len(shown) <= longest and len(text) <= 4 * longest else f"{shown[:longest]}…"
+    start = text[: 4 * max_length]  # cut first: it may have a million letters
+    shown = visible(" ".join(start.split()))
+    whole = len(shown) <= max_length and start == text
+    return shown if whole else f"{shown[:max_length]}…"
 
 
-def as_code(text: str, longest: int = LONGEST) -> str:
+def as_code(text: str, max_length: int = _MAX_LENGTH) -> str:
     """The same for Markdown: a code span, in which no mention, link, reference or tag works.
 
     Neither a backslash nor an entity keeps GitHub from taking @name for a person or #1 for an
     issue; inside code nothing looks for them. The two characters that could end the span or the
     cell of a table around it are replaced by others that look alike.
     """
-    shown = inert(text, longest).replace("`", "'").replace("|", "¦")
+    shown = inert(text, max_length).replace("`", "'").replace("|", "¦")
     return f"`{shown}`" if shown else "–"

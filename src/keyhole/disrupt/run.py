@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import is_file, read_text
@@ -14,11 +15,8 @@ from keyhole.core.progress import Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES
 from keyhole.data import Example, read_examples
 from keyhole.disrupt.disruption import Attacker, Disruption
-from keyhole.disrupt.greedy import Order, Scale
-from keyhole.disrupt.hack_attend import Scope, Spare
 from keyhole.disrupt.registry import ATTACKERS
-from keyhole.disrupt.source import ModelSource
-from keyhole.disrupt.sweep import sweep
+from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
 from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
 
@@ -30,20 +28,12 @@ def run(
     data: str | Path | None = None,
     *,
     method: str | Attacker = "strongest",
-    share: float | None = None,
-    scope: Scope | None = None,
-    ranking: str | None = None,
-    order: Order | None = None,
-    scale: Scale | None = None,
-    spare: Spare | None = None,
-    target: int | None = None,
-    continuation: int | None = None,
     text: Sequence[str] = (),
     label: str | None = None,
     classes: Sequence[str] = (),
     examples: int | None = None,
     task: Task | None = None,
-    longest: int = 128,
+    max_length: int = 128,
     device: str = "cpu",
     allow_pickle: bool = False,
     processes: int = 0,
@@ -51,6 +41,7 @@ def run(
     resume: str | Path | None = None,
     seed: int = 0,
     track: Track = untracked,
+    **options: Any,
 ) -> Disruption:
     """Flip a model's predictions by cutting a small share of its attention.
 
@@ -58,28 +49,25 @@ def run(
     which the first `examples` are attacked. `text` names one or two columns of it, `label` the
     column of right classes (by default the one of that name, if there is one, or else the model's
     own answers count as right), `classes` their names. `method` is a name of the registry, or an
-    attacker with hyperparameters of your own; the options from `share` to `continuation` are for
-    the named methods that have them. `processes` of 0 works in this one, as a GPU wants; `dask` is
+    attacker with hyperparameters of your own; `options` are the hyperparameters of a named method,
+    such as share=0.02. `processes` of 0 works in this one, as a GPU wants; `dask` is
     the address of a cluster. `resume` is the file that remembers outcomes, from which a run that
     was stopped goes on.
     """
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    expect_count("--longest", longest)
-    expect_count("--target", target, 0)
-    expect_count("--continuation", continuation)
+    expect_count("--max_length", max_length)
+    expect_count("target", options.get("target"), 0)
+    expect_count("continuation", options.get("continuation"))
     expect_device(device)
     if dask is not None and processes:
         raise InputError("expected --processes or --dask, got both")
     if isinstance(method, str):
-        method = ATTACKERS.make(
-            method, share=share, scope=scope, ranking=ranking, order=order, scale=scale,
-            spare=spare, target=target, continuation=continuation, seed=seed,
-        )  # fmt: skip
-    source = source_of(str(model), task, device, longest, allow_pickle)
-    if continuation is not None and source.task not in GENERATES:
-        raise InputError(f"expected --continuation with a language model, got {source.task}")
+        method = ATTACKERS.make(method, **options, seed=seed)
+    source = source_of(str(model), task, device, max_length, allow_pickle)
+    if options.get("continuation") is not None and source.task not in GENERATES:
+        raise InputError(f"continuation is for language models, not for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
     result = sweep(
         method, source, chosen, processes if dask is None else dask, resume=resume,
@@ -96,7 +84,7 @@ def _digest(data: str | Path | None) -> str:
 
 
 def source_of(
-    model: str, task: Task | None, device: str, longest: int, allow_pickle: bool
+    model: str, task: Task | None, device: str, max_length: int, allow_pickle: bool
 ) -> ModelSource:
     """Where a MODEL of the command line is loaded from, and with which head."""
     name = folder_of(model)
@@ -106,7 +94,7 @@ def source_of(
             f"expected a model with a head, got {model}: name its --task, or train one with "
             "keyhole harden"
         )
-    return ModelSource(name, head, device, longest, allow_pickle)
+    return ModelSource(name, head, device, max_length, allow_pickle)
 
 
 def examples_of(
@@ -122,7 +110,7 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("expected --data with examples, got none")
-        for option, value in (("--text", text), ("--label", label), ("--classes", classes)):
+        for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
             if value:
                 raise InputError(f"expected --data with {option}, got none")
         return list(EXAMPLES[:limit])

@@ -4,7 +4,7 @@ rounds, or adds noise       long tokens; intervals, then least squares over many
                             which averages errors out (tolerant.py)
 answers with labels         bisects (sign_only.py)
 shortens long tokens        tokens that stay inside (ordinary_questions.py)
-refuses short sequences     writes them several times over (copies.py)
+refuses short sequences     writes them several times over (`Copied`)
 refuses unusual inputs      asks like anybody else (ordinary_questions.py)
 """
 
@@ -21,7 +21,7 @@ from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.ordinary_labels import OrdinaryLabels
-from keyhole.extract.ordinary_questions import LONGEST, OrdinaryQuestions
+from keyhole.extract.ordinary_questions import LONG, OrdinaryQuestions
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
@@ -73,7 +73,7 @@ class Adapted:
     def _ordinary(self, error: float) -> Method:
         norms = [
             *([self.change.usual_norm] if self.change.usual_norm is not None else []),
-            *([_INSIDE * self.change.max_norm / LONGEST] if self.change.max_norm else []),
+            *([_INSIDE * self.change.max_norm / LONG] if self.change.max_norm else []),
         ]
         oversampling = self.repeats / 2 if error else 1.5
         return OrdinaryQuestions(
@@ -127,8 +127,8 @@ class Copied(Wrapper):
             return ask(self.inner, sequences.repeat(1, copies, 1))
         if length != 2 or not self._fits(self._min):
             raise InputError(
-                f"expected a multiple of {length} among the lengths that are answered, got "
-                f"{self._min} to {self._max} tokens"
+                f"no multiple of {length} is among the lengths that are answered, {self._min} to "
+                f"{self._max} tokens"
             )
         return self._ask_unevenly(sequences)
 

@@ -1,6 +1,6 @@
 """Chooses the method that applies from the target's answers to a few dozen queries.
 
-First what the server does to its scores is undone (links.py), and how precise the answers are is
+First what the server does to its scores is undone (`find_link`), and how precise the answers are is
 read off their digits. Then each kind of target leaves a mark that a few answers show:
 
     vectors                                       an attention layer        FullOutput
@@ -43,7 +43,7 @@ from keyhole.oracle.links import NAMES, Link, Linked, Undone, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
-_DECIMALS = 9  # beyond this, rounding is too fine to be told from chance
+_DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _EXACT = 1e-12  # relative errors of answers below this are rounding of float64
 _FINE = 1e-6  # up to which the exact methods work, with a tolerance
@@ -155,8 +155,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     raw = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
     a, b, x, y = raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
     pairs = ask(oracle, torch.stack([torch.stack([a, b]), torch.stack([x, y])]))
-    singles = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
-    seen = torch.cat([pairs.flatten(), singles.flatten()])
+    alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
+    seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
         return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1")
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
@@ -169,7 +169,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
-        if float((singles[0::2] + singles[1::2]).abs().max()) > 2 * error * (1 + _SAME):
+        if float((alone[0::2] + alone[1::2]).abs().max()) > 2 * error * (1 + _SAME):
             return Choice(
                 Kind.LAYER,
                 OneLayerTransformer(seed=seed, tolerance=NEARLY, resolution=error),
@@ -180,19 +180,19 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     link = find_link(oracle, seed, precision)
     plain = link.name == "identity" and not bool(link.offset.any())
     choice = _choice(
-        oracle if plain else Undone(oracle, link), pairs, (a, b, x), singles, seed, precision,
+        oracle if plain else Undone(oracle, link), pairs, (a, b, x), alone, seed, precision,
         exact=plain and precision <= _EXACT, link=None if plain else link,
     )  # fmt: skip
     return choice if plain else replace(choice, why=f"behind {link} {choice.why}")
 
 
 def _choice(
-    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], singles: Tensor, seed: int,
+    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], alone: Tensor, seed: int,
     precision: float, exact: bool, link: Link | None,
 ) -> Choice:  # fmt: skip
     """The choice among kinds, once the link is undone."""
     if link is not None:
-        pairs, singles = link.scores(pairs), link.scores(singles)
+        pairs, alone = link.scores(pairs), link.scores(alone)
     accepted = 1e-8 if exact else min(NEARLY, max(1e-6, 100 * precision))
     coarse = precision > _FINE
     # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
@@ -208,9 +208,9 @@ def _choice(
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
         fallback = AttentionSubLayer(seed=seed, tolerance=accepted)
         return replace(chosen(kind, method, "the answers are vectors"), fallback=fallback)
-    scale = float(singles.abs().max())
+    scale = float(alone.abs().max())
     same = max(_SAME, 64 * precision) if exact else max(1e-6, 64 * precision)
-    if float((singles[0::2] + singles[1::2]).abs().max()) > same * scale:
+    if float((alone[0::2] + alone[1::2]).abs().max()) > same * scale:
         resolution = 1e-12 if exact else max(1e-9, 16 * precision)
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
         return replace(chosen(Kind.LAYER, method, _NOT_ODD), fallback=None)

@@ -167,13 +167,13 @@ class _Record:
 class BilinearForms:
     """Measures `δᵀWx` for chosen δ and x through an oracle whose `v` is known.
 
-    `room` is how much larger than all before a form may turn out to be without a second query.
+    `headroom` is how much larger than all before a form may turn out to be without a second query.
     """
 
-    def __init__(self, oracle: Oracle, v: Tensor, room: float = 1.0) -> None:
+    def __init__(self, oracle: Oracle, v: Tensor, headroom: float = 1.0) -> None:
         self._oracle = oracle
         self._v = v
-        self._room = room
+        self._headroom = headroom
         self._square = 1.0  # s²: both tokens are scaled by s
         self.largest = 0.0  # the largest |δᵀWx| seen that stands out of rounding
         self._asked = 0
@@ -265,12 +265,12 @@ class BilinearForms:
         clear = forms[sound & _clear(forms, errors)]
         if len(clear):
             self.largest = max(self.largest, float(clear.abs().max()))
-        # The first answers are a poor guess at the largest: leave room above them.
-        room = max(self._room, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
-        fitting = 1 / (room * self.largest) if self.largest else math.inf
+        # The first answers are a poor guess at the largest: leave headroom above them.
+        headroom = max(self._headroom, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
+        fitting = 1 / (headroom * self.largest) if self.largest else math.inf
         if not bool(sound.all()):  # some are saturated: how far, nobody can tell
             wanted = min(square / 64, fitting)
-        elif 0.25 < square / fitting < 4 * room:
+        elif 0.25 < square / fitting < 4 * headroom:
             return
         else:
             wanted = min(square * 2.0**20, fitting)

@@ -39,15 +39,15 @@ def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
 
 def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
     """What `canonical` merges and drops, in words; heads are numbered from 0."""
-    said: list[str] = []
+    words: list[str] = []
     for group, visible in zip(*_groups(model, tolerance), strict=True):
         names = ", ".join(str(head) for head in group)
         if not visible:
             what = f"heads {names} cancel" if len(group) > 1 else f"head {names} is invisible"
-            said.append(f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0")
+            words.append(f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0")
         elif len(group) > 1:
-            said.append(f"heads {names} act as one: equal W")
-    return tuple(said)
+            words.append(f"heads {names} act as one: equal W")
+    return tuple(words)
 
 
 def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
@@ -70,8 +70,8 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     partner = _distances(W, W2).argmin(1)
     if len(partner.unique()) < len(W):
         return "heads of one have no partner in the other"
-    for name, one, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
-        apart, largest = (one - other).abs().max(), max(one.abs().max(), other.abs().max())
+    for name, first, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
+        apart, largest = (first - other).abs().max(), max(first.abs().max(), other.abs().max())
         if float(apart) > tolerance * float(largest):
             return f"{name} differs by {float(apart / largest):.1e} of its largest entry"
     return ""
@@ -96,7 +96,7 @@ def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[b
 def _expect_tolerance(tolerance: float) -> None:
     """From 1 on all heads would be equal, and none visible."""
     if not 0 <= tolerance < 1:
-        raise InputError(f"expected a tolerance from 0 to below 1, got {tolerance}")
+        raise InputError(f"the tolerance must be at least 0 and below 1: got {tolerance}")
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from keyhole.extract.ordinary_questions import usual_norm_of
 from keyhole.oracle.connection import EndpointOptions, without_password
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.http import Refused
-from keyhole.oracle.ledger import Notice, session, unheard
+from keyhole.oracle.ledger import Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle, ask, identity_of
-from keyhole.oracle.target import open_target
+from keyhole.target import open_endpoint
 
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy is the target
@@ -38,7 +38,7 @@ def against_defences(
     track: Track = untracked,
     endpoint: EndpointOptions | None = None,
     authorized: bool = False,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> DefencesTried:
     """Put every defence in front of a target, attack it as it is best attacked, and measure both.
 
@@ -50,9 +50,9 @@ def against_defences(
     name = without_password(target) if isinstance(target, str) else identity_of(target)
     oracle = target
     if isinstance(oracle, str):
-        oracle = open_target(oracle, options=endpoint, authorized=authorized)
-    with session({"": oracle}, ledger=ledger, notice=notice) as surfaces:
-        ready = surfaces[""]
+        oracle = open_endpoint(oracle, options=endpoint, authorized=authorized)
+    with session({"": oracle}, ledger=ledger, notice=notice) as parts:
+        ready = parts[""]
         expect_one_head(ready, seed)
         client = HonestClient.of(ready, usual_norm, seed)
         planned = trials(ready.dim, usual_norm, seed)
@@ -70,7 +70,7 @@ def expect_one_head(oracle: Oracle, seed: int) -> None:
     kind = choose(oracle, seed).kind
     if kind is not Kind.HEAD:
         raise InputError(
-            f"expected one head's scores, which the attacks on defences read, got {kind}"
+            f"the attacks on defences read one head's scores; this target gives {kind}"
         )
 
 
@@ -180,7 +180,7 @@ class DefencesTried(Result):
         ]  # fmt: skip
         widths = [max(len(row[place]) for row in (head, *rows)) for place in range(len(head))]
         lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
             for row in (head, *rows)
         ]
         better = sum(each.better for each in self.tried)
@@ -241,7 +241,7 @@ class Trial:
 
 
 def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
-    """One of each kind, alone and together."""
+    """One of each kind, alone and combined."""
     norm = usual_norm_of(dim) if usual_norm is None else usual_norm
     none = Degradation(seed=seed)
     bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
@@ -266,29 +266,6 @@ def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Tri
         Trial("a budget of half the unknowns", none, budget=0.5),
         Trial("one query a second", none, rate=1.0),
     ]
-
-
-def graded(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
-    """The defences that come in degrees, from little to much."""
-    norm = usual_norm_of(dim) if usual_norm is None else usual_norm
-    none = Degradation(seed=seed)
-    bounded = replace(none, max_norm=2 * norm)  # so long that honest tokens are left as they are
-    usual = replace(none, usual_norm=norm, min_tokens=3)
-    return [
-        *(Trial("rounding", replace(bounded, decimals=k)) for k in (4, 3, 2, 1, 0)),
-        *(Trial("noise, the same for a question", replace(bounded, noise=tau)) for tau in _NOISE),
-        *(Trial("noise, anew each time", replace(bounded, fresh_noise=tau)) for tau in _NOISE),
-        *(Trial("norms clipped", replace(none, max_norm=norm * part)) for part in _PARTS),
-        *(
-            Trial("short and unusual inputs refused, rounding", replace(usual, decimals=k))
-            for k in (4, 3, 2, 1)
-        ),
-        *(Trial("a budget", none, budget=share) for share in (0.25, 0.5, 0.75, 0.95)),
-    ]
-
-
-_NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_PARTS = (1.2, 1.0, 0.5, 0.1)
 
 
 # What an honest client asks, what a defence costs it, and how good an attacker's copy is to it.

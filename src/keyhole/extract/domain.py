@@ -3,9 +3,9 @@
 A judge that asks only short questions of ordinary size calls a head recovered whose attention ends
 after eight tokens, or whose server clips long ones. So a model that passed is tried further out: on
 sequences of up to 64 tokens, on tokens a hundred times shorter and longer, on repeated tokens, on
-both at once. What is said of it is said for the domain in which it agrees; where the target answers
-differently beyond, that is an outcome of its own. A target that refuses a question (a limit on
-lengths, say) ends the domain too, but contradicts nothing.
+both at once. What is claimed of it is claimed for the domain in which it agrees; where the target
+answers differently beyond, that is an outcome of its own. A target that refuses a question (a limit
+on lengths, say) ends the domain too, but contradicts nothing.
 """
 
 from __future__ import annotations
@@ -175,11 +175,8 @@ class Witness:
     def __init__(self, inner: Counted) -> None:
         self.inner = inner
         self.kept: list[tuple[Tensor, Tensor]] = []
+        self.dim = inner.dim
         self._batches = 0
-
-    @property
-    def dim(self) -> int:
-        return self.inner.dim
 
     @property
     def queries(self) -> int:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, get_type_hints
 
 from torch import Tensor
 
-from keyhole.core.finding import points
 from keyhole.core.result import Result, environment, typed
 from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.storage import Planted, from_tensors, metadata_of
+
+
+def setting(default: Any, about: str) -> Any:
+    """A hyperparameter of a method, with what `keyhole extract -o name=value` says of it."""
+    return field(default=default, metadata={"help": about})
 
 
 @dataclass(frozen=True)
@@ -128,27 +132,11 @@ class Extraction(Result):
         model = None
         if tensors:
             model = from_tensors(data["metadata"], dict(tensors), data[cls.beside])
-        return cls(
-            status=Status(data["status"]),
-            check=None if data["check"] is None else Check(**data["check"]),
-            domain=None if data["domain"] is None else _domain(data["domain"]),
-            trace=points(data["trace"]),
-            stated=typed(Statement | None, data.get("stated"), "stated"),
-            layer=typed(LastLayer | None, data.get("layer"), "layer"),
-            model=model,
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-def _domain(data: dict[str, Any]) -> Domain:
-    (short, long), (low, high) = data["lengths"], data["norms"]
-    return Domain((int(short), int(long)), (float(low), float(high)), float(data["largest"]))
-
-
-_PLAIN = (
-    "reason", "method", "queries", "seconds", "remembered", "floor", "known", "guarantee",
-    "guarantee_v", "environment",
-)  # fmt: skip
+        hints = get_type_hints(cls)
+        names = [
+            field.name for field in fields(cls) if field.name in data and field.name != "model"
+        ]
+        return cls(**{name: typed(hints[name], data[name], name) for name in names}, model=model)
 
 
 # What an attack knows at some point, and how much of the whole that is.
@@ -158,19 +146,19 @@ _PLAIN = (
 class Step:
     """What an attack knows at some point: a model, and the number of unknowns it settles.
 
-    `known` of `floor` unknowns are settled, whatever turns out later: where their number is still
-    open, `floor` is the most that there can be, or None if that is open too.
+    `known` of `unknowns` numbers are settled, whatever turns out later: where their number is still
+    open, `unknowns` is the most that there can be, or None if that is open too.
     `guarantee` and `guarantee_v` bound the error of every entry of W and of v, where that can be
     proved from the answers if what `assumed` says of them holds. `confirm` tests that with other
     questions: how many answers speak against it, of how many. `numbers` is how many an answer
-    holds, so that `floor / numbers` answers are the fewest that could do. `remark` is what was
+    holds, so that `unknowns / numbers` answers are the fewest that could do. `remark` is what was
     found out besides the weights; it joins the reason of a judged result. `stated` is what the
     method's theorem says in advance, `layer` what is known of a language model's last layer.
     """
 
     model: Planted
     known: int
-    floor: int | None
+    unknowns: int | None
     guarantee: float | None = None
     guarantee_v: float | None = None
     numbers: int = 1
@@ -183,12 +171,12 @@ class Step:
     @property
     def share(self) -> float:
         """Of the unknowns, how much is settled at least."""
-        return self.known / self.floor if self.floor else 0.0
+        return self.known / self.unknowns if self.unknowns else 0.0
 
     @property
     def fewest(self) -> int | None:
         """The fewest answers that could do."""
-        return None if self.floor is None else math.ceil(self.floor / self.numbers)
+        return None if self.unknowns is None else math.ceil(self.unknowns / self.numbers)
 
 
 # What is known of a last layer, in numbers and in words.
@@ -203,8 +191,8 @@ class LastLayer:
     that answers were rounded to, None where they were not. `tokens` of the `vocabulary` have their
     row of the matrix. `stated` is the width that the server itself claims.
 
-    `rms` is beside the true matrix, where one was given: of the difference that the best linear map
-    leaves, and `relative` to the matrix's own. `tied` says that it is the table of inputs too.
+    `rms` compares with the true matrix, where it was given: of the difference that the best linear
+    map leaves, and `relative` to the matrix's own. `tied` says that it is the table of inputs too.
     """
 
     rank: int

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, expect_number
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, MultiHead
@@ -41,37 +41,29 @@ _OPEN = 0.2  # |α − ½| of gates that are half open
 _EXPLAINED = 2.0  # root mean square of the residuals in units of σ
 _FINE = 1e-6  # errors of answers with which weak attention is still seen clearly
 _STEPS = 120
-_UNKNOWNS = 400  # of all heads together, up to which their number is looked for
+_UNKNOWNS = 400  # of all heads, up to which their number is looked for
 _STALLED = 12  # steps within which a start has to gain a tenth
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """All weights at once from inexact answers.
+    """All weights at once from inexact answers."""
 
-    `precision` is the relative error of an answer, `answer_error` its absolute one. `heads` is
-    their number, if it is known; otherwise up to `most` are tried.
-    """
-
-    heads: int | None = None
-    answer_error: float = 0.0
-    precision: float = _EPSILON
-    most: int = 6
-    oversampling: float = 4.0
-    starts: int = 8
+    heads: int | None = setting(None, "how many there are, if that is known")
+    answer_error: float = setting(0.0, "how far an answer may be off")
+    precision: float = setting(_EPSILON, "relative error of an answer")
+    most: int = setting(6, "heads that are tried, where their number is not known")
+    oversampling: float = setting(4.0, "questions for each unknown")
+    starts: int = setting(8, "random starts of each fit")
     seed: int = 0
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        for name in ("most", "starts"):
-            if getattr(self, name) < 1:
-                raise InputError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        if self.heads is not None and self.heads < 1:
-            raise InputError(f"expected heads of 1 or more, got {self.heads}")
+        for name in ("most", "starts", "heads"):
+            expect_count(name, getattr(self, name))
         expect_number("answer_error", self.answer_error, least=0)
         expect_number("precision", self.precision, above=0)
-        if not self.oversampling > 1:
-            raise InputError(f"expected an oversampling above 1, got {self.oversampling}")
+        expect_number("oversampling", self.oversampling, above=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         accepted = max(self.tolerance, 4 * self.precision)
@@ -260,8 +252,8 @@ def _answered(oracle: Oracle, sequences: Tensor) -> Tensor:
 
 def _total(answered: _Answers) -> Tensor:
     """Σ_h v_h, from the answers to single tokens."""
-    singles, answers = answered.questions[1][:, 0], answered.parts[1]
-    return least_squares(singles, answers[:, None])[:, 0]
+    tokens, answers = answered.questions[1][:, 0], answered.parts[1]
+    return least_squares(tokens, answers[:, None])[:, 0]
 
 
 def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:

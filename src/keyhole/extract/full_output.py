@@ -7,17 +7,17 @@ Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads 
 V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A
 are bilinear forms of W, as many per answer as V has rank r. In queries:
 
-    every token, causal      1 + ⌈d/r⌉        V from one sequence (probe_sequences.py)
+    every token, causal      1 + ⌈d/r⌉        V from one sequence (vector_answers.py)
     every token              d + ⌈d/r⌉        one row of V per query, then all of W at once
     last token               d + d·⌈d/r⌉ + 2  two of them ask whether there is one head
 
 For the last token d + d²/r is also the number of unknowns over the numbers per answer. Which of
 these an oracle is, and whether it is causal, shows in the answers themselves. Several heads are
-told apart in the far field (head_values.py), for d queries more if every token answers and
+told apart in the far field (vector_answers.py), for d queries more if every token answers and
 (H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
 
 The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
-(probe_sequences.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
+(vector_answers.py), so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ are the same
 computation.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,15 +46,14 @@ _EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free w
 
 @dataclass(frozen=True)
 class FullOutput:
-    """Exact extraction of a layer that returns vectors: one head or several.
-
-    `resolution` is the singular value of V, relative to the largest, below which a direction of
-    values counts as invisible; W is then read through the others.
-    """
+    """Exact extraction of a layer that returns vectors: one head or several."""
 
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-6
+    resolution: float = field(
+        default=1e-6,
+        metadata={"help": "singular values of V below this, relative to the largest, are none"},
+    )
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
@@ -68,26 +67,26 @@ class FullOutput:
         stream = torch.Generator().manual_seed(self.seed)
         for step in self._search(panel, total, stream):
             # Where every token answers, one sequence could be long enough for everything.
-            numbers = panel.outputs if not panel.every_token else step.floor or 1
+            numbers = panel.outputs if not panel.every_token else step.unknowns or 1
             yield replace(step, numbers=numbers)
 
     def _search(self, panel: Panel, total: Tensor, stream: torch.Generator) -> Iterator[Step]:
         """One head if the answers can be one's, else several."""
-        d, floor = panel.dim, panel.dim * (panel.dim + panel.outputs)
+        d, unknowns = panel.dim, panel.dim * (panel.dim + panel.outputs)
         # How many heads there are, and so how many unknowns, is open.
         first = Step(_layer(panel, torch.zeros(1, d, d), total[None]), total.numel(), None)
         yield first
         single = _SingleHead(panel, total, stream, self.resolution)
         if single.possible():
-            yield from single.steps(floor)
+            yield from single.steps(unknowns)
             if single.confirmed:
                 return
             yield first  # nothing but the sum of the values is known after all
-        yield from _several_heads(panel, total, stream, floor)
+        yield from _several_heads(panel, total, stream, unknowns)
 
 
 def _several_heads(
-    panel: Panel, total: Tensor, stream: torch.Generator, floor: int
+    panel: Panel, total: Tensor, stream: torch.Generator, unknowns: int
 ) -> Iterator[Step]:
     """Values, then weights. Another key is tried where two heads look like one at the first."""
     d = panel.dim
@@ -95,7 +94,7 @@ def _several_heads(
         last = attempt == _ATTEMPTS - 1
         try:
             V = separate_values(panel, total, stream, pairs=16 * 4**attempt)
-            everything = len(V) * floor
+            everything = len(V) * unknowns
             yield Step(_layer(panel, torch.zeros(len(V), d, d), V), V.numel(), everything)
             layer = _layer(panel, _all_heads(panel, V, stream), V)
         except Unsuccessful as end:
@@ -133,7 +132,7 @@ class _SingleHead:
         apart = torch.linalg.vector_norm(answer - weight * value)
         return bool(apart <= _SAME * torch.linalg.vector_norm(value))
 
-    def steps(self, floor: int) -> Iterator[Step]:
+    def steps(self, unknowns: int) -> Iterator[Step]:
         d = self._panel.dim
         X = random_orthogonal(d, self._stream)
         forms = LayerForms(self._panel, self._V[None], list(self._keys.split(self._rank)))
@@ -149,18 +148,18 @@ class _SingleHead:
             apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
             self.confirmed = bool((apart <= _SAME * Z.abs().max()).all())
             if self.confirmed:
-                yield Step(layer(Z[:d]), floor, floor)
+                yield Step(layer(Z[:d]), unknowns, unknowns)
             return
         Z = torch.empty(0, d, dtype=torch.float64)
-        told = floor if self._panel.outputs > 1 else None  # whether there is one head
+        if_one_head = unknowns if self._panel.outputs > 1 else None  # whether there is one head
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
-            yield Step(layer(Z), self._V.numel() + Z.numel(), told)
+            yield Step(layer(Z), self._V.numel() + Z.numel(), if_one_head)
         self.confirmed = _agrees(self._panel, layer(Z), self._stream)
         if self.confirmed:
-            yield Step(layer(Z), floor, floor)
+            yield Step(layer(Z), unknowns, unknowns)
 
 
 def key_basis(V: Tensor, resolution: float) -> tuple[Tensor, int]:
@@ -189,7 +188,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
     else:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"the values of the {len(V)} heads depend on each other: their weights cannot be told",
+            f"the values of the {len(V)} heads depend on each other: their weights stay mixed",
         )
     Z, errors = LayerForms(panel, V, blocks).measure(X)
     _require_known(errors)
@@ -231,7 +230,7 @@ def _layer(panel: Panel, W: Tensor, V: Tensor) -> Attention:
 
 # Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
 #
-# `z = s²·xᵀWδ` (probe_sequences.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z|
+# `z = s²·xᵀWδ` (vector_answers.py) loses e^{|z|} to the softmax and 1/|z| to rounding, so |z|
 # should come out near 1, and nobody knows the size of W beforehand. Where every token answers, each
 # x is sent at a ladder of lengths within one sequence and the best rung is kept, entry by entry:
 # queries cost nothing there. Where only the last token answers, the first question settles the

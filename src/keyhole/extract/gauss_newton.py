@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from keyhole.core.numerics import least_squares
+
 _STEPS = 8
 _INNER = 100  # conjugate gradients
 _TINY = 1e-16  # of the squared gradient: where the inner loop ends
@@ -28,6 +30,7 @@ _HALVINGS = 8
 _GAIN = 1e-4  # relative gain of a step below which it is the last
 
 Theta = tuple[Tensor, Tensor]  # v, W
+Model = Callable[[Tensor], tuple[Tensor, Tensor]]  # unknowns to misses and their Jacobian
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Asked(Protocol):
 
 
 @dataclass(frozen=True)
-class Singles:
+class SingleTokens:
     """Sequences of one token (rows of `tokens`) and their answers, `vᵀx`."""
 
     tokens: Tensor
@@ -185,3 +188,34 @@ def _pull(parts: list[Linear], r: list[Tensor]) -> Theta:
 
 def _square(theta: Theta) -> float:
     return float(theta[0].square().sum() + theta[1].square().sum())
+
+
+def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
+    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
+    point, damping = start, 1e-3
+    miss, J = model(point)
+    best = mark = float(torch.linalg.vector_norm(miss))
+    for turn in range(1, steps + 1):
+        if turn % 20 == 0:
+            if best > 0.9 * mark:
+                break  # a minimum that is not zero
+            mark = best
+        if not bool(torch.isfinite(J).all() & torch.isfinite(miss).all()):
+            break  # out of the model's range: nothing to go by
+        size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
+        A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
+        wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
+        step = least_squares(A, wanted).squeeze(1) / size
+        new_miss, new_J = model(point + step)
+        reached = float(torch.linalg.vector_norm(new_miss))
+        if reached < best:
+            done = best - reached < 1e-3 * best and damping < 1e-12
+            point, miss, J, best = point + step, new_miss, new_J, reached
+            damping = max(damping / 10, 1e-16)
+            if done:
+                break
+        else:
+            damping *= 10
+            if damping > 1e8:
+                break
+    return point, best

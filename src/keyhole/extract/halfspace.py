@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,22 +22,6 @@ _LEVELS = 200  # of bisection: an oracle may be anything
 CHANCE = 0.01  # that an average of signs is further off than promised
 _MOST_SAMPLES = 10**10  # hours, even of a target in memory
 _SAMPLES_AT_ONCE = 1 << 14
-
-
-class Direction(Protocol):
-    """An estimate of v/‖v‖ and a bound on the length of its error."""
-
-    @property
-    def v(self) -> Tensor: ...
-
-    @property
-    def error(self) -> float: ...
-
-    def sharpen(self, error: float) -> None: ...
-
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """Tokens (m, d) whose signs `error` rests on, and which of them are positive."""
-        ...
 
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
@@ -61,72 +44,31 @@ def samples_for_entries(d: int, error: float, chance: float) -> int:
     return math.ceil(2 * math.log(2 * d / chance) / (mean_length(d) * error) ** 2)
 
 
-def samples_for_length(d: int, error: float, chance: float) -> int:
-    """The same for the length of the error (Pinelis: vectors of length 1, any dimension)."""
-    angle = 2 * math.asin(min(1.0, error / 2))
-    return math.ceil(2 * math.log(2 / chance) / (mean_length(d) * math.sin(angle)) ** 2)
-
-
 class Average:
-    """The paper's estimate of v: `E[sign(vᵀx)·x]` points along v for x uniform on the sphere.
+    """The paper's estimate of v: `E[sign(vᵀx)·x]` points along v for x uniform on the sphere."""
 
-    `error` bounds the length of its error, except with probability 1%.
-    """
-
-    def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
-        self._oracle, self._stream = oracle, stream
-        self._total = torch.zeros(oracle.dim, dtype=torch.float64)
-        self._count = 0
-        self._sharpened = 0
-        self.error = math.inf
-        self.enough = 0  # signs that the last bound on the error asked for
-
-    @property
-    def count(self) -> int:
-        """How many signs were averaged."""
-        return self._count
-
-    @property
-    def average(self) -> Tensor:
-        """The mean over its expected length: v to the same error in every entry."""
-        return self._total / (self._count * mean_length(len(self._total)))
-
-    @property
-    def v(self) -> Tensor:
-        return self._total / torch.linalg.vector_norm(self._total)
-
-    def sample(self, count: int) -> None:
-        """Go on until the average is one of `count` signs."""
-        d = len(self._total)
+    def __init__(self, oracle: Oracle, stream: torch.Generator, count: int) -> None:
+        d = oracle.dim
         if count > _MOST_SAMPLES:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
             )
-        while self._count < count:
-            rows = min(count - self._count, _SAMPLES_AT_ONCE)
-            x = random_units(rows, d, self._stream)
-            self._total += (signs(self._oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
-            self._count += rows
-        if float(torch.linalg.vector_norm(self.average)) < 0.5:  # it is about 1 for a halfspace
+        total = torch.zeros(d, dtype=torch.float64)
+        for rows in range(count, 0, -_SAMPLES_AT_ONCE):
+            x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
+            total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
+        # The mean over its expected length: v to the same error in every entry.
+        self.v = total / (count * mean_length(d))
+        if float(torch.linalg.vector_norm(self.v)) < 0.5:  # it is about 1 for a halfspace
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
             )
 
-    def sharpen(self, error: float) -> None:
-        """Each further bit costs four times as much as all before."""
-        if error >= self.error:
-            return
-        self._sharpened += 1
-        # Each bound may fail with half the chance of the one before: together 1% at most.
-        chance = CHANCE / 2**self._sharpened
-        self.enough = samples_for_length(len(self._total), error, chance)
-        self.sample(self.enough)
-        self.error = error
-
     def ends(self) -> tuple[Tensor, Tensor]:
         """No label decides alone, so none is worth asking again but the direction's own."""
-        return torch.stack([self.v, -self.v]), torch.tensor([True, False])
+        v = self.v / torch.linalg.vector_norm(self.v)
+        return torch.stack([v, -v]), torch.tensor([True, False])
 
 
 class Ratios:

@@ -26,7 +26,7 @@ from keyhole.core.text import percent
 from keyhole.extract.bilinear import batch_rows, scalar
 from keyhole.extract.domain import Domain, Explorer, Scope, Witness, within, within_reach
 from keyhole.extract.extraction import Check, Extraction, Step
-from keyhole.extract.gauss_newton import Pairs, Singles
+from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.halfspace import signs
 from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.ledger import remembered
@@ -273,7 +273,7 @@ def _explained(status: Status, reason: str, last: Step | None) -> str:
     if last and last.layer:
         return f"{reason}; {last.layer}"
     if status is Status.BUDGET:
-        if last and last.floor is None:
+        if last and last.unknowns is None:
             return f"{reason}; how many unknowns there are is not known yet"
         share = f"{percent(last.share)} of the unknowns are" if last else "nothing is"
         return f"{reason}; {share} known"
@@ -449,8 +449,8 @@ class AmplifiedExam(Exam):
         model, error = step.model, step.guarantee
         if check.worst <= NEARLY or error is None or not isinstance(model, Head):
             return verdict(check, accepted)
-        longest = min(self.limit, math.sqrt(model.dim))
-        if error >= max(float(model.W.abs().max()) / 2, 1 / longest**2):
+        max_norm = min(self.limit, math.sqrt(model.dim))
+        if error >= max(float(model.W.abs().max()) / 2, 1 / max_norm**2):
             return Status.NOT_IDENTIFIABLE, (
                 f"±{self.tolerance:g} hides W: nothing narrower than ±{error:.1e} can be proved"
             )
@@ -488,7 +488,7 @@ _ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention to each
 
 
 def asked_again(
-    oracle: Oracle, asked: Sequence[Singles | Pairs], tolerance: float, precision: float
+    oracle: Oracle, asked: Sequence[SingleTokens | Pairs], tolerance: float, precision: float
 ) -> tuple[int, int]:
     """How many answers are further off than 2τ (and rounding), of how many.
 
@@ -511,7 +511,7 @@ def labels_again(
     oracle: Oracle, tokens: Tensor, positive: Tensor, pairs: Tensor, above: Tensor
 ) -> tuple[int, int]:
     """How many labels differ, of how many: of single tokens (m, d) and of pairs (k, 2, d)."""
-    singles = [signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS]
+    single_tokens = [signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS]
     doubles = [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
-    differ = torch.cat([*singles, *doubles])
+    differ = torch.cat([*single_tokens, *doubles])
     return int(differ.sum()), len(differ)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -32,20 +32,18 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 @dataclass(frozen=True)
 class LowRank:
-    """Exact extraction of one head of low rank; finds the rank if it is not given.
+    """Exact extraction of one head of low rank; finds the rank if it is not given."""
 
-    `resolution` is the part of a column outside the span of the others, relative to the largest
-    column, below which it counts as rounding.
-    """
-
-    rank: int | None = None
+    rank: int | None = setting(None, "rank of W; found if not given")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-11
+    resolution: float = field(
+        default=1e-11,
+        metadata={"help": "what counts as rounding in a new column, relative to the largest"},
+    )
 
     def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 0:
-            raise InputError(f"expected a rank of 0 or more, got {self.rank}")
+        expect_count("a rank", self.rank, 0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)  # before anything is paid for
@@ -53,7 +51,7 @@ class LowRank:
 
     def expected(self, dim: int) -> int | None:
         expect_rank(self.rank, dim)
-        return None if self.rank is None else unknowns(dim, self.rank)
+        return None if self.rank is None else degrees_of_freedom(dim, self.rank)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -63,33 +61,37 @@ class LowRank:
         probes = ProbeBasis.draw(v, stream)
         X = random_orthogonal(d, stream)
         # One column of a matrix of rank 1 says little about the size of the others.
-        cross = _Cross(BilinearForms(oracle, v, room=64), probes.deltas, X)
+        cross = _Cross(BilinearForms(oracle, v, headroom=64), probes.deltas, X)
 
-        def known(rank: int) -> Step:
+        def so_far(rank: int) -> Step:
             """What there is so far of a W of at most this rank."""
             columns, rows = cross.factors()
             W = probes.solve(columns) @ (rows @ X)
-            return Step(Head(W, v), known=unknowns(d, len(cross.rows)), floor=unknowns(d, rank))
+            return Step(
+                Head(W, v),
+                known=degrees_of_freedom(d, len(cross.rows)),
+                unknowns=degrees_of_freedom(d, rank),
+            )
 
-        yield known(limit)
+        yield so_far(limit)
         try:
             while len(cross.rows) < limit and cross.grow(self.resolution):
                 # Looking costs d²k: at powers of two only, and at the end.
                 if len(cross.rows).bit_count() == 1:
-                    yield known(limit)
+                    yield so_far(limit)
         except BudgetExhausted:
-            yield known(limit)
+            yield so_far(limit)
             raise
-        yield known(len(cross.rows))
+        yield so_far(len(cross.rows))
 
 
 def expect_rank(rank: int | None, d: int) -> None:
     """Refuse a rank that no d×d matrix has."""
     if rank is not None and rank > d:
-        raise InputError(f"expected a rank of at most d = {d}, the dimension, got {rank}")
+        raise InputError(f"the rank must not exceed the dimension, {d}: got {rank}")
 
 
-def unknowns(d: int, r: int) -> int:
+def degrees_of_freedom(d: int, r: int) -> int:
     """Degrees of freedom of v and of a d×d matrix of rank r."""
     return d + 2 * r * d - r * r
 

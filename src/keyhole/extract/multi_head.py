@@ -2,7 +2,7 @@
 
 The answers come from `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i`, H unknown.
 Fix the asking token x and put `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and
-x+D2 that take the attention of all other heads and none of its own (masks.py), so that
+x+D2 that take the attention of all other heads and none of its own (heads/masks.py), so that
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(g_lᵀδ)·v_lᵀδ:
 
@@ -10,10 +10,10 @@ one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attenti
 (arXiv 2601.16873) applies to it. Nothing is assumed about the v, nor about H against d. The stages:
 
     Σ_h v_h = f([e_i])                                        d queries
-    far_field.py, crossings.py   the directions of g_h        about (d + 60)H
-    rays.py                      v_h and g_h at one x_0       2dH
-    columns.py                   W_h at all x                 d(d − 1)H + dH, less for low rank
-    slopes.py                    heads with proportional W, which no mask parts
+    heads/far_field.py    the directions of g_h        about (d + 60)H
+    heads/rays.py         v_h and g_h at one x_0, and heads with proportional W, which no mask
+                          separates                    2dH
+    `Columns`             W_h at all x                 d(d − 1)H + dH, less for low rank
 
 Without masks every crossing would have to be found again at d tokens; with them the far field is
 needed at one token only and to a few digits, and all parameters come from the near field, to
@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
+from keyhole.core.errors import expect_count
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.heads.far_field import Lines, Unlucky
+from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
     Rays,
@@ -54,7 +54,7 @@ from keyhole.extract.heads.masks import (
 )
 from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import settle
-from keyhole.extract.low_rank import unknowns
+from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -66,15 +66,14 @@ _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes thro
 
 @dataclass(frozen=True)
 class MultiHead:
-    """Exact extraction of any number of heads; `heads`, if given, is checked and not needed."""
+    """Exact extraction of any number of heads."""
 
-    heads: int | None = None
+    heads: int | None = setting(None, "how many there are; checked, not needed")
     seed: int = 0
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.heads is not None and self.heads < 1:
-            raise InputError(f"expected 1 head or more, got {self.heads}")
+        expect_count("heads", self.heads)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
@@ -89,15 +88,15 @@ class MultiHead:
         stream = torch.Generator().manual_seed(self.seed)
         v = _sum_of_values(oracle, stream)
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        floor = None if self.heads is None else self.heads * (d * d + d)
-        yield Step(planted.MultiHead([nothing], [v]), d, floor)
+        unknowns = None if self.heads is None else self.heads * (d * d + d)
+        yield Step(planted.MultiHead([nothing], [v]), d, unknowns)
         best: Step | None = None
         reached, caution = math.inf, 1.0
         for attempt in range(_ATTEMPTS):
             try:
                 step = yield from _attempt(oracle, v, stream, caution)
                 miss = _miss(oracle, step.model, stream)
-            except Unlucky:
+            except BadToken:
                 if attempt == _ATTEMPTS - 1 and best is None:
                     raise
                 continue
@@ -195,35 +194,35 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
             v.append(rays.V[ray, k])
     d, more = len(rays.x), len(v) - len(rays)
     extra = more * (d + 1)
-    known, floor = 2 * d * len(rays), len(rays) * (d * d + d)
+    known, unknowns = 2 * d * len(rays), len(rays) * (d * d + d)
     if columns is not None:
-        known, floor = columns.known, columns.floor
+        known, unknowns = columns.known, columns.unknowns
     if bool(rays.v0.any()):
         W.append(torch.zeros(d, d, dtype=torch.float64))
         v.append(rays.v0)
         extra += d
     model = planted.MultiHead(W, v)
-    return Step(model, known + extra, floor + extra, remark=_remark(rays, columns))
+    return Step(model, known + extra, unknowns + extra, remark=_remark(rays, columns))
 
 
 def _remark(rays: Rays, columns: Columns | None) -> str:
     """How many heads were found, of which ranks, and which of them are related."""
     heads = int(rays.slopes.sum()) + int(rays.v0.any())
-    said = [f"{heads} head{'s' if heads > 1 else ''}"]
+    parts = [f"{heads} head{'s' if heads > 1 else ''}"]
     ranks = [] if columns is None else sorted(set(columns.rank.tolist()))
     if ranks and ranks != [len(rays.x)]:
-        said.append(
+        parts.append(
             "of rank " + (f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}")
         )
     opposite = sum(1 for count in Counter(rays.line.tolist()).values() if count > 1)
     proportional = int((rays.slopes > 1).sum())
     if opposite:
-        said.append(f"{opposite} opposite pair{'s' if opposite > 1 else ''}")
+        parts.append(f"{opposite} opposite pair{'s' if opposite > 1 else ''}")
     if proportional:
-        said.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
+        parts.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
     if bool(rays.v0.any()):
-        said.append("one with W = 0")
-    return ", ".join(said)
+        parts.append("one with W = 0")
+    return ", ".join(parts)
 
 
 def _miss(oracle: Oracle, model: Oracle, stream: torch.Generator) -> float:
@@ -310,10 +309,10 @@ class Columns:
         return (self._measured / self._tokens.eta.unsqueeze(1)).mT @ self._tokens.B
 
     @property
-    def floor(self) -> int:
+    def unknowns(self) -> int:
         """Degrees of freedom of all heads, as far as their ranks are known."""
         d = len(self._rays.x)
-        return sum(unknowns(d, int(r)) for r in self.rank)
+        return sum(degrees_of_freedom(d, int(r)) for r in self.rank)
 
     @property
     def known(self) -> int:
@@ -323,7 +322,7 @@ class Columns:
         """
         d = len(self._rays.x)
         if self.complete:
-            return self.floor
+            return self.unknowns
         full = torch.minimum(self._stop, torch.tensor(self.done)).tolist()
         return sum(
             d + min(d * m, r * (d - r + m)) for m, r in zip(full, self.rank.tolist(), strict=True)
@@ -353,7 +352,7 @@ class Columns:
             self._behind, self._rays, tokens.x[some], tokens.base[some], rows, owner
         )
         if bool(asked.isnan().any()):
-            raise Unlucky(Status.MISMATCH, "an isolated gate answers outside its range")
+            raise BadToken(Status.MISMATCH, "an isolated gate answers outside its range")
         z = torch.zeros(stop - start, *used.shape, dtype=torch.float64)
         z[:, used] = asked
         return z
@@ -427,4 +426,4 @@ def asking_tokens(
         if not len(pending):
             return Tokens(B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base)
         eta[pending] /= 2
-    raise Unlucky(Status.MISMATCH, "no asking tokens near x_0 keep the masks")
+    raise BadToken(Status.MISMATCH, "no asking tokens near x_0 keep the masks")

@@ -21,18 +21,18 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.errors import MissingExtra, expect_count, expect_number
 from keyhole.extract.bilinear import BilinearForms, read_values
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
-from keyhole.extract.low_rank import expect_rank, unknowns
+from keyhole.extract.low_rank import degrees_of_freedom, expect_rank
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle
 
@@ -41,17 +41,15 @@ from keyhole.oracle.protocol import Oracle
 class NuclearNorm:
     """Low-rank extraction as in the paper: `oversampling · rank · d` random measurements."""
 
-    rank: int
-    oversampling: float = 6.0
+    rank: int = field(metadata={"help": "rank of W"})
+    oversampling: float = setting(6.0, "measurements for each of the rank·d unknowns")
     seed: int = 0
     tolerance: float = 1e-6
-    solver: str = "CLARABEL"
+    solver: str = setting("CLARABEL", "solver that CVXPY calls")
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InputError(f"expected a rank of 1 or more, got {self.rank}")
-        if not self.oversampling > 0:
-            raise InputError(f"expected a positive oversampling, got {self.oversampling}")
+        expect_count("a rank", self.rank)
+        expect_number("oversampling", self.oversampling, above=0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)
@@ -67,14 +65,14 @@ class NuclearNorm:
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        floor = unknowns(d, self.rank)
+        unknowns = degrees_of_freedom(d, self.rank)
         v = read_values(oracle)
-        yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, floor=floor)
+        yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns)
         count = self._measurements(d)
         deltas, xs = self._draw(d, count)
         y = BilinearForms(oracle, v).pairs(deltas, xs)
         W = self._program(deltas, xs, y)
-        yield Step(Head(W, v), known=min(floor, d + count), floor=floor)
+        yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
     def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
         """`m` independent pairs of standard Gaussian vectors."""

@@ -12,7 +12,7 @@ and any method for a head learns W from the second line. Departures:
 - (Aᵀw)ᵀx is known once the network is, so a head's length-one questions cost nothing.
 - The paper gives up where Aᵀw = 0. But F = φ(attn(X)) with φ known and linear between hyperplanes:
   with x scaled up by t and δ down by t the score δᵀWx stays, and for t large enough x and x + δ
-  lie in one cell of φ. There, with y = tx + δ/t,
+  lie in one region of φ. There, with y = tx + δ/t,
 
       (F([y ; tx]) − F([tx])) / (F([y]) − F([tx])) = σ(δᵀWx),
 
@@ -22,7 +22,7 @@ and any method for a head learns W from the second line. Departures:
 - Only φ = 0 leaves W unknown: then every answer is zero.
 - Several heads, F(X) = wᵀ ReLU(Σ_h A_h attn_h(X)), which the paper leaves out. The second line
   becomes Σ_h (A_hᵀw)ᵀ attn_h(X), from which a method for several heads learns all W_h; then φ is a
-  network of Hd inputs that known heads can be steered to (head_steering.py). Equal W_h act as one
+  network of Hd inputs that known heads can be steered to (`Steered`). Equal W_h act as one
   head with the sum of the A_h. Heads with A_hᵀw = 0 are invisible in the odd part; what is found
   without them does not agree with fresh answers, and the judge says so.
 """
@@ -39,7 +39,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import scalar
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method, settle
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
@@ -48,8 +48,8 @@ from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
-_WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one cell gives more digits
-_ROOM = 1.01  # how much farther than x + δ the cell's nearest wall has to be
+_WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
+_ROOM = 1.01  # how much farther than x + δ the region's nearest wall has to be
 _FARTHEST = 1e12  # for t²: beyond, nothing is left of the difference
 _SAMPLE = 8  # answers that show whether there is an odd part
 
@@ -58,15 +58,17 @@ _SAMPLE = 8  # answers that show whether there is an odd part
 class OneLayerTransformer:
     """Exact extraction of attention and network from scores (Section 4.1).
 
-    `width` is the largest number of neurons, if it is known; `attention` any method for one head,
-    or `MultiHead()` for several. `resolution` is the network's (relu_network.py).
+    `attention` is any method for one head, or `MultiHead()` for several.
     """
 
-    width: int | None = None
+    width: int | None = setting(None, "the largest number of neurons, if it is known")
     attention: Method = field(default_factory=SingleHead)
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-12
+    resolution: float = field(
+        default=1e-12,
+        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    )
 
     def __post_init__(self) -> None:
         self._network()  # refuses what it cannot use
@@ -96,11 +98,11 @@ class OneLayerTransformer:
     def _network_first(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        network, known, floor = ReluFfn(nothing[:0], nothing[:0, 0]), 0, None
+        network, known, unknowns = ReluFfn(nothing[:0], nothing[:0, 0]), 0, None
         for step in self._network().steps(oracle):
             if isinstance(step.model, ReluFfn):
-                network, known, floor = step.model, step.known, step.floor
-                yield Step(OneLayer(nothing, network.A, network.w), known, _sum(floor, d * d))
+                network, known, unknowns = step.model, step.known, step.unknowns
+                yield Step(OneLayer(nothing, network.A, network.w), known, _sum(unknowns, d * d))
         for step in self.attention.steps(_as_head(oracle, network)):
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
@@ -108,7 +110,7 @@ class OneLayerTransformer:
                     f"expected a method for one head, got one for {step.model.kind}",
                 )
             model = OneLayer(step.model.W, network.A, network.w)
-            yield Step(model, known + step.known - d, _sum(floor, step.floor, -d))
+            yield Step(model, known + step.known - d, _sum(unknowns, step.unknowns, -d))
 
     def _heads_first(self, oracle: Oracle) -> Iterator[Step]:
         _require_odd_part(oracle, self.seed)
@@ -119,18 +121,18 @@ class OneLayerTransformer:
                 heads, v = list(last.model.W), torch.cat(list(last.model.v))
                 network, _ = neurons(Folds.none(len(v)), 0.5 * v)  # the odd part of F
                 width = None if self.width is None else len(v) * max(1, self.width - 1)
-                floor = _sum(last.floor, width)
-                yield Step(_join(heads, network), last.known, floor, remark=last.remark)
+                unknowns = _sum(last.unknowns, width)
+                yield Step(_join(heads, network), last.known, unknowns, remark=last.remark)
         if last is None:
             return
         inputs = len(heads) * oracle.dim
-        known, floor = last.known - inputs, _sum(last.floor, -inputs)  # v is in the network
+        known, unknowns = last.known - inputs, _sum(last.unknowns, -inputs)  # v is in the network
         try:
             features = Steered(oracle, torch.stack(heads), self.seed) if len(heads) > 1 else oracle
             for step in self._network().steps(features):
                 if isinstance(step.model, ReluFfn):
                     model = _join(heads, step.model)
-                    every = _sum(floor, step.floor)
+                    every = _sum(unknowns, step.unknowns)
                     yield Step(model, known + step.known, every, remark=last.remark)
         except NotSteerable as obstacle:
             raise Unsuccessful(
@@ -139,7 +141,7 @@ class OneLayerTransformer:
 
 
 def _sum(*counts: int | None) -> int | None:
-    """How many unknowns there are together; None where some of them are not counted yet."""
+    """How many unknowns there are in all; None where some of them are not counted yet."""
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
@@ -175,19 +177,15 @@ def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
     v = network.w @ network.A
     if torch.linalg.vector_norm(v) > _WEAK * size:
         return _Antisymmetric(oracle, v)
-    return _InOneCell(oracle, network)
+    return _InOneRegion(oracle, network)
 
 
 class _Antisymmetric:
     """`F(X) − F(−X)`: heads with v_h = A_hᵀw, whose sum may be known."""
 
     def __init__(self, inner: Oracle, v: Tensor | None = None) -> None:
-        self._inner = inner
-        self._v = v
-
-    @property
-    def dim(self) -> int:
-        return self._inner.dim
+        self._inner, self._v = inner, v
+        self.dim = inner.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if sequences.shape[1] == 1 and self._v is not None:
@@ -195,16 +193,12 @@ class _Antisymmetric:
         return _ask_pairs(self._inner, sequences, -sequences, lambda F: F[:, 0] - F[:, 1])
 
 
-class _InOneCell:
-    """A head with v = (1, …, 1), read inside single cells of φ; for one token or two."""
+class _InOneRegion:
+    """A head with v = (1, …, 1), read inside single regions of φ; for one token or two."""
 
     def __init__(self, inner: Oracle, network: ReluFfn) -> None:
-        self._inner = inner
-        self._network = network
-
-    @property
-    def dim(self) -> int:
-        return self._network.dim
+        self._inner, self._network = inner, network
+        self.dim = network.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         x = sequences[:, -1]
@@ -264,7 +258,7 @@ def _ask_pairs(
 #     (u_h − u_k)ᵀ W_h x > 0  for k ≠ h,        u_hᵀ W_h x > μ·xᵀ W_h x,   μ = λ/ρ:
 #
 # with ρλ large enough head h sees ρu_h alone, the others being below e^-45, and F(X) = ρ·φ(u). ρ
-# and λ apart are free, so that x can be made as small beside the u as the second line wants.
+# and λ apart are free, so that x can be made as small next to the u as the second line wants.
 #
 # - The conditions are H² rows in d unknowns, and if H² ≤ d all of them can be set to 1. Where only
 #   the first H(H − 1) fit into d, or the rows depend on one another, the first are set and the
@@ -279,7 +273,7 @@ def _ask_pairs(
 #   less log n, as softmax averages lean to large scores. Heads with proportional W, or three and
 #   more of rank 1, cannot be brought to every u by any query.
 
-_SATURATED = 45.0  # e^-45 of a token is below rounding, also beside one a thousand times smaller
+_SATURATED = 45.0  # e^-45 of a token is below rounding, also next to one a thousand times smaller
 _TRIES = 1024  # at x by chance; most u need a few, and only those left over are tried again
 _SPREAD = 2.0  # of the wanted rows around 1, as an exponent, when x is left to chance
 _SHARES = 2.0 ** torch.arange(-8, 9)  # of μ, around the value at which both sides are alike
@@ -296,8 +290,8 @@ class Steered:
     """`φ(u) = wᵀ ReLU(Σ_h A_h u_h)` as an oracle of one token u of dimension H·d."""
 
     def __init__(self, inner: Oracle, W: Tensor, seed: int) -> None:
-        self._inner = inner
-        self._W = W
+        self._inner, self._W = inner, W
+        self.dim = W.shape[0] * W.shape[1]
         self._stream = torch.Generator().manual_seed(seed)
         heads = len(W)
         moving = [h for h in range(heads) if bool(W[h].any())]
@@ -313,10 +307,6 @@ class Steered:
         if firm > inner.dim:
             raise NotSteerable(f"{heads} heads look {firm} ways and x has {inner.dim} components")
 
-    @property
-    def dim(self) -> int:
-        return self._W.shape[0] * self._W.shape[1]
-
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens, rho = self.tokens(sequences[:, -1].unflatten(1, self._W.shape[:2]))
         try:
@@ -331,8 +321,8 @@ class Steered:
         wanted = torch.cat([u, torch.zeros_like(u[:, :1])], 1)
         for h in self._still:
             wanted[:, h] += len(self._W) * u[:, h] - (u.sum(1) - u[:, h])
-        together = self._W.transpose(0, 1).flatten(1)
-        keys = (wanted @ together).unflatten(
+        stacked = self._W.transpose(0, 1).flatten(1)
+        keys = (wanted @ stacked).unflatten(
             2, self._W.shape[:2]
         )  # of token i for head h, [:, i, h]
         rows = keys[:, self._head, self._head] - keys[:, self._other, self._head]

@@ -25,7 +25,7 @@ from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.bilinear import ask_scores
-from keyhole.extract.extraction import Check, Extraction, Step
+from keyhole.extract.extraction import Check, Extraction, Step, setting
 from keyhole.extract.judge import Exam, settle
 from keyhole.extract.ordinary_questions import are_ordinary, usual_norm_of
 from keyhole.oracle.planted import Head
@@ -46,16 +46,12 @@ _DOUBT = 0.1  # of the largest answer: closer to 0 a label may be wrong
 
 @dataclass(frozen=True)
 class OrdinaryLabels:
-    """Extraction of one head from labels (1 or 0) of random tokens of norm `usual_norm`.
+    """Extraction of one head from labels (1 or 0) of random tokens of norm `usual_norm`."""
 
-    Sequences have `min_tokens` tokens, two at least. `most` unknowns are fitted: beyond that it
-    takes hours.
-    """
-
-    usual_norm: float | None = None
-    min_tokens: int = 2
-    rounds: int = 18
-    most: int = 1200
+    usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
+    min_tokens: int = setting(2, "tokens of a sequence, at least 2")
+    rounds: int = setting(18, "of asking where the copy so far is in doubt")
+    most: int = setting(1200, "unknowns that are fitted; more take hours")
     seed: int = 0
     tolerance: float = 1e-8
 
@@ -110,7 +106,7 @@ class OrdinaryLabels:
             W, v = _fitted(X, y, W, v)
             # Labels bring digits little by little: all that are wanted bring all of them.
             known = unknowns * len(y) // self.expected(d)
-            yield Step(Head(W, v), known=known, floor=unknowns)
+            yield Step(Head(W, v), known=known, unknowns=unknowns)
 
     def _doubtful(self, model: Head, count: int, factor: float, stream: torch.Generator) -> Tensor:
         """Of many questions those that the model is least sure of."""

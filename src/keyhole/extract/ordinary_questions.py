@@ -13,12 +13,12 @@ so every further answer is one linear equation for u and log Z, once v is known:
 
 d + 1 of them give Wb, d last tokens give W. v comes first: from d single tokens where those are
 answered; else from one (C, b), whose answers to enough tokens a hold 2d + 1 unknowns u, v, log Z
-(defended/beside.py).
+(`fit_values`).
 
 Exact answers are asked for with tokens as short as is usual, since soft attention loses fewest
 digits; inexact ones with long tokens, whose answers are larger. Equations are weighted by what
 `answer_error` does to their logit, and are `oversampling` times as many as needed; where answers
-are inexact, all of them are fitted together in the end.
+are inexact, all of them are fitted at once in the end.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import least_squares
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import within_reach
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.gauss_newton import Linear, Singles, Theta
+from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.gauss_newton import Linear, SingleTokens, Theta, levenberg
 from keyhole.extract.judge import NEARLY, Exam, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -47,7 +47,7 @@ _EPSILON = torch.finfo(torch.float64).eps
 _STREAM = 0x4F524449  # keeps the judge's questions apart from the attack's
 _PER_KIND = 4
 _NORMS = (0.7, 1.4)  # of the usual one: the judge's two kinds of questions
-_SHORT, LONGEST = 0.55, 1.4  # of the usual norm: tokens for exact answers, for others
+_SHORT, LONG = 0.55, 1.4  # of the usual norm: tokens for exact answers, for others
 _COARSE = 0.1  # the largest relative error of an approximation, where answers are inexact
 _TRIES = 8  # sets of questions that v is read from where single tokens are refused
 _EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's error
@@ -55,16 +55,12 @@ _EXPLAINED = 8.0  # root mean square of the residuals in units of an answer's er
 
 @dataclass(frozen=True)
 class OrdinaryQuestions:
-    """Extraction of one head by random tokens of norm `usual_norm`, `min_tokens` or more at a time.
+    """Extraction of one head by random tokens of an ordinary norm, `min_tokens` or more of them."""
 
-    `usual_norm` is what honest clients' tokens have (None: d^¼). `answer_error` is how far an
-    answer may be off.
-    """
-
-    usual_norm: float | None = None
-    min_tokens: int = 1
-    answer_error: float = 0.0
-    oversampling: float = 1.5
+    usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
+    min_tokens: int = setting(1, "the fewest tokens that the target takes")
+    answer_error: float = setting(0.0, "how far an answer may be off")
+    oversampling: float = setting(1.5, "questions for each unknown")
     seed: int = 0
     tolerance: float = 1e-8
 
@@ -72,8 +68,7 @@ class OrdinaryQuestions:
         expect_number("a usual norm", self.usual_norm, above=0)
         expect_number("an answer's error", self.answer_error, least=0)
         expect_count("a least number of tokens", self.min_tokens)
-        if not (self.oversampling >= 1 and math.isfinite(self.oversampling)):
-            raise InputError(f"expected an oversampling of 1 or more, got {self.oversampling}")
+        expect_number("oversampling", self.oversampling, least=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
@@ -129,8 +124,8 @@ class _State:
 
     def __init__(self, method: OrdinaryQuestions, oracle: Oracle) -> None:
         self._method, self._oracle = method, oracle
-        self._factor = LONGEST if method.answer_error else _SHORT  # of the usual norm
-        self._asked: list[Singles | Beside] = []
+        self._factor = LONG if method.answer_error else _SHORT  # of the usual norm
+        self._asked: list[SingleTokens | WithContext] = []
         self._last: list[Tensor] = []
         self._images: list[Tensor] = []
         self._v = torch.zeros(oracle.dim, dtype=torch.float64)
@@ -138,14 +133,14 @@ class _State:
         self.stream = torch.Generator().manual_seed(method.seed)
 
     def read_values(self) -> None:
-        """v, from single tokens or from what a token changes beside others."""
+        """v, from single tokens or from what a token changes next to others."""
         d = self._oracle.dim
         if self._method.min_tokens == 1:
             alone = torch.empty(0, d, dtype=torch.float64)
             norm = self._factor * self._method.norm(d)
             tokens = norm * ordinary_tokens(self._method.count(d), alone, self.stream)
             answers = ask_scores(self._oracle, tokens.unsqueeze(1))
-            self._asked.append(Singles(tokens, answers))
+            self._asked.append(SingleTokens(tokens, answers))
             self._v = least_squares(tokens, answers[:, None])[:, 0]
         else:
             self._v = self._fit_values()
@@ -153,7 +148,7 @@ class _State:
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero")
 
     def _fit_values(self) -> Tensor:
-        """v by what tokens change beside others; those that lead nowhere are followed by others."""
+        """v by what tokens change next to others; another set where one leads nowhere."""
         d = self._oracle.dim
         for _ in range(_TRIES):
             last = ordinary_sequence(1, d, self.stream)[0]
@@ -162,10 +157,10 @@ class _State:
             if miss <= _EXPLAINED * self._error(asked.answers):
                 self._asked.append(asked)
                 return v
-        raise Unsuccessful(Status.MISMATCH, "no head explains what one token changes beside others")
+        raise Unsuccessful(Status.MISMATCH, "no head explains what a token changes next to others")
 
     def read_image(self, last: Tensor) -> None:
-        """Wb for a unit token b, from the logits of the attention to many tokens beside it."""
+        """Wb for a unit token b, from the logits of the attention to many tokens next to it."""
         asked = self._ask(last, self._method.count(self._oracle.dim), self._factor)
         self._asked.append(asked)
         tokens, mean = asked.tokens[0], asked.answers[0, -1]
@@ -182,7 +177,7 @@ class _State:
     def refine(self) -> None:
         """All answers at once: each of them depends on v."""
         images = self._asked[-len(self._last) :]  # of the same sizes; before them stands v's own
-        joined = Beside.joined([part for part in images if isinstance(part, Beside)])
+        joined = WithContext.joined([part for part in images if isinstance(part, WithContext)])
         self._v, self._W = gauss_newton.refine(
             self._v, self._solved(), [*self._asked[: -len(images)], joined]
         )
@@ -190,7 +185,7 @@ class _State:
     def step(self) -> Step:
         d = self._oracle.dim
         W = self._solved() if self._W is None else self._W
-        return Step(Head(W, self._v), known=d + d * len(self._last), floor=d * d + d)
+        return Step(Head(W, self._v), known=d + d * len(self._last), unknowns=d * d + d)
 
     def _solved(self) -> Tensor:
         """W from what it makes of the last tokens, 0 at right angles to them."""
@@ -200,8 +195,8 @@ class _State:
         last, images = torch.stack(self._last), torch.stack(self._images)
         return images.mT @ last / last[0].square().sum()  # they are at right angles
 
-    def _ask(self, last: Tensor, count: int, factor: float) -> Beside:
-        """The answers to `count` first tokens beside others, of which `last` is the last."""
+    def _ask(self, last: Tensor, count: int, factor: float) -> WithContext:
+        """The answers to `count` first tokens next to others, of which `last` is the last."""
         norm = factor * self._method.norm(self._oracle.dim)
         others = last[None]
         while len(others) < self._method.min_tokens:
@@ -211,7 +206,7 @@ class _State:
         mean = ask_scores(self._oracle, others[None])
         rest = others.expand(count, *others.shape)
         given = ask_scores(self._oracle, torch.cat([tokens.unsqueeze(1), rest], 1))
-        return Beside(tokens[None], others[None], torch.cat([given, mean])[None])
+        return WithContext(tokens[None], others[None], torch.cat([given, mean])[None])
 
     def _error(self, answers: Tensor) -> float:
         """How far an answer may be off."""
@@ -219,20 +214,18 @@ class _State:
         return max(self._method.answer_error, rounding, torch.finfo(torch.float64).tiny)
 
 
-# Answers to `[a ; C]` for many first tokens a beside the same others C, and to C alone.
+# Answers to `[a ; C]` for many first tokens a next to the same others C, and to C alone.
 #
 # With u = Wb for the last token b, and A the attention of each token,
 #
 #     f = Σ_i A_i·vᵀx_i,   ∂f/∂(x_iᵀu) = A_i·(vᵀx_i − f),   ∂f/∂(vᵀx_i) = A_i,
 #
-# which is what least squares on all answers (inexact/gauss_newton.py) needs.
-
-_STEPS = 200
+# which is what least squares on all answers (gauss_newton.py) needs.
 
 
 @dataclass(frozen=True)
-class Beside:
-    """First tokens (s, m, d) beside others (s, k, d), of which the last is b, in s sets.
+class WithContext:
+    """First tokens (s, m, d) next to others (s, k, d), of which the last is b, in s sets.
 
     `answers` (s, m + 1) are those to `[a ; C]`, and in the end of a row the one to C alone.
     """
@@ -242,7 +235,7 @@ class Beside:
     answers: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Beside]) -> Beside:
+    def joined(cls, parts: Sequence[WithContext]) -> WithContext:
         """Several of the same sizes as one."""
         columns = zip(*((p.tokens, p.others, p.answers) for p in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
@@ -283,8 +276,8 @@ class Beside:
         u = (self.others[:, -1] @ theta[1].mT)[..., None]
         none = torch.full_like(self.answers[:, :1], -math.inf)
         scores = torch.cat([(self.tokens @ u)[..., 0], none], 1)
-        beside = (self.others @ u).mT.expand(-1, scores.shape[1], -1)
-        A = torch.cat([scores[..., None], beside], -1).softmax(-1)
+        rest = (self.others @ u).mT.expand(-1, scores.shape[1], -1)
+        A = torch.cat([scores[..., None], rest], -1).softmax(-1)
         return A[..., 0], A[..., 1:]
 
     def _answer(self, theta: Theta, first: Tensor, rest: Tensor) -> Tensor:
@@ -292,7 +285,7 @@ class Beside:
         return first * (self._firsts @ v) + (rest @ (self.others @ v)[..., None])[..., 0]
 
 
-def fit_values(asked: Beside) -> tuple[Tensor, float]:
+def fit_values(asked: WithContext) -> tuple[Tensor, float]:
     """v from one set where nothing else is known: u, v and log Z by damped Gauss–Newton.
 
     It starts where attention is even: u = 0, and v from a linear fit. With v comes the root mean
@@ -310,19 +303,8 @@ def fit_values(asked: Beside) -> tuple[Tensor, float]:
         slope = (alpha * (1 - alpha) * gap)[:, None]
         return alpha * gap - change, torch.cat([slope * tokens, alpha[:, None] * tokens, -slope], 1)
 
-    damping = 1e-2
-    residual, J = at(theta)
-    for _ in range(_STEPS):
-        square, pull = J.mT @ J, J.mT @ residual
-        step = torch.linalg.solve(square + damping * torch.diag(square.diagonal()), pull)
-        ahead, slopes = at(theta - step)
-        if float(ahead @ ahead) < float(residual @ residual):
-            theta, residual, J, damping = theta - step, ahead, slopes, max(damping / 8, 1e-15)
-        else:
-            damping *= 4
-        if damping > 1e12 or float(step.norm()) <= 1e-14 * float(theta.norm()):
-            break
-    return theta[d:-1], float(residual.square().mean().sqrt())
+    theta, left = levenberg(at, theta, steps=200)
+    return theta[d:-1], left / math.sqrt(len(tokens))
 
 
 # Random tokens that look like anybody's: neither along a coordinate nor along one another.
@@ -340,20 +322,20 @@ def usual_norm_of(dim: int) -> float:
     return dim**0.25
 
 
-def ordinary_tokens(count: int, beside: Tensor, stream: torch.Generator) -> Tensor:
-    """Random unit tokens (count, d), each neither along an axis nor along a token of `beside`."""
-    dim = beside.shape[1]
+def ordinary_tokens(count: int, others: Tensor, stream: torch.Generator) -> Tensor:
+    """Random unit tokens (count, d), each neither along an axis nor along a token of `others`."""
+    dim = others.shape[1]
     kept = torch.empty(0, dim, dtype=torch.float64)
     for _ in range(_DRAWS):
         drawn = torch.randn(2 * count + 8, dim, generator=stream, dtype=torch.float64)
         drawn = torch.nn.functional.normalize(drawn, dim=1)
-        odd = torch.cat([drawn.abs() / _PEAK, (drawn @ beside.mT).abs() / _APART], 1)
+        odd = torch.cat([drawn.abs() / _PEAK, (drawn @ others.mT).abs() / _APART], 1)
         kept = torch.cat([kept, drawn[odd.amax(1) < 1] if dim > 1 else drawn])
         if len(kept) >= count:
             return kept[:count]
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"{dim} dimensions have no room for {len(beside) + 1} tokens of which none are alike",
+        f"{dim} dimensions have no room for {len(others) + 1} tokens of which none are alike",
     )
 
 

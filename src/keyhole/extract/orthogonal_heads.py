@@ -6,7 +6,7 @@ one subspace only its head answers (Proposition C.2), so with known bases Theore
 of them takes Σ_h (k_h² + k_h) queries.
 
 Without bases the paper conjectures a route by Hessians. Here it gives, of each head, a part of
-its subspace that holds v_h (hessian_blocks.py). That is enough:
+its subspace that holds v_h (`finest_blocks`). That is enough:
 
     v_h′ᵀδ = 0 for all h′ ≠ h   ⇒   f([x+δ ; x]) = vᵀx + σ(δᵀW_hx)·v_hᵀδ   for every x,
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import read_tensors
 from keyhole.extract.bilinear import (
     BilinearForms,
@@ -37,46 +37,47 @@ from keyhole.extract.bilinear import (
     random_orthogonal,
     read_values,
 )
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
 
 _ORTHOGONAL = 1e-8
-_SILENT = 1e-13  # a v_h shorter than this, beside the whole of v, is rounding
+_SILENT = 1e-13  # a v_h shorter than this, next to the whole of v, is rounding
 
 
 @dataclass(frozen=True)
 class OrthogonalHeads:
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
-    `bases` holds one d×k matrix with orthonormal columns per head, or is None. Without them,
-    `points` is the number of x at which Hessians are taken, `levels` the number of answers per
-    entry of each (Richardson's steps), and `precision` the relative error of an answer, from
-    which follows what counts as zero.
+    `bases` holds one d×k matrix with orthonormal columns per head; the fields after `tolerance` are
+    for their search, where there are none.
     """
 
-    bases: Sequence[Tensor] | None = field(default=None, repr=False)
+    bases: Sequence[Tensor] | None = field(
+        default=None, repr=False,
+        metadata={"help": "a .safetensors file with a basis of each head's subspace"},
+    )  # fmt: skip
     seed: int = 0
     tolerance: float = 1e-8
-    points: int = 2
-    levels: int = 2
-    precision: float = 1e-16
+    points: int = setting(2, "tokens x at which Hessians are taken")
+    levels: int = setting(2, "answers for each entry of a Hessian (Richardson)")
+    precision: float = setting(1e-16, "relative error of an answer")
 
     def __post_init__(self) -> None:
-        if self.points < 1:
-            raise InputError(f"expected 1 point or more, got {self.points}")
-        if self.levels < 1:
-            raise InputError(f"expected 1 level or more, got {self.levels}")
+        expect_count("points", self.points)
+        expect_count("levels", self.levels)
         if not 0 < self.precision < 1:
-            raise InputError(f"expected a precision between 0 and 1, got {self.precision}")
+            raise InputError(f"the precision must lie between 0 and 1: got {self.precision}")
         if self.bases is not None:
             _check_bases(self.bases)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.bases is not None and self.bases[0].shape[0] != oracle.dim:
-            got = self.bases[0].shape[0]
-            raise InputError(f"expected bases of {oracle.dim} rows, got {got}")
+            raise InputError(
+                f"bases must have as many rows as the target has dimensions, {oracle.dim}: got "
+                f"{self.bases[0].shape[0]}"
+            )
         return settle(self, oracle)
 
     def expected(self, dim: int) -> int | None:  # noqa: ARG002
@@ -93,7 +94,7 @@ class OrthogonalHeads:
     def _inside(self, oracle: Oracle, bases: Sequence[Tensor]) -> Iterator[Step]:
         """Theorem 4.1 in each subspace; heads with v_h = 0 answer nothing and are left out."""
         d = oracle.dim
-        floor = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
+        unknowns = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
         v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
         values = v.split([basis.shape[1] for basis in bases])
         stream = torch.Generator().manual_seed(self.seed)
@@ -104,19 +105,19 @@ class OrthogonalHeads:
             if lengths(v_h) > _SILENT * lengths(v)
         ]
         known = len(v)
-        yield Step(_heads([(W, v) for W, v, _ in heads]), known, floor)
+        yield Step(_heads([(W, v) for W, v, _ in heads]), known, unknowns)
         for h, (_, v_h, basis) in enumerate(heads):
             W = _one_head(_Inside(oracle, basis), basis.mT @ v_h, stream)
             heads[h] = basis @ W @ basis.mT, v_h, basis
             known += basis.shape[1] ** 2
-            yield Step(_heads([(W, v) for W, v, _ in heads]), known, floor)
+            yield Step(_heads([(W, v) for W, v, _ in heads]), known, unknowns)
 
     def _search(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
         v = read_values(oracle)
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        yield Step(MultiHead([nothing], [v]), known=d, floor=d * d + d)
+        yield Step(MultiHead([nothing], [v]), known=d, unknowns=d * d + d)
         blocks = self._blocks(oracle, v, stream)
         heads: list[_Growth] = []
         for h, block in enumerate(blocks):
@@ -125,7 +126,7 @@ class OrthogonalHeads:
             heads[-1].run(block.mT)
             yield _step(heads, v, self.resolution)
         if not heads:  # nothing curves: W = 0
-            yield Step(MultiHead([nothing], [v]), known=d, floor=d)
+            yield Step(MultiHead([nothing], [v]), known=d, unknowns=d)
             return
         # Directions that no row led to may still be columns of some W_h; but not those where a
         # head without scores would answer too.
@@ -135,7 +136,7 @@ class OrthogonalHeads:
             for head in heads:
                 head.extend(left, stream)
         last = _step(heads, v, self.resolution)
-        yield replace(last, floor=last.known)
+        yield replace(last, unknowns=last.known)
 
     @property
     def step(self) -> float:
@@ -143,21 +144,21 @@ class OrthogonalHeads:
         return self.precision ** (1 / (2 * self.levels + 1))
 
     @property
-    def floor(self) -> float:
+    def noise(self) -> float:
         """The error of a Hessian, relative to its largest singular value."""
         return 10 * self.precision / self.step
 
     @property
     def resolution(self) -> float:
-        """What counts as zero in rows of W_h, beside the largest: errors of Hessians grow."""
-        return min(max(1e-7, 100 * self.floor), 1e-2)
+        """What counts as zero in rows of W_h, next to the largest: errors of Hessians grow."""
+        return min(max(1e-7, 100 * self.noise), 1e-2)
 
     def _blocks(self, oracle: Oracle, v: Tensor, stream: torch.Generator) -> list[Tensor]:
         """A part of each head's subspace (d×k) that holds its v_h."""
         forms = QuadraticForms(oracle, v, self.step, self.levels)
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
         hessians = [forms.hessian(x, stream) for x in xs]
-        blocks = finest_blocks(hessians, self.floor, stream)
+        blocks = finest_blocks(hessians, self.noise, stream)
         return [block for block in blocks if lengths(block.mT @ v) > self.resolution * lengths(v)]
 
 
@@ -174,12 +175,8 @@ class _Inside:
     """The oracle on sequences inside one subspace, in its coordinates."""
 
     def __init__(self, oracle: Oracle, basis: Tensor) -> None:
-        self._oracle = oracle
-        self._basis = basis
-
-    @property
-    def dim(self) -> int:
-        return self._basis.shape[1]
+        self._oracle, self._basis = oracle, basis
+        self.dim = basis.shape[1]
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return ask(self._oracle, sequences @ self._basis.mT)
@@ -189,12 +186,8 @@ class _Alone:
     """The oracle less what other heads add to `[x+δ ; x]` where their v_hᵀδ is zero: `v_hᵀx`."""
 
     def __init__(self, oracle: Oracle, others: Tensor) -> None:
-        self._oracle = oracle
-        self._others = others
-
-    @property
-    def dim(self) -> int:
-        return self._oracle.dim
+        self._oracle, self._others = oracle, others
+        self.dim = oracle.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return ask(self._oracle, sequences) - sequences[:, -1] @ self._others
@@ -299,7 +292,7 @@ def load_bases(path: str | Path) -> list[Tensor]:
 
 def _check_bases(bases: Sequence[Tensor]) -> None:
     if not len(bases):
-        raise InputError("expected a basis for each head, got none")
+        raise InputError("bases must hold at least one basis")
     for basis in bases:
         if basis.ndim != 2 or basis.shape[0] != bases[0].shape[0] or basis.dtype != torch.float64:
             shape, kind = tuple(basis.shape), basis.dtype
@@ -308,7 +301,9 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
     eye = torch.eye(every.shape[1], dtype=torch.float64)
     apart = float((every.mT @ every - eye).abs().max())
     if not apart <= _ORTHOGONAL:
-        raise InputError(f"expected orthonormal, mutually orthogonal bases, got {apart:.1e} off")
+        raise InputError(
+            f"the bases must be orthonormal and orthogonal to each other: off by {apart:.1e}"
+        )
 
 
 # Orthogonal subspaces from Hessians: the route that Appendix C conjectures.
@@ -400,16 +395,16 @@ class QuadraticForms:
         raise Unsuccessful(Status.SATURATED, "no scale shows how the answers curve")
 
 
-def finest_blocks(hessians: list[Tensor], floor: float, stream: torch.Generator) -> list[Tensor]:
+def finest_blocks(hessians: list[Tensor], noise: float, stream: torch.Generator) -> list[Tensor]:
     """Orthonormal bases (d×k) of the finest subspaces that all symmetric matrices leave alone.
 
-    `floor` is the error of the matrices, relative to the largest.
+    `noise` is the error of the matrices, relative to the largest.
     """
     left, sizes, _ = torch.linalg.svd(torch.cat(hessians, dim=1))
     if not bool(sizes[0] > 0):
         return []
-    frame = left[:, : _gap(sizes / sizes[0], floor)]
-    commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], floor)
+    frame = left[:, : _gap(sizes / sizes[0], noise)]
+    commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], noise)
     mix = torch.randn(len(commuting), generator=stream, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(torch.einsum("c,cij->ij", mix, commuting))
     # As many different eigenvalues as the commutant has dimensions: cut at the widest gaps.
@@ -417,15 +412,15 @@ def finest_blocks(hessians: list[Tensor], floor: float, stream: torch.Generator)
     return [frame @ block for block in torch.tensor_split(vectors, cuts.tolist(), dim=1)]
 
 
-def _gap(sizes: Tensor, floor: float) -> int:
-    """How many of the falling sizes stand above their widest gap, noise being at `floor`."""
-    logs = torch.cat([sizes, sizes.new_tensor([floor])]).clamp(min=floor).log()
+def _gap(sizes: Tensor, noise: float) -> int:
+    """How many of the falling sizes stand above their widest gap, their noise being `noise`."""
+    logs = torch.cat([sizes, sizes.new_tensor([noise])]).clamp(min=noise).log()
     drops = logs[:-1] - logs[1:]
     drops[sizes[1:].ge(_LARGE).nonzero()] = 0  # what is large is not noise, whatever follows
     return int(drops.argmax()) + 1
 
 
-def _commutant(matrices: list[Tensor], floor: float) -> Tensor:
+def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
     """An orthonormal basis (c, n, n) of the symmetric matrices that commute with all."""
     n = len(matrices[0])
     i, j = torch.triu_indices(n, n)
@@ -436,5 +431,5 @@ def _commutant(matrices: list[Tensor], floor: float) -> Tensor:
     brackets = torch.cat([(basis @ H - H @ basis).flatten(1) for H in matrices], dim=1)
     left, sizes, _ = torch.linalg.svd(brackets, full_matrices=False)
     # The identity commutes with everything, so the last size is noise: it need not count.
-    count = _gap(sizes[:-1], floor) if len(sizes) > 1 else 0
+    count = _gap(sizes[:-1], noise) if len(sizes) > 1 else 0
     return torch.einsum("ac,aij->cij", left[:, count:], basis)

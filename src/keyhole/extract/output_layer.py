@@ -8,7 +8,7 @@ as rows of Y, have rank min(n, r), so that singular values fall off a cliff at r
 right singular vectors are a basis of that space, W·A for an invertible A. From log-probabilities
 the mean over tokens is taken off first: W is then known up to a row that is added to all rows.
 
-r is d, or beside it (which, and how it is told: `OutputMatrix.width`). The fewest answers that do
+r is d, or near it (which, and how that shows: `OutputMatrix.width`). The fewest answers that do
 are r. We ask for r/12 more (16 at least), because errors of the answers count by the smallest
 singular value, which grows like √n − √r.
 
@@ -21,23 +21,23 @@ norm puts all h on one ellipsoid, which would tell M up to a rotation; that take
 and more digits than float32 has, and is not done here.)
 
 Departures. The paper takes the steepest fall of singular values; ours must end on flat ground, or
-above what rounding can cause (last_layer/spectrum.py), so that answers which are too few give no
+above what rounding can cause (`cliff`), so that answers which are too few give no
 width at all. Targets that give only the best k are asked for tokens that a bias raises
-(last_layer/answers.py): ⌈(v − 1)/(k − 1)⌉ questions a row for all of W, r/(k − 1) for the width.
+(token_answers.py): ⌈(v − 1)/(k − 1)⌉ questions a row for all of W, r/(k − 1) for the width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
-from keyhole.extract.extraction import Check, Extraction, LastLayer, Step
+from keyhole.core.errors import InputError, expect_count
+from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, settle
 from keyhole.extract.token_answers import (
     Answers,
@@ -58,27 +58,26 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The width of a language model and the matrix of its last layer, up to its symmetry.
+    """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
-    `top` is how many log-probabilities the target gives at a time, if not all: tokens are then
-    chosen by a bias. `tokens` is how many rows of the matrix to read so; by default as many as the
-    width takes. `length` is that of the random prompts, `most` how many are asked at most.
-    """
-
-    top: int | None = None
-    tokens: int | None = None
-    length: int = 4
-    most: int = 20_000
+    top: int | None = field(
+        default=None,
+        metadata={"help": "log-probabilities that the target gives at a time, if not all"},
+    )
+    tokens: int | None = field(
+        default=None,
+        metadata={"help": "with top: rows of the matrix to read; as many as the width takes"},
+    )
+    length: int = setting(4, "tokens of a random prompt")
+    most: int = setting(20_000, "prompts that are asked at most")
     seed: int = 0
     tolerance: float = 1e-5
 
     def __post_init__(self) -> None:
         for name in ("top", "tokens", "length", "most"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"expected {name} of 1 or more, got {value}")
+            expect_count(name, getattr(self, name))
         if self.tokens is not None and self.top is None:
-            raise InputError("expected --top with --tokens, got none: whole answers have all rows")
+            raise InputError("tokens needs top as well: whole answers have all rows of the matrix")
 
     def __call__(self, oracle: Oracle | Callable[[Tensor], Tensor]) -> Extraction:
         asked = oracle if isinstance(oracle, Oracle) else Logits(oracle)
@@ -177,8 +176,10 @@ class _Look:
             below=cliff.below, decimals=self.decimals, tokens=len(model.tokens),
             vocabulary=vocabulary, stated=stated,
         )  # fmt: skip
-        floor = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
-        return LayerStep(model, cliff.rank, floor, layer=layer, matrix=model, answers=self.answers)
+        unknowns = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
+        return LayerStep(
+            model, cliff.rank, unknowns, layer=layer, matrix=model, answers=self.answers
+        )
 
     def _model(self) -> OutputMatrix:
         """A basis of what the rows span: where they differ first, then what they share."""
@@ -224,12 +225,12 @@ def taken_off(rows: Tensor, centred: bool) -> Tensor:
 # s/√12, and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and
 # Pastur), so that whatever stands out beyond that is not rounding. Other errors (float32, a
 # server's own arithmetic) differ from row to row; there the cliff must be steep, and the ground
-# behind it flat beside it: singular values of answers alone decay smoothly, and have no cliff while
-# n ≤ r. A steep cliff is looked for first, since answers of six digits may have other errors that
-# are larger.
+# behind it flat in comparison: singular values of answers alone decay smoothly, and have no cliff
+# while n ≤ r. A steep cliff is looked for first, since answers of six digits may have other errors
+# that are larger.
 #
 # Subtracting the mean answer tells whether they share a constant: all of them lie on one plane
-# through the origin, of dimension r, or on one beside it, of dimension r − 1.
+# through the origin, of dimension r, or on one next to it, of dimension r − 1.
 
 _STEEP = 10.0  # a cliff, where nothing is known of the errors
 _STEEP_KNOWN = 1.3  # where they are those of rounding
@@ -260,8 +261,8 @@ def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
     """The cliff of answers (n, m), at least `spare` before the last; `step` of their rounding."""
     n, m = answers.shape
     sizes = torch.linalg.svdvals(answers)
-    floor = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
-    sizes = sizes.clamp(min=max(floor, torch.finfo(sizes.dtype).tiny))
+    least = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
+    sizes = sizes.clamp(min=max(least, torch.finfo(sizes.dtype).tiny))
     values: list[float] = sizes.tolist()
     found = _steepest(values, spare)
     if not found.seen and step is not None:

@@ -7,7 +7,7 @@ Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) ass
 
 and E, being even and linear between hyperplanes, is learnt from one half circle:
 
-    find every kink on x(θ) = a cos θ + b sin θ (half_circle.py)      about 7 queries a kink
+    find every kink on x(θ) = a cos θ + b sin θ (`find_pieces`)      about 7 queries a kink
     G_j = ∇E in each piece, at steps across the circle                d − 1 queries a kink
     G_j − G_{j−1} = ±w_k a_k; its sign along θ is that of w_k
 
@@ -21,7 +21,7 @@ Departures and choices:
 - What remains between answers and model is again such a function: it is searched once more.
 - The function is what can be known. Parallel neurons merge; antiparallel ones share a hyperplane
   and leave a linear part; w_k = 0 or a_k = 0 leave nothing. Orientations follow from
-  `Σ_k ±½ w_k a_k = ℓ` where that has an answer (absolute_terms.py); where none is found, two more
+  `Σ_k ±½ w_k a_k = ℓ` where that has an answer (`neurons`); where none is found, two more
   neurons carry the linear remainder.
 """
 
@@ -29,16 +29,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Exam, settle
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -61,22 +61,20 @@ _LENGTHS = (1, 1, 1, 1, 1)  # the judge's sequences: other lengths may say somet
 
 @dataclass(frozen=True)
 class ReluNetwork:
-    """Exact extraction of a ReLU network from the answers to sequences of length one.
+    """Exact extraction of a ReLU network from the answers to sequences of length one."""
 
-    `width` is the largest number of neurons, if it is known. Answers within `resolution` of a
-    linear piece, relative to the largest, are on it: raise it for an oracle that rounds.
-    """
-
-    width: int | None = None
+    width: int | None = setting(None, "the largest number of neurons, if it is known")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = 1e-12
+    resolution: float = field(
+        default=1e-12,
+        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    )
 
     def __post_init__(self) -> None:
-        if self.width is not None and self.width < 0:
-            raise InputError(f"expected a width of 0 or more, got {self.width}")
+        expect_count("a width", self.width, 0)
         if not 0 < self.resolution < 1:
-            raise InputError(f"expected a resolution between 0 and 1, got {self.resolution}")
+            raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
@@ -101,7 +99,7 @@ class ReluNetwork:
                 break
             frame = random_orthogonal(d, stream)
         model, unknowns = target.network()
-        yield Step(model, known=unknowns, floor=unknowns)
+        yield Step(model, known=unknowns, unknowns=unknowns)
 
     def _round(
         self, target: _Target, frame: Tensor, stream: torch.Generator
@@ -115,23 +113,23 @@ class ReluNetwork:
         m = len(pieces.kinks)
         if not m:
             return Folds.none(d)
-        cells = _Cells(target, frame, pieces)
+        gradients = _Gradients(target, frame, pieces)
 
         def known() -> Step:
-            folds, full = cells.folds()
+            folds, full = gradients.folds()
             at = replace(target, folds=target.folds.joined(folds))
-            return _partial(at, known=d + 2 * m + full * (d - 2), floor=(m + 1) * d)
+            return _partial(at, known=d + 2 * m + full * (d - 2), unknowns=(m + 1) * d)
 
         yield known()
         try:
             for rows in torch.arange(m).split(max(1, m // _LOOKS)):
-                cells.measure(rows)
+                gradients.measure(rows)
                 yield known()
         except BudgetExhausted:
             yield known()
             raise
-        cells.polish(stream)
-        return cells.folds()[0]
+        gradients.polish(stream)
+        return gradients.folds()[0]
 
     def _pieces(self, target: _Target, plane: Tensor) -> Pieces:
         limit = _MOST if self.width is None else self.width
@@ -148,8 +146,8 @@ class ReluNetwork:
         return pieces
 
 
-def _partial(target: _Target, known: int, floor: int | None) -> Step:
-    return Step(target.network(orient=False)[0], known=known, floor=floor)
+def _partial(target: _Target, known: int, unknowns: int | None) -> Step:
+    return Step(target.network(orient=False)[0], known=known, unknowns=unknowns)
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class _Target:
         return float(self.remainder(x).abs().max()) <= _AGREES * self.resolution
 
 
-class _Cells:
+class _Gradients:
     """The gradients G_j of the target, one for each piece of the half circle."""
 
     def __init__(self, target: _Target, frame: Tensor, pieces: Pieces) -> None:
@@ -316,7 +314,7 @@ _LEVELS = 64
 _FINEST = 1e-10  # arcs shorter than this are not divided: what is in them counts as one kink
 _REACH = 0.05  # an arc is settled by a neighbour at least this long in comparison
 _LONGER = 4.0
-_CLEAR = 1e3  # how far beside a kink to ask: there its two pieces differ by so many tolerances
+_CLEAR = 1e3  # how far next to a kink to ask: there its two pieces differ by so many tolerances
 
 
 @dataclass(frozen=True)
@@ -395,7 +393,7 @@ class _Search:
         return angle, torch.hypot(p_far - p, q_far - q)
 
     def next_points(self) -> Tensor:
-        """Two points beside each meeting, and the middle of every other open arc."""
+        """Two points next to each meeting, and the middle of every other open arc."""
         meets = self._meets & ~self._bridge
         halved = ~(self._settled | self._bridge | self._meets | self._waiting())
         start, at, length = self._t[meets], self._meeting[meets], self._arcs[meets]
@@ -406,12 +404,12 @@ class _Search:
         return torch.cat([start + left, start + right, middles]).remainder(math.pi)
 
     def _waiting(self) -> Tensor:
-        """Open arcs beside a much longer open one, which once divided may settle them."""
+        """Open arcs next to a much longer open one, which once divided may settle them."""
         open_arcs = torch.where(self._settled, 0.0, self._arcs)
         return torch.maximum(open_arcs.roll(1), open_arcs.roll(-1)) > _LONGER * self._arcs
 
     def pieces(self) -> Pieces:
-        # A kink may also have hit a point: both arcs beside it are settled, yet it is no bridge.
+        # A kink may also have hit a point: both arcs next to it are settled, yet it is no bridge.
         hit = ~self._straight & ~self._bridge & ~self._bridge.roll(1)
         (i,) = (hit | self._bridge).nonzero(as_tuple=True)
         kinks = self._t[i] + torch.where(hit, 0.0, self._meeting)[i]

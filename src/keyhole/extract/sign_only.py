@@ -10,10 +10,8 @@ and z does not depend on λ: choosing λ compares z with any threshold t, λ² =
 sign_only_as_published.py has the theorem as it stands. Departures:
 
 - v. The paper averages signs, O(d/ε²) queries for an error ε of v; since W is read through v, an
-  error ε of W takes O(d⁴‖W‖²/ε²) of them (`values="average"`, for comparison: it pays for what
-  `accuracy` promises; how many that is, is known once the size of W is, and the result says it).
-  Bisecting the ratios of v's coordinates, in a random basis and to the largest, needs
-  O(d·log 1/ε).
+  error ε of W takes O(d⁴‖W‖²/ε²) of them. Bisecting the ratios of v's coordinates, in a random
+  basis and to the largest, needs O(d·log 1/ε).
 - Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x run through random orthonormal
   bases of which every element has the same inner product with v.
 - Brackets. The paper bisects λ in an interval that a known ‖W‖ ≤ B gives. Here a few entries find
@@ -33,33 +31,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.core.text import percent
 from keyhole.extract.bilinear import ProbeBasis
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.halfspace import (
-    CHANCE,
-    EPSILON,
-    Average,
-    Direction,
-    Ratios,
-    bisect,
-    centre,
-    samples_for_length,
-    signs,
-)
+from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.halfspace import EPSILON, Ratios, bisect, centre, signs
 from keyhole.extract.judge import Exam, SignExam, labels_again, settle
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-# Of the error allowed to W, for what an inexact v does to it: an average pays for each bit.
-_SHARE = {"bisect": 0.15, "average": 0.5}
+_SHARE = 0.15  # of the error allowed to W, for what an inexact v does to it
 _SCOUTS = 8
 _LOOK = 3  # levels of bisection between two looks at the state
 _SCALES = 32  # factors of four tried on the way to a scale
@@ -70,20 +55,17 @@ _BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie 
 class SignOnly:
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
-    `accuracy` bounds the error of every entry of W and v. The oracle answers 1.0 where the score
+    The oracle answers 1.0 where the score
     is positive and 0.0 elsewhere; the model answers with scores, `oracle.SignOnly(model)` like
     the oracle.
     """
 
-    accuracy: float = 1e-6
-    values: Literal["bisect", "average"] = "bisect"
+    accuracy: float = setting(1e-6, "bound on the error of every entry of W and v")
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 1e-12 <= self.accuracy < 1:
-            raise InputError(f"expected an accuracy from 1e-12 to 1, got {self.accuracy}")
-        if self.values not in ("bisect", "average"):
-            raise InputError(f"expected values 'bisect' or 'average', got {self.values!r}")
+            raise InputError(f"the accuracy must lie between 1e-12 and 1: got {self.accuracy}")
 
     @property
     def tolerance(self) -> float:
@@ -98,15 +80,12 @@ class SignOnly:
 
     def expected(self, dim: int) -> int:
         bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1
-        values = dim * (bits + 6)
-        if self.values == "average":
-            values = samples_for_length(dim, self._needed(dim, 1.0), CHANCE / 2)
-        return math.ceil(dim * dim * bits + values)
+        return math.ceil(dim * dim * bits + dim * (bits + 6))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
-        direction = self._direction(oracle, stream)
+        direction = Ratios(oracle, stream)
         # Enough for a W of size 1; a larger one is met with more below.
         direction.sharpen(self._needed(d, 1.0))
         forms = _Forms(oracle, direction, stream)
@@ -123,37 +102,24 @@ class SignOnly:
             raise
         yield self._step(direction, forms)
 
-    def _direction(self, oracle: Oracle, stream: torch.Generator) -> Direction:
-        if self.values == "average":
-            return Average(oracle, stream)
-        return Ratios(oracle, stream)
-
     def _needed(self, d: int, largest: float) -> float:
         """How well v must be known for W's sake; `_Forms.carried` read backwards, for z ≤ 1."""
         gain = 2 * d * (1 + math.e) * max(largest, self.accuracy / d)
-        return min(self.accuracy, _SHARE[self.values] * self.accuracy / gain)
+        return min(self.accuracy, _SHARE * self.accuracy / gain)
 
-    def _step(self, direction: Direction, forms: _Forms) -> Step:
+    def _step(self, direction: Ratios, forms: _Forms) -> Step:
         W, error = forms.solve()
         d = len(W)
         bits = math.log2(1 / self.accuracy)
         known = (d - 1) * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
         finite = math.isfinite(error)
-        assumed, remark = "no label is wrong", ""
-        if isinstance(direction, Average):
-            assumed += f" and the average is not among the {percent(CHANCE)} furthest off"
-            remark = (
-                f"v is the average of {direction.count:,} signs, where the bound on its error asks "
-                f"for {direction.enough:,}"
-            )
         return Step(
             Head(W, direction.v),
             known=math.ceil(known),
-            floor=math.ceil((d * d + d - 1) * bits),
+            unknowns=math.ceil((d * d + d - 1) * bits),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
-            remark=remark,
-            assumed=assumed,
+            assumed="no label is wrong",
             confirm=lambda oracle: labels_again(oracle, *direction.ends(), *forms.ends()),
         )
 
@@ -161,7 +127,7 @@ class SignOnly:
 class _Forms:
     """Brackets for the forms `p_iᵀ W x_j`, flattened; W = Pᵀ F X since both are orthonormal."""
 
-    def __init__(self, oracle: Oracle, direction: Direction, stream: torch.Generator) -> None:
+    def __init__(self, oracle: Oracle, direction: Ratios, stream: torch.Generator) -> None:
         self._oracle = oracle
         self._direction = direction
         self._P = ProbeBasis.draw(direction.v, stream).Q
@@ -260,8 +226,8 @@ class _Forms:
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """`_above`, kept in the brackets with room for what a better v may say."""
         above = self._above(rows, thresholds)
-        room = self.shift(thresholds)
-        low, high = thresholds - room, thresholds + room
+        slack = self.shift(thresholds)
+        low, high = thresholds - slack, thresholds + slack
         self._low[rows] = torch.where(above, low.maximum(self._low)[rows], self._low[rows])
         self._high[rows] = torch.where(above, self._high[rows], high.minimum(self._high)[rows])
         if bool((self._low > self._high).any()):
@@ -272,9 +238,9 @@ class _Forms:
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Pairs of tokens (m, 2, d) whose signs the brackets rest on, and which are positive."""
-        rows, room = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
+        rows, slack = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
         pairs = torch.cat(
-            [self._pairs(rows, self._low - room), self._pairs(rows, self._high + room)]
+            [self._pairs(rows, self._low - slack), self._pairs(rows, self._high + slack)]
         )
         return pairs, torch.arange(len(pairs)) < len(rows)
 

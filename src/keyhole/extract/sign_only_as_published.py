@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.text import percent
-from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.extraction import Extraction, Statement, Step, setting
 from keyhole.extract.halfspace import (
     CHANCE,
     Average,
@@ -84,26 +84,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class SignOnlyAsPublished:
-    """Extraction of one head from signs, as Theorem B.1 does it; the model's v has length about 1.
+    """Extraction of one head from signs, as Theorem B.1 does it; its v has length about 1."""
 
-    `accuracy` (ε) bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. `bound`: ‖W‖ is at most this (B). `margin`: every
-    |v_i| is at least this, for ‖v‖ = 1 (η). `chance`: that v̂ is further off than stated (p).
-    """
-
-    bound: float
-    margin: float
-    accuracy: float = 0.1
-    chance: float = CHANCE
+    bound: float = field(metadata={"help": "B: the norm of W is at most this"})
+    margin: float = field(metadata={"help": "η: every |v_i| is at least this, for v of length 1"})
+    accuracy: float = setting(0.1, "ε: bound on the norms of the errors of W and v")
+    chance: float = setting(CHANCE, "that v is further off than stated")
     seed: int = 0
 
     def __post_init__(self) -> None:
         expect_number("a bound", self.bound, above=0)
         if not 0 < self.margin <= 1:
-            raise InputError(f"expected a margin above 0 and at most 1, got {self.margin}")
+            raise InputError(f"the margin must be above 0 and at most 1: got {self.margin}")
         for name in ("accuracy", "chance"):
             value = getattr(self, name)
             if not 0 < value < 1:
-                raise InputError(f"expected {name} between 0 and 1, got {value}")
+                raise InputError(f"{name} must lie between 0 and 1: got {value}")
 
     @property
     def tolerance(self) -> float:
@@ -113,8 +109,8 @@ class SignOnlyAsPublished:
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):
             raise InputError(
-                f"expected a margin of at most 1/√d = {1 / math.sqrt(oracle.dim):.3g}, since "
-                f"‖v‖ = 1, got {self.margin}"
+                f"the margin must not exceed 1/√d = {1 / math.sqrt(oracle.dim):.3g}, since "
+                f"‖v‖ = 1: got {self.margin}"
             )
         return settle(self, oracle, examine=self._examine, accepted=_EXACT)
 
@@ -140,9 +136,8 @@ class SignOnlyAsPublished:
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d, plan = oracle.dim, self.plan(oracle.dim)
         stream = torch.Generator().manual_seed(self.seed)
-        direction = Average(oracle, stream)
-        direction.sample(plan.samples)
-        v = direction.average
+        direction = Average(oracle, stream, plan.samples)
+        v = direction.v
         if float(v.abs().min()) < self.margin - plan.values_error:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
@@ -167,7 +162,7 @@ class SignOnlyAsPublished:
         return Step(
             Head(W, entries.v),
             known=math.ceil(known),
-            floor=math.ceil((d * d + d - 1) * bits),  # ‖v‖ stays open
+            unknowns=math.ceil((d * d + d - 1) * bits),  # ‖v‖ stays open
             guarantee=interval.furthest(W),
             guarantee_v=entries.plan.values_error,
             assumed=stated.provided,
@@ -219,7 +214,7 @@ class _Entries:
     def solve(self) -> tuple[Tensor, Interval]:
         """Ŵ as the theorem has it, and what the brackets prove."""
         ratio, least, most = self._ratios()
-        W, one, other = (
+        W, first, second = (
             (self._bound * scale.square() * r).clamp(_LOW, _HIGH).logit() / self._c
             for scale, r in (
                 (centre(self._low, self._high), ratio), (self._low, least), (self._high, most),
@@ -227,7 +222,7 @@ class _Entries:
         )  # fmt: skip
         shape = len(self.v), len(self.v)
         rounding = 64 * torch.finfo(torch.float64).eps * self._bound
-        low, high = torch.minimum(one, other) - rounding, torch.maximum(one, other) + rounding
+        low, high = torch.minimum(first, second) - rounding, torch.maximum(first, second) + rounding
         return W.view(shape), Interval(low.view(shape), high.view(shape))
 
     def _ratios(self) -> tuple[Tensor, Tensor, Tensor]:

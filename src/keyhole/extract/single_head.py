@@ -49,7 +49,7 @@ class SingleHead:
 
         def known(columns: int) -> Step:
             W = probes.solve(Zt[:columns].mT) @ X[:columns]  # zero where W was never measured
-            return Step(Head(W, v), known=d + columns * d, floor=d * d + d)
+            return Step(Head(W, v), known=d + columns * d, unknowns=d * d + d)
 
         yield known(0)
         forms = BilinearForms(oracle, v)

@@ -4,7 +4,7 @@ The target is `y` of oracle/sub_layer.py: several heads that may share keys and 
 rotary positions, an RMS norm in front, the input added behind. Nothing of this is assumed; numbers
 of heads, widths, ε and frequencies show in the answers. Only the last token's vector is used.
 
-What can be told. The same function has many parameters:
+What can be known. The same function has many parameters:
 - `V_g → V_g T`, `O_h → T⁻¹ O_h` for any invertible T, and `K_g → K_g T`, `Q_h, q_h → Q_h T⁻ᵀ,
   q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex number for each
   plane;
@@ -16,10 +16,10 @@ A sub-layer comes back up to these, in `unknowns` numbers (oracle/sub_layer.py).
 
     surroundings.py        norm, ε, residual, b                     a few queries
     Σ_h M_h = Σ_h V_h O_h  from single tokens                       d + 1
-    gates.py, value_spaces.py   what each head writes               5/4·k·(H + 12) and a few dozen
+    values.py              what each head writes                    5/4·k·(H + 12) and a few dozen
     strengthened           points with large scores, if a norm keeps those of others small: d
-    attention_weights.py   scores of all heads from one answer
-    score_factors.py       keys from 9/8·k/s or more x              2·d/s and more
+    scores.py              scores of all heads from one answer
+                           keys from 9/8·k/s or more x              2·d/s and more
                            queries at d + 1 points                  2(d + 1), 3(d + 1)
 
 with s heads that share keys. For MiniLM, d = 384 and H = 12, that is 2.1 times the unknowns over
@@ -55,9 +55,9 @@ from keyhole.extract.sub_layers.values import (
     Probe,
     Values,
     find_anchor,
+    find_residual,
     read_vectors,
     strengthened,
-    told_residual,
 )
 from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer
@@ -100,7 +100,7 @@ class AttentionSubLayer:
         if anchor.scores.square().mean().sqrt() < _FAINT and length >= _BOUND * view.radius:
             probe = strengthened(probe, anchor, stream)
             anchor = find_anchor(probe, stream, anchor.delta)
-        view, total = told_residual(view, total, anchor)
+        view, total = find_residual(view, total, anchor)
         probe = replace(probe, view=view, total=total)
         values = Values.of(total, *read_vectors(probe, anchor, stream))
         scores = float(anchor.scores.square().mean().sqrt())
@@ -123,7 +123,7 @@ def _fitting_length(
         there, back = (
             view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
         )
-        # Σ_h tanh(z_h/2)·δM_h beside Σ_h δM_h
+        # Σ_h tanh(z_h/2)·δM_h next to Σ_h δM_h
         ratio = float((there + back).norm() / (there - back).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3

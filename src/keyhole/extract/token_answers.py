@@ -1,7 +1,7 @@
 """The answers that an extraction of the last layer is made of: one row for each random prompt.
 
 `WholeVectors` are one question a row. `ChosenTokens` ask a target that gives only the best k for
-tokens of their own choice, k − 1 at a time beside a reference: a bias raises them above all others,
+tokens of their own choice, k − 1 at a time and a reference: a bias raises them above all others,
 and differences to the reference do not depend on what the others have. With k = 1 the raised token
 is sampled, and its log-probability is as it was (oracle/completions.py).
 
@@ -168,8 +168,8 @@ class ChosenTokens:
         """The first prompt, and a reference of which the target says something."""
         prompt = self._prompts.draw(self.vocabulary)
         for tried, reference in enumerate(self._order):
-            beside = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
-            values = self._raise(prompt, [reference, *beside])
+            second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
+            values = self._raise(prompt, [reference, *second])
             if float(values.min()) > ABSENT:
                 self._chosen, self._asked = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -189,7 +189,7 @@ class ChosenTokens:
                 return
             values = self._read(self._asked[0], group)
             given = values > ABSENT / 2
-            self._chosen += [token for token, here in zip(group, given, strict=True) if here]
+            self._chosen += [token for token, known in zip(group, given, strict=True) if known]
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
     def _read(self, prompt: Tensor, tokens: list[int]) -> Tensor:
@@ -226,7 +226,7 @@ def is_normalised(answers: Tensor) -> bool:
     return bool((torch.logsumexp(answers, 1).abs() <= _NORMALISED).all())
 
 
-# A stolen last layer beside the true one: what the best linear map leaves of the difference.
+# A stolen last layer next to the true one: what the best linear map leaves of the difference.
 #
 # The truth is W (v, d); what is known of it is a basis B of its columns, for some tokens i and,
 # from log-probabilities, up to a row that is added to all. The best map A and row c minimise
@@ -251,7 +251,7 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
     W, tied = true_matrix(reference)
     if len(W) < layer.vocabulary:
         raise InputError(
-            f"expected a reference with {layer.vocabulary:,} tokens, got {len(W):,} in {reference}"
+            f"the reference {reference} must have {layer.vocabulary:,} tokens: it has {len(W):,}"
         )
     rms, relative = distance(model, W, centred=layer.log_probabilities)
     layer = replace(layer, rms=rms, relative=relative, tied=tied)

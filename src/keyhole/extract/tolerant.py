@@ -29,7 +29,6 @@ tolerant_as_published.py has the theorem as it stands. Departures:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,11 +36,11 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract import gauss_newton
 from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
-from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.gauss_newton import Pairs, Singles
+from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Forms, Interval, weights_named
 from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
 from keyhole.oracle.planted import Head
@@ -53,31 +52,24 @@ _WITHIN = 1 - 1e-12  # tokens stay inside `max_norm` in spite of rounding
 
 @dataclass(frozen=True)
 class Tolerant:
-    """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1).
+    """Extraction of one head from answers within ±`tolerance`, with guarantees (Theorem 6.1)."""
 
-    `bound`: ‖W‖ is at most this. `margin`: no |v_i| lies between 0 and this. `max_norm`: tokens
-    may not be longer than this (None: as long as one likes). `precision`: of the arithmetic that
-    the oracle computes with, relative; a server in float32 needs 6e-8.
-    """
-
-    tolerance: float = 1e-4
-    bound: float | None = None
-    margin: float | None = None
-    max_norm: float | None = None
-    precision: float = torch.finfo(torch.float64).eps
-    repeats: int = 1
-    refine: bool = True
+    tolerance: float = setting(1e-4, "how far an answer may be off")
+    bound: float | None = setting(None, "the norm of W is at most this")
+    margin: float | None = setting(None, "no |v_i| lies between 0 and this")
+    max_norm: float | None = setting(None, "tokens may not be longer than this")
+    precision: float = setting(
+        torch.finfo(torch.float64).eps, "relative, of the target's arithmetic; 6e-8 for float32"
+    )
+    repeats: int = setting(1, "times that everything is measured, with other questions")
+    refine: bool = setting(True, "fit all answers by least squares in the end")
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
-            raise InputError(f"expected a tolerance of 0 or more, got {self.tolerance}")
+        expect_number("a tolerance", self.tolerance, least=0)
         for name in ("bound", "margin", "max_norm", "precision"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"expected a positive {name}, got {value}")
-        if self.repeats < 1:
-            raise InputError(f"expected 1 or more repeats, got {self.repeats}")
+            expect_number(name, getattr(self, name), above=0)
+        expect_count("repeats", self.repeats)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine, accepted=_EXACT)
@@ -133,7 +125,7 @@ class _State:
 
     def __init__(self, method: Tolerant, d: int) -> None:
         self._method = method
-        self._answers: list[Singles | Pairs] = []
+        self._answers: list[SingleTokens | Pairs] = []
         self._values: list[Tensor] = []
         self._estimates: list[Tensor] = []
         self._known = 0
@@ -160,7 +152,7 @@ class _State:
         if not bool((self.v.low > 0).any() | (self.v.high < 0).any()):
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
-                f"v cannot be told from 0 by answers within ±{self._method.tolerance:g}",
+                f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}",
             )
 
     def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
@@ -210,7 +202,7 @@ class _State:
         return Step(
             Head(W, v),
             known=d + self._known,
-            floor=d * d + d,
+            unknowns=d * d + d,
             guarantee=self.W.furthest(W) if proved else None,
             guarantee_v=self.v.furthest(v) if proved else None,
             assumed=self._method.assumed,
@@ -234,7 +226,7 @@ class _State:
         """`vᵀx` for unit tokens, each sent as a sequence of its own."""
         scaled = reach * tokens
         answers = ask_scores(oracle, scaled.unsqueeze(1))
-        self._answers.append(Singles(scaled, answers))
+        self._answers.append(SingleTokens(scaled, answers))
         rounding = (2 * len(tokens) + 8) * self._method.precision * answers.abs().max()
         error = (self._method.tolerance + rounding) / reach
         return Interval.around(answers / reach, error.expand(len(tokens)))

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
 from keyhole.extract.extraction import Extraction, Statement, Step
-from keyhole.extract.gauss_newton import Pairs, Singles
+from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Interval
 from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
 from keyhole.oracle.planted import Head
@@ -65,16 +65,15 @@ def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> flo
 
 @dataclass(frozen=True)
 class TolerantAsPublished:
-    """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it.
+    """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it."""
 
-    `bound`: ‖W‖ is at most this (B). `margin`: every |v_i| is 0 or at least this (η).
-    `accuracy`: an ε for which to say how exact answers would have to be; it changes no question.
-    """
-
-    tolerance: float
-    bound: float
-    margin: float
-    accuracy: float | None = None
+    tolerance: float = field(metadata={"help": "how far an answer may be off"})
+    bound: float = field(metadata={"help": "B: the norm of W is at most this"})
+    margin: float = field(metadata={"help": "η: every |v_i| is 0 or at least this"})
+    accuracy: float | None = field(
+        default=None,
+        metadata={"help": "an ε to say for which τ it would hold; it changes no question"},
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,11 +81,11 @@ class TolerantAsPublished:
         expect_number("a bound", self.bound, above=0)
         expect_number("a margin", self.margin, above=0)
         if self.accuracy is not None and not 0 < self.accuracy < 1:
-            raise InputError(f"expected an accuracy between 0 and 1, got {self.accuracy}")
+            raise InputError(f"the accuracy must lie between 0 and 1: got {self.accuracy}")
         if not self.tolerance < self.margin / 2:
             raise InputError(
-                f"expected answers within less than half the margin, ±{self.margin / 2:g}, got "
-                f"±{self.tolerance:g}: zeros of v could not be told"
+                f"answers must be exact to less than half the margin, ±{self.margin / 2:g}, for "
+                f"zeros of v to be recognised: got ±{self.tolerance:g}"
             )
 
     def __call__(self, oracle: Oracle) -> Extraction:
@@ -117,21 +116,21 @@ class TolerantAsPublished:
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         tokens = torch.eye(d, dtype=torch.float64)
-        singles = Singles(tokens, ask_scores(oracle, tokens.unsqueeze(1)))
-        zero = self._zeros(singles.answers)
-        v = singles.answers.masked_fill(zero, 0.0)
+        alone = SingleTokens(tokens, ask_scores(oracle, tokens.unsqueeze(1)))
+        zero = self._zeros(alone.answers)
+        v = alone.answers.masked_fill(zero, 0.0)
         if bool(zero.all()):
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, f"v = 0: no answer is above half the margin {self.margin}"
             )
         probes = _Probes(self, v)
-        yield self._step(v, probes, [singles])
+        yield self._step(v, probes, [alone])
         try:
             probes.ask(oracle)
         except BudgetExhausted:
-            yield self._step(v, probes, [singles])
+            yield self._step(v, probes, [alone])
             raise
-        yield self._step(v, probes, [singles, probes.asked])
+        yield self._step(v, probes, [alone, probes.asked])
 
     def _zeros(self, v: Tensor) -> Tensor:
         """Which entries are 0; one that is neither that nor beyond the margin contradicts it."""
@@ -147,13 +146,13 @@ class TolerantAsPublished:
             )
         return v.abs() < self.margin / 2
 
-    def _step(self, v: Tensor, probes: _Probes, asked: list[Singles | Pairs]) -> Step:
+    def _step(self, v: Tensor, probes: _Probes, asked: list[SingleTokens | Pairs]) -> Step:
         W, interval = probes.solve()
         d, complete = len(v), bool(W.isfinite().all())
         return Step(
             Head(W.nan_to_num(0.0), v),
             known=d + int(W.isfinite().sum()),
-            floor=d * d + d,
+            unknowns=d * d + d,
             guarantee=interval.furthest(W) if complete else None,
             guarantee_v=self.tolerance + _EPSILON if complete else None,
             assumed=f"every answer is within ±{self.tolerance:g} of one head with ‖W‖ ≤ "

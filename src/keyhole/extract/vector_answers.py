@@ -12,7 +12,7 @@ makes token x_i answer, to rounding,
 It is the paper's `[x+δ ; x]` (proof of Theorem 4.1) with two changes. The query is so short that
 its own value and its scores among queries vanish, so that any number of queries share one
 sequence without disturbing each other; and since the answer is a vector, as many keys may stand
-beside each other as the values `V_hᵀδ_j` are independent: their weights follow by a linear solve
+next to each other as the values `V_hᵀδ_j` are independent: their weights follow by a linear solve
 and their forms by `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. Where only the last token answers, k = 1
 and each query is a sequence of its own; where every token does, k queries cost one sequence.
 
@@ -143,8 +143,8 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
     size = torch.linalg.vector_norm(answers, dim=-1)[..., None, None]
     spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
     # Short queries have values too, 1/R² of the keys' and up to the ladder's length times that.
-    floor = _LEAK * torch.linalg.vector_norm(values, dim=-1).max()
-    noise = _EPSILON * (size * spread + weights.abs()) + floor * spread
+    leak = _LEAK * torch.linalg.vector_norm(values, dim=-1).max()
+    noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
     rest = 1 - weights.sum(-1, keepdim=True)
     tiny = _EPSILON**2
     z = torch.log(weights.clamp(min=tiny) / rest.clamp(min=tiny) * references[:, None, None])
@@ -156,7 +156,7 @@ def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[T
 # The values of several heads, told apart in the far field.
 #
 # The far field again (heads/far_field.py); vector answers make it algebra instead of a search. One
-# key δ and a query x (probe_sequences.py), both far out: every gate is 0 or 1, so
+# key δ and a query x (see above), both far out: every gate is 0 or 1, so
 #
 #     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
 #
@@ -199,10 +199,10 @@ def separate_values(
     So many pairs of x and −x are asked at a time; the nearer two heads, the more it takes.
     """
     key = random_units(1, panel.dim, stream)[0]
-    # Where every token answers, queries beside each other cost nothing.
+    # Where every token answers, queries next to each other cost nothing.
     pairs = 256 if panel.every_token else pairs
     xs, gates = _at_one_key(panel, key @ total, key, stream, pairs)
-    V = _solve_cells(_Cells(panel, total, ProbeBasis.draw(key, stream), gates), xs)
+    V = _solve_maps(_LinearMaps(panel, total, ProbeBasis.draw(key, stream), gates), xs)
     return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.still else V
 
 
@@ -222,9 +222,9 @@ def _at_one_key(
     heads, signs = 0, xs
     for _ in range(_ROUNDS):
         more = random_units(pairs, panel.dim, stream)
-        apart, together = _pairs(panel, whole, key, more)
+        apart, total = _pairs(panel, whole, key, more)
         xs = torch.cat([xs, more])
-        D, crossing = torch.cat([D, apart]), torch.cat([crossing, together])
+        D, crossing = torch.cat([D, apart]), torch.cat([crossing, total])
         left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
         heads = int((sizes > _RESOLUTION * sizes[0]).sum())
         if heads > _MOST:
@@ -298,32 +298,32 @@ def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
     return chosen
 
 
-def _solve_cells(cells: _Cells, xs: Tensor) -> Tensor:
+def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
     """All V_h of crossing heads, from linear maps at enough x, nearer to δ₀ if gates flip."""
-    gates = cells.gates
+    gates = around.gates
     heads = gates.open.shape[1]
     ones = torch.ones(1, heads, dtype=torch.float64)
     known = ones[:0] if gates.still else ones
-    maps, weights = cells.total.unsqueeze(0)[: len(known)], known
+    maps, weights = around.total.unsqueeze(0)[: len(known)], known
     for step in _STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
         while len(weights) < heads and bool(left.any()):
             here = _pivots(gates.open * left.unsqueeze(1), heads - len(weights), weights)
             if not here:
                 break
-            # Queries beside each other cost nothing where every token answers.
-            rows = left.nonzero()[:, 0] if cells.panel.every_token else torch.tensor(here)
+            # Queries next to each other cost nothing where every token answers.
+            rows = left.nonzero()[:, 0] if around.panel.every_token else torch.tensor(here)
             left[rows] = False
-            fresh, patterns = cells.linear_maps(xs, rows, step)
+            fresh, patterns = around.linear_maps(xs, rows, step)
             best = _pivots(patterns, heads - len(weights), weights)
             maps, weights = torch.cat([maps, fresh[best]]), torch.cat([weights, patterns[best]])
     if len(weights) < heads:
         raise Unsuccessful(Status.MISMATCH, "the far field is not linear around a key")
-    return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, cells.total.shape)
+    return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, around.total.shape)
 
 
 @dataclass(frozen=True)
-class _Cells:
+class _LinearMaps:
     """Around δ₀ every x sees a linear map, `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`.
 
     The sums run over all heads and over those that cross; w is the weight of a still one.

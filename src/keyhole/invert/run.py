@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +29,18 @@ def run(
     problem: str | Path | Problem,
     method: str | Solve = "auto",
     *,
-    starts: int | None = None,
-    solutions: int | None = None,
-    seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
-    gamma: float | str | None = None,
-    slack: float | None = None,
-    delta: float | None = None,
-    rate: float | None = None,
     start: str | Path | Tensor | None = None,
     certify: bool = False,
     track: Track = untracked,
+    **options: Any,
 ) -> Inversion:
     """Read the input of an attention layer back from its weights and output.
 
     `problem` is a .safetensors file with W, V and B, or a problem; `method` a name of the registry
-    or a method with hyperparameters of your own. `starts`, `solutions` (different exact inputs that
-    end the search), `seconds`, `device`, `seed`, `gamma`, `slack`, `delta` and `rate` are for the
-    named methods that have them. `start` (n×d or k×n×d, or a file that holds it as X) takes the
+    or a method with hyperparameters of your own; `options` are the hyperparameters of a named
+    method, such as starts=32. `start` (n×d or k×n×d, or a file that holds it as X) takes the
     place of the starts of a method that has any. `certify` adds a proof of how close an exact input
     is to the one found.
     """
@@ -54,15 +49,14 @@ def run(
         raise InputError(asked.fault)
     if isinstance(method, str):
         name = method
-        expect_search(starts, solutions, seconds, device)
-        expect_number("rate", rate, above=0)
-        if starts is not None and start is not None:
-            raise InputError("expected --starts or --start, got both")
+        expect_search(options, device)
+        expect_number("rate", options.get("rate"), above=0)
+        if options.get("starts") is not None and start is not None:
+            raise InputError("starts and --start exclude each other: give one of them")
+        # The CPU is where all methods compute; some take another device.
         method = METHODS.make(
-            name, starts=starts, solutions=solutions, seconds=seconds, seed=seed,
-            gamma=gamma, slack=slack, delta=delta, rate=rate,
-            device=None if device == "cpu" else device,  # where all methods compute
-        )  # fmt: skip
+            name, **options, seed=seed, device=None if device == "cpu" else device
+        )
     else:
         name = type(method).__name__
     given: dict[str, Tensor] = {}
@@ -85,7 +79,7 @@ def measure_bounds(
     seed: int = 0,
     neighbours: int = 32,
 ) -> Bounds:
-    """The paper's bounds beside what is measured at X, both as they are or from files."""
+    """The paper's bounds and what is measured at X, both as they are or from files."""
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
     expect_seed(seed)
     inputs = X if isinstance(X, Tensor) else load_inputs(X, asked)
@@ -93,7 +87,7 @@ def measure_bounds(
 
 
 def load_inputs(path: str | Path, problem: Problem) -> Tensor:
-    """The tensor X of a .safetensors file, such as the one beside a saved inversion."""
+    """The tensor X of a .safetensors file, such as that of a saved inversion."""
     _, tensors = read_tensors(path, "a .safetensors file with X")
     if "X" not in tensors:
         raise InputError(
@@ -123,11 +117,9 @@ def _takes_starts(method: type) -> bool:
     return "start" in inspect.signature(method.__call__).parameters
 
 
-def expect_search(
-    starts: int | None, solutions: int | None, seconds: float | None, device: str
-) -> None:
+def expect_search(options: Mapping[str, Any], device: str) -> None:
     """The options that every search has."""
-    expect_count("starts", starts, most=MOST_STARTS)
-    expect_count("solutions", solutions)
-    expect_number("seconds", seconds, above=0)
+    expect_count("starts", options.get("starts"), most=MOST_STARTS)
+    expect_count("solutions", options.get("solutions"))
+    expect_number("seconds", options.get("seconds"), above=0)
     expect_device(device)

@@ -35,7 +35,7 @@ from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import Result, typed
-from keyhole.invert import planted
+from keyhole.invert import problem as planted
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
@@ -204,7 +204,7 @@ class StackInversion(Result):
     """The input of a stack, or how far down the search came.
 
     `residual` is of the last layer's output, recomputed from X through all layers. `layers` go
-    from the first to the last; `amplification` is measured through all of them together, `bound`
+    from the first to the last; `amplification` is measured through all of them, `bound`
     the product of their conditions. Where a layer could not be solved, `layers` is empty.
     """
 
@@ -555,21 +555,18 @@ def run(
     stack: str | Path | Stack,
     method: str | SolveStack = "peel",
     *,
-    starts: int | None = None,
-    solutions: int | None = None,
-    branches: int | None = None,
-    seconds: float | None = None,
     device: str = "cpu",
     seed: int = 0,
     journal: str | Path | None = None,
     force: bool = False,
     track: Track = untracked,
     resuming: Callable[[int], None] = lambda done: None,  # noqa: ARG005
+    **options: Any,
 ) -> StackInversion:
     """Read the input of a stack of layers back from all weights and the last output.
 
-    `stack` is a .safetensors file or a stack; the options are for the named methods that have
-    them, `seconds` for each search of one layer. `journal` is the file that remembers finished
+    `stack` is a .safetensors file or a stack; `options` are the hyperparameters of a named
+    method, such as starts=8. `journal` is the file that remembers finished
     searches, from which a run that was stopped goes on (`resuming` is called with how many there
     are); another run's is refused, or replaced with `force`.
     """
@@ -577,12 +574,11 @@ def run(
     if asked.fault:
         raise InputError(asked.fault)
     if isinstance(method, str):
-        expect_search(starts, solutions, seconds, device)
-        expect_count("branches", branches)
+        expect_search(options, device)
+        expect_count("branches", options.get("branches"))
         method = METHODS.make(
-            method, starts=starts, solutions=solutions, branches=branches, seconds=seconds,
-            seed=seed, device=None if device == "cpu" else device,
-        )  # fmt: skip
+            method, **options, seed=seed, device=None if device == "cpu" else device
+        )
     with Journal(journal, _what_determines(asked, repr(method)), force=force) as finished:
         progress = track("invert layers")
         if len(finished):

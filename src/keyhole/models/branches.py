@@ -83,7 +83,7 @@ class Branches:
         mask = mask.masked_fill(~sees, torch.finfo(dtype).min)[:, None]
         depth = torch.where(chain[:, None], torch.arange(size, device=device), 0)
         # What pads a short chain may lie behind the last position there is; nobody looks at it.
-        last = anatomy(self.model).longest - 1
+        last = anatomy(self.model).max_length - 1
         self.positions = ((self.starts + self.lengths)[:, None] + depth).clamp(max=last)
         exposed = capture(
             self.model, exposure, **chunk, mask=mask, position_ids=self.positions,

@@ -93,8 +93,11 @@ class _Stop(Exception):
     """Raised by a hook once everything wanted has been seen; caught by `capture`."""
 
 
+Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]  # what registers, and a hook
+
+
 @contextmanager
-def hooks(*wanted: tuple[Callable[..., RemovableHandle], Callable[..., Any]]) -> Generator[None]:
+def hooks(*wanted: Wanted) -> Generator[None]:
     """Register hooks for the length of a block: `hooks((module.register_forward_hook, f), …)`."""
     handles: list[RemovableHandle] = []
     try:
@@ -107,11 +110,11 @@ def hooks(*wanted: tuple[Callable[..., RemovableHandle], Callable[..., Any]]) ->
 
 
 @contextmanager
-def attention_as(parts: Anatomy, implementation: str) -> Generator[None]:
+def attention_as(parts: Anatomy, implementation: str | None) -> Generator[None]:
     """Run with another implementation of attention (maps exist only in the eager one)."""
     config = cast("Any", parts.base.config)
     before = config._attn_implementation
-    config._attn_implementation = implementation
+    config._attn_implementation = implementation or before
     try:
         yield
     finally:
@@ -136,7 +139,7 @@ def capture(
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
-    implementation = "eager" if exposure.kind == "maps" else _implementation(parts)
+    implementation = "eager" if exposure.kind == "maps" else None
     wanted = _hooks(parts, exposure, tensors)
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
     if exposure.steps > 1:
@@ -160,13 +163,6 @@ def capture(
     return tensors
 
 
-def _implementation(parts: Anatomy) -> str:
-    return str(cast("Any", parts.base.config)._attn_implementation)
-
-
-Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]
-
-
 def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
     """What to register so that `tensors` fills up and the forward pass ends there."""
     number = exposure.block(parts)
@@ -184,23 +180,21 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
     counting: list[Wanted] = [
         (block.register_forward_pre_hook, enter) for block in dict.fromkeys(parts.blocks)
     ]
+
+    def take(read: Callable[[Any], Tensor]) -> Callable[..., None]:
+        def hook(_m: nn.Module, _i: Any, output: Any) -> None:
+            if entered[0] == number:
+                tensors["values"] = read(output)
+                raise _Stop
+
+        return hook
+
     if exposure.kind == "attention":
-
-        def take_output(_m: nn.Module, _i: Any, output: Tensor) -> None:
-            if entered[0] == number:
-                tensors["values"] = output
-                raise _Stop
-
-        return [*counting, (attention.output.register_forward_hook, take_output)]
-
+        hook = take(lambda output: output)
+        return [*counting, (attention.output.register_forward_hook, hook)]
     if exposure.kind == "maps":
-
-        def take_maps(_m: nn.Module, _i: Any, output: tuple[Tensor, Tensor]) -> None:
-            if entered[0] == number:
-                tensors["values"] = output[1]
-                raise _Stop
-
-        return [*counting, (attention.module.register_forward_hook, take_maps)]
+        hook = take(lambda output: output[1])
+        return [*counting, (attention.module.register_forward_hook, hook)]
     return [*counting, *_key_values(parts, number, tensors, entered)]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from keyhole.data import Example
 from keyhole.models.loading import Loaded, load_model
-from keyhole.oracle.target import DEMO
 
+DEMO = "demo"
 FOLDER = Path(__file__).parent / "classifier"
 HARDENED = Path(__file__).parent / "hardened"
 NAME = "the classifier that ships with Keyhole"
@@ -54,13 +54,13 @@ EXAMPLES = tuple(
 def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
     """The classifier, with or without its head on top (`task="classification"`).
 
-    `hardened` is the same, trained against the attack on attention; `has_twin` says if it is there.
+    `hardened` is the same, trained against the attack on attention, where `has_hardened`.
     """
     folder, name = (HARDENED, "the hardened classifier") if hardened else (FOLDER, NAME)
     return replace(load_model(folder, task=task, device=device), name=name)
 
 
-def has_twin() -> bool:
+def has_hardened() -> bool:
     return (HARDENED / "config.json").is_file()
 
 

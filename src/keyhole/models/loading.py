@@ -32,7 +32,6 @@ from keyhole.core.files import exists, expect_file, is_folder, trouble
 from keyhole.core.machine import expect_device, expect_room
 
 T = TypeVar("T")
-_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # what a hub name does not end in
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that go into the identity
@@ -85,14 +84,6 @@ def close_kept() -> None:
     with _alone:
         while _kept:
             _kept.pop()[2].close()
-
-
-def names_model(name: str) -> bool:
-    """Is this a model as people name them: a folder, a .gguf file, or owner/name on the hub?"""
-    path = Path(name)
-    if exists(path) or path.suffix == ".gguf":
-        return is_folder(path) or path.suffix == ".gguf"
-    return re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
 
 
 def load_model(
@@ -192,9 +183,9 @@ def _placed(model: Any, device: str | torch.device) -> Any:
     try:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
-        # No such device, or no room on it; a torch without CUDA asserts.
+        # No such device, or no memory left on it; a torch without CUDA asserts.
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"expected a device with room, got {device}: {first}") from error
+        raise InputError(f"expected a device with enough memory, got {device}: {first}") from error
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -259,7 +250,7 @@ def _reached() -> bool:
     hub = importlib.import_module("huggingface_hub")
     try:
         hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no network, no name, no route, told to stay offline: the cache is left
+    except Exception:  # no network, no name, no route, asked to stay offline: the cache is left
         return False
     return True
 

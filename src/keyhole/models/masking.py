@@ -29,19 +29,21 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
+from keyhole.models.capture import hooks
 from keyhole.models.loading import transformers
 
 __all__ = ["Rewrite", "Site", "Sites", "Untouched", "rewriting", "sites_of"]
 
-_CLOSED = 50.0  # e⁻⁵⁰ is nothing beside 1; Swin masks with −100, the others with the minimum
+_CLOSED = 50.0  # e⁻⁵⁰ is nothing next to 1; Swin masks with −100, the others with the minimum
 
 
 @contextmanager
@@ -149,8 +151,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return torch.softmax(scores, -1, dtype=dtype)
     extra = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], -1)
-    together = torch.cat([scores, extra.to(scores.dtype)], -1)
-    return torch.softmax(together, -1, dtype=dtype)[..., :-1]
+    joined = torch.cat([scores, extra.to(scores.dtype)], -1)
+    return torch.softmax(joined, -1, dtype=dtype)[..., :-1]
 
 
 def _as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -275,12 +277,10 @@ class Watch:
         # Whoever is called first opens the pass: the model, or its base model, or its encoder.
         library = transformers()
         parts = [m for m in self.names if m is self.model or isinstance(m, library.PreTrainedModel)]
-        with ExitStack() as stack:
-            for part in parts:
-                before = part.register_forward_pre_hook(self._enter, with_kwargs=True)
-                stack.callback(before.remove)
-                after = part.register_forward_hook(self._leave, always_call=True)
-                stack.callback(after.remove)
+        with hooks(
+            *((partial(m.register_forward_pre_hook, with_kwargs=True), self._enter) for m in parts),
+            *((partial(m.register_forward_hook, always_call=True), self._leave) for m in parts),
+        ):
             yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def sub_layer(
         raise InputError(f"expected a layer from 0 to {parts.layers - 1}, got {layer}")
     attention = parts.attentions[layer]
     if parts.rotary and _bias(attention.key) is not None:
-        raise InputError("expected keys without a bias beside rotary positions, got one")
+        raise InputError("rotary positions are read where keys have no bias, and these have one")
     norm = cast("Any", parts.opening_norm(layer + 1))
     gain = torch.ones(parts.width) if norm is None else norm.weight
     scale = 1 / math.sqrt(parts.head_dim)

@@ -216,9 +216,9 @@ def _first(answer: Any) -> Any:
 def _sampled_of(answer: Any, token: int) -> float:
     given = answer.get("choices")
     if given is not None and "content" not in given[0]["logprobs"]:
-        told = given[0]["logprobs"]
-        right = int(str(told["tokens"][0]).removeprefix(_VLLM)) == token
-        return float(told["token_logprobs"][0]) if right else ABSENT
+        logprobs = given[0]["logprobs"]
+        right = int(str(logprobs["tokens"][0]).removeprefix(_VLLM)) == token
+        return float(logprobs["token_logprobs"][0]) if right else ABSENT
     entry = _first(answer)
     return float(entry["logprob"]) if int(entry["id"]) == token else ABSENT
 

@@ -1,4 +1,9 @@
-"""What every wrapper that changes a target's behaviour shares."""
+"""What servers do to questions and answers: wrappers that can be put before any oracle.
+
+They refuse questions, clip tokens, round answers or add noise to them, give signs alone, count what
+each client asks, or fail. A refusal is an `http.Refused` with the status that a server would answer
+with; a batch with one such question in it is refused as a whole.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,8 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +24,9 @@ from keyhole.oracle.protocol import Oracle, OracleError, ask, identity_of
 
 
 class Wrapper:
-    """The inner oracle, and an identity that names the change."""
+    """The inner oracle, and an identity that names the change, if answers change at all."""
 
-    def __init__(self, inner: Oracle, change: str) -> None:
+    def __init__(self, inner: Oracle, change: str = "") -> None:
         self.inner = inner
         self._change = change
 
@@ -30,13 +36,9 @@ class Wrapper:
 
     @property
     def identity(self) -> str:
-        return f"{identity_of(self.inner)}|{self._change}"
+        name = identity_of(self.inner)
+        return f"{name}|{self._change}" if self._change else name
 
-
-# Servers that refuse questions: too short or too long ones, and ones no honest client asks.
-#
-# A refusal is an `http.Refused` with the status a server would answer with, here as over the
-# network. A batch with one such question in it is refused as a whole.
 
 _UNFIT = 422  # "unprocessable content": understood, and not answered
 _FACTOR = 2.0  # of the usual norm, within which a token's norm is usual
@@ -69,12 +71,11 @@ class LengthLimited(Wrapper):
 
 def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
     """Refuse limits between which there is nothing."""
-    expect_count("a least number of tokens", min_tokens)
-    expect_count("a largest number of tokens", max_tokens)
+    expect_count("min_tokens", min_tokens)
+    expect_count("max_tokens", max_tokens)
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise InputError(
-            f"expected at least as many tokens at most as at least, got {min_tokens} to "
-            f"{max_tokens}"
+            f"min_tokens must not exceed max_tokens: they are {min_tokens} and {max_tokens}"
         )
 
 
@@ -109,9 +110,6 @@ class UsualOnly(Wrapper):
         cosines = (units @ units.mT).abs()
         cosines.diagonal(dim1=-2, dim2=-1).zero_()
         return "two tokens along one direction" if float(cosines.max()) > _COLLINEAR else ""
-
-
-# What a careful (or an unlucky) server does to its answers: round, blur, threshold, clip, fail.
 
 
 class Rounded(Wrapper):
@@ -190,12 +188,8 @@ class Failing(Wrapper):
     """An endpoint that goes down after `after` answers."""
 
     def __init__(self, inner: Oracle, after: int) -> None:
-        super().__init__(inner, "failing")
+        super().__init__(inner)
         self.after = after
-
-    @property
-    def identity(self) -> str:  # an outage changes no answer
-        return identity_of(self.inner)
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if len(sequences) > self.after:
@@ -211,7 +205,7 @@ class Degradation:
     Sequences of fewer than `min_tokens` or more than `max_tokens` tokens are refused, and so are
     questions unlike those of clients whose tokens have about `usual_norm`. Tokens are clipped to
     `max_norm`; answers are off by up to `noise` (the same for the same question and `seed`) and by
-    up to `fresh_noise` (anew each time), then rounded to `decimals`, then told by their sign alone.
+    up to `fresh_noise` (anew each time), then rounded to `decimals`, then reduced to their sign.
     """
 
     max_norm: float | None = None
@@ -238,18 +232,16 @@ class Degradation:
 
     def __str__(self) -> str:
         parts = (
-            f"{self.min_tokens} tokens or more" if self.min_tokens is not None else "",
-            f"{self.max_tokens} tokens at most" if self.max_tokens is not None else "",
-            f"tokens of norm about {self.usual_norm:g}" if self.usual_norm is not None else "",
-            f"tokens of norm {self.max_norm:g} at most" if self.max_norm is not None else "",
-            f"answers within ±{self.noise:g}" if self.noise is not None else "",
-            f"answers within ±{self.fresh_noise:g}, anew each time"
-            if self.fresh_noise is not None
-            else "",
-            f"answers rounded to {self.decimals} decimals" if self.decimals is not None else "",
-            "signs only" if self.sign_only else "",
+            (self.min_tokens, "{} tokens or more"),
+            (self.max_tokens, "{} tokens at most"),
+            (self.usual_norm, "tokens of norm about {:g}"),
+            (self.max_norm, "tokens of norm {:g} at most"),
+            (self.noise, "answers within ±{:g}"),
+            (self.fresh_noise, "answers within ±{:g}, anew each time"),
+            (self.decimals, "answers rounded to {} decimals"),
+            (self.sign_only or None, "signs only"),
         )
-        return ", ".join(part for part in parts if part)
+        return ", ".join(words.format(value) for value, words in parts if value is not None)
 
     def applied(self, oracle: Oracle) -> Oracle:
         if self.max_norm is not None:
@@ -279,31 +271,15 @@ class Degradation:
     def of(cls, flags: Mapping[str, str]) -> Degradation:
         """From a target's file, which may be anybody's."""
 
-        def number(name: str, kind: type[float] | type[int]) -> float | int | None:
+        values: dict[str, Any] = {"sign_only": flags.get("sign_only") == "True"}
+        for name in flags.keys() & {field.name for field in fields(cls)} - {"sign_only"}:
+            kind = int if name in ("decimals", "seed", "min_tokens", "max_tokens") else float
             try:
-                return None if name not in flags else kind(flags[name])
+                values[name] = kind(flags[name])
             except ValueError as error:
                 raise InputError(f"expected {name} as a number, got {flags[name]!r}") from error
+        return cls(**values)
 
-        def count(name: str) -> int | None:
-            value = number(name, int)
-            return None if value is None else int(value)
-
-        return cls(
-            number("max_norm", float), number("noise", float), count("decimals"),
-            flags.get("sign_only") == "True", count("seed") or 0, number("fresh_noise", float),
-            count("min_tokens"), count("max_tokens"), number("usual_norm", float),
-        )  # fmt: skip
-
-
-# A server that counts what each client asks: a budget, a rate, or both.
-#
-# Who a client is, is what the server can see of it: over HTTP its address. An attacker with k
-# addresses has k budgets and k times the rate.
-#
-# What is remembered of clients is bounded, or a client with many addresses could fill the memory. A
-# debt to the rate is forgotten once it is paid, and a budget never is. Clients beyond the most that
-# are remembered by name share one ration, so nobody has a fresh one by being forgotten.
 
 _SPENT = 403
 _TOO_FAST = 429
@@ -324,9 +300,15 @@ class TooFast(Refused):
 class Rationed(Wrapper):
     """Each client may ask `budget` queries in all, and `rate` of them a second.
 
+    Who a client is, is what the server can see of it: over HTTP its address. An attacker with k
+    addresses has k budgets and k times the rate.
+
     A batch that exceeds the budget is refused as a whole. A batch is answered when nothing is owed;
     a batch of m queries then owes m / `rate` seconds, so batches of any size are held to the rate.
-    So many `clients` have rations of their own at a time; all others share one.
+
+    What is remembered of clients is bounded, or one with many addresses could fill the memory. A
+    debt to the rate is forgotten once it is paid, a budget never. `clients` have rations of their
+    own; all others share one, so that nobody has a fresh one by being forgotten.
     """
 
     def __init__(
@@ -340,16 +322,12 @@ class Rationed(Wrapper):
         expect_count("a client's budget", budget, 0)
         expect_number("a client's rate", rate, above=0)
         expect_count("the clients with rations of their own", clients, 1)
-        super().__init__(inner, "rationed")
+        super().__init__(inner)
         self.budget, self.rate, self.clients = budget, rate, clients
         self._clock = clock
         self._spent: dict[str, int] = {}
         self._owing: dict[str, float] = {}  # until when
         self._ends: list[tuple[float, str]] = []  # of what is owed, a heap
-
-    @property
-    def identity(self) -> str:  # rations change no answer
-        return super().identity.removesuffix("|rationed")
 
     def __call__(self, sequences: Tensor, client: str = "") -> Tensor:
         count = len(sequences)

@@ -70,11 +70,11 @@ class Limits:
 
 
 class Refused(OracleError):
-    """A server that answered with an error; `status` is HTTP's number for it."""
+    """A server that answered with an error: HTTP's number for it, and the first words of `text`."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, text: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.text = status, text
 
 
 class Garbled(OracleError):
@@ -269,7 +269,8 @@ class Http:
                 "redirects are not followed"
             )
         opening = self._opening(reply)
-        return Refused(f"expected an answer from {url}, got {status}: {opening}", status)
+        message = f"expected an answer from {url}, got {status}: {opening}"
+        return Refused(message, status, opening)
 
     def _opening(self, reply: httpx.Response) -> str:
         """The first words of an answer that is an error; whatever is wrong with it is ignored."""

@@ -4,7 +4,11 @@ A ledger is a SQLite file that belongs to one target. Its keys are digests of th
 the questions. A run that is killed at any point resumes without asking twice; processes that
 share a file take turns at the oracle, so the second finds the first's answers.
 
-Behind an address another model may stand tomorrow: generations.py looks whether it does.
+An address does not name a model: whoever runs the server may train it again. So a ledger keeps a
+few of its questions whole (all others as digests), its witnesses, and asks them again before its
+answers are used. Where one is answered otherwise, beyond what the precision of the answers
+explains, the ledger begins a new generation. The old one stays in the file, as tables `answers_1`,
+`witnesses_1` and so on, and nothing reads it.
 """
 
 from __future__ import annotations
@@ -15,10 +19,9 @@ import sqlite3
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +29,6 @@ from torch import Tensor
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.files import exists, expect_file, is_folder, private, trouble
 from keyhole.core.journal import expect_same_run
-from keyhole.oracle.completions import Completions
-from keyhole.oracle.open_inference import OpenInference
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Counted,
@@ -36,15 +37,24 @@ from keyhole.oracle.protocol import (
     ask,
     check_sequences,
     identity_of,
+    layers,
 )
 from keyhole.oracle.token_questions import ABSENT
 
 VERSION = "1"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from any other SQLite file
 _TURN_SECONDS = 3600.0  # how long to wait for another process's turn at the oracle
+_WITNESSES = 8
+_PER_TURN = 2  # so that they are of different kinds: attacks ask one kind after the other
+_ROUNDINGS = 64  # sums in another order differ by so many roundings of the largest answer
 _VARIABLES = 900  # below SQLite's oldest limit on parameters in one statement
 
 Memory = dict[bytes, tuple[str, bytes]]  # key -> shape of one answer, its float64 bytes
+Notice = Callable[[str], None]  # takes one line that a person should know
+
+
+def ignored(line: str) -> None:
+    """A notice to nobody."""
 
 
 class Ledger:
@@ -53,7 +63,8 @@ class Ledger:
     `asked` and `remembered` count the questions of this object: those that went to `inner` and
     those that cost nothing. `asked_again` counts those by which it was found out whether the same
     model still answers: they go past a counter and its budget, which are for what is paid.
-    `answer_error` is how far an answer may be off each time, `notice` is told of another model.
+    `answer_error` is how far an answer may be off each time; `notice` is called where another model
+    answers.
     """
 
     def __init__(
@@ -62,7 +73,7 @@ class Ledger:
         path: str | Path,
         *,
         answer_error: float = 0.0,
-        notice: Callable[[str], None] = lambda line: None,  # noqa: ARG005
+        notice: Notice = ignored,
     ) -> None:
         self.inner = inner
         self.path = Path(path)
@@ -70,7 +81,7 @@ class Ledger:
         self.remembered = 0
         self.asked_again = 0
         self._answer_error, self._notice = answer_error, notice
-        self._same = not may_change(inner)  # as what is remembered
+        self._same = not any(getattr(layer, "may_change", False) for layer in layers(inner))
         self._batch = 64  # questions per commit; grows until a commit covers about a second
         self._db = _open(self.path)
         try:
@@ -125,22 +136,60 @@ class Ledger:
 
     def _look_again(self) -> None:
         """Before the first answer is used: does the same model stand behind the address?"""
+        inner = self.inner
+        while isinstance(inner, Counted):
+            inner = inner.inner
         with self._transaction():
-            known = self._recall([key for key, _ in witnesses(self._db)])
-            stored = [(known[key], question) for key, question in witnesses(self._db)]
-            for (shape, answer), question in stored:
-                again = ask(beneath(self.inner), question)
+            questions = witnesses(self._db)
+            known = self._recall([key for key, _ in questions])
+            for key, question in questions:
+                again = ask(inner, question)
                 self.asked_again += 1
-                off = difference(_numbers(shape, answer), again[0])
-                if off > allowed(beneath(self.inner), again, self._answer_error):
-                    aside = set_aside(self._db)
+                off = _difference(_numbers(*known[key]), again[0])
+                if off > self._allowed(again):
+                    count, table = len(self), self._set_aside()
                     self._notice(
                         f"another model answers at {self.identity} than {self.path} remembers: "
-                        f"asked again, an answer is {off:.1e} off; the {aside.answers:,} old "
-                        f"answers are kept there as {aside.table} and not used"
+                        f"asked again, an answer is {off:.1e} off; the {count:,} old answers are "
+                        f"kept there as {table} and not used"
                     )
                     break
         self._same = True
+
+    def _keep_witnesses(self, asked: Sequence[tuple[bytes, Tensor]]) -> None:
+        """Keep some of these questions, by key, until there are enough."""
+        free = _WITNESSES - len(witnesses(self._db))
+        # The last of a turn: attacks begin with questions as plain as a zero.
+        for key, question in asked[-min(free, _PER_TURN) :] if free > 0 else ():
+            data = question.detach().cpu().contiguous().numpy().tobytes()
+            row = (key, len(question), data)
+            self._db.execute("INSERT OR IGNORE INTO witnesses VALUES (?, ?, ?)", row)
+
+    def _allowed(self, answer: Tensor) -> float:
+        """How far apart answers of one model may be: by rounding, and by what is stated of them."""
+        exact = torch.finfo(torch.float64).eps / 2
+        stated = (getattr(layer, "precision", None) for layer in layers(self.inner))
+        precision = float(next((value for value in stated if value is not None), exact))
+        return _ROUNDINGS * 2 * precision * float(answer.abs().max()) + 2 * self._answer_error
+
+    def _set_aside(self) -> str:
+        """Begin a new generation; the old one is kept under another name."""
+        kept = self._db.execute(
+            "SELECT count(*) FROM sqlite_master WHERE name LIKE 'answers\\_%' ESCAPE '\\'"
+        )
+        number = int(kept.fetchone()[0]) + 1
+        for table in ("answers", "witnesses"):
+            self._db.execute(f"ALTER TABLE {table} RENAME TO {table}_{number}")
+        self._begin()
+        return f"answers_{number}"
+
+    def _begin(self) -> None:
+        """The tables of a generation, where they are missing."""
+        for columns in (
+            "answers (question BLOB PRIMARY KEY, shape TEXT, answer BLOB)",
+            "witnesses (question BLOB PRIMARY KEY, tokens INTEGER, data BLOB)",
+        ):
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS {columns} WITHOUT ROWID")
 
     def _take_turn(self, turn: list[tuple[bytes, int]], sequences: Tensor) -> Memory:
         """Ask what nobody has asked yet, store it, and only then hand it out."""
@@ -158,7 +207,7 @@ class Ledger:
                 self._pace(time.monotonic() - started)
                 if answers is not None:
                     stored = self._store([key for key, _ in new], answers)
-                    remember(self._db, [(k, sequences[row]) for k, row in new if k in stored])
+                    self._keep_witnesses([(k, sequences[row]) for k, row in new if k in stored])
                     known |= stored
         if failure is not None:
             raise failure
@@ -208,8 +257,8 @@ class Ledger:
                 if not tables:
                     self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     self._db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
-                    begin(self._db)
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
+                self._begin()
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
         except sqlite3.DatabaseError as error:
@@ -299,162 +348,56 @@ def _numbers(shape: str, data: bytes | bytearray, *count: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape([*count, *sizes]).clone()
 
 
-def remembered(oracle: Oracle) -> int:
-    """Questions that a ledger somewhere in the stack of wrappers has answered for free."""
-    total, layer = 0, oracle
-    while layer is not None:
-        total += int(getattr(layer, "remembered", 0))
-        layer = getattr(layer, "inner", None)
-    return total
-
-
-# Whether the model behind an address is still the one that a ledger remembers.
-#
-# An address does not name a model: whoever runs the server may train it again. So a ledger keeps a
-# few of its questions whole (all others as digests) and asks them again before its answers are
-# used. Where one is answered otherwise, beyond what the precision of the answers explains, the
-# ledger begins a new generation. The old one stays in the file, as tables `answers_1`,
-# `witnesses_1` and so on, and nothing reads it.
-
-_WITNESSES = 8
-_PER_TURN = 2  # so that they are of different kinds: attacks ask one kind after the other
-_ROUNDINGS = 64  # sums in another order differ by so many roundings of the largest answer
-
-
-@dataclass(frozen=True)
-class Aside:
-    """What was put aside: the table, and how many answers are in it."""
-
-    table: str
-    answers: int
-
-
-def begin(db: sqlite3.Connection) -> None:
-    """The tables of a generation without answers."""
-    db.execute(
-        "CREATE TABLE answers (question BLOB PRIMARY KEY, shape TEXT, answer BLOB) WITHOUT ROWID"
-    )
-    _begin_witnesses(db)
-
-
-def _begin_witnesses(db: sqlite3.Connection) -> None:
-    db.execute(
-        "CREATE TABLE IF NOT EXISTS witnesses (question BLOB PRIMARY KEY, tokens INTEGER, "
-        "data BLOB) WITHOUT ROWID"
-    )
-
-
-def remember(db: sqlite3.Connection, asked: Sequence[tuple[bytes, Tensor]]) -> None:
-    """Keep some of these questions, by key, until there are enough."""
-    _begin_witnesses(db)  # ledgers that were made before have none
-    room = _WITNESSES - int(db.execute("SELECT count(*) FROM witnesses").fetchone()[0])
-    # The last of a turn: attacks begin with questions as plain as a zero.
-    for key, question in asked[-min(room, _PER_TURN) :] if room > 0 else ():
-        data = question.detach().cpu().contiguous().numpy().tobytes()
-        db.execute("INSERT OR IGNORE INTO witnesses VALUES (?, ?, ?)", (key, len(question), data))
-
-
 def witnesses(db: sqlite3.Connection) -> list[tuple[bytes, Tensor]]:
-    """Questions that can be asked again, each with its key and as a batch of one."""
-    try:
-        rows = db.execute("SELECT question, tokens, data FROM witnesses").fetchall()
-    except sqlite3.OperationalError:  # a ledger that was made before there were any
-        return []
+    """Questions that a ledger can ask again, each with its key and as a batch of one."""
+    rows = db.execute("SELECT question, tokens, data FROM witnesses").fetchall()
     return [
         (key, torch.frombuffer(bytearray(data), dtype=torch.float64).reshape(1, tokens, -1))
         for key, tokens, data in rows
     ]
 
 
-def difference(stored: Tensor, again: Tensor) -> float:
+def _difference(stored: Tensor, again: Tensor) -> float:
     """How far two answers to one question are apart; infinitely where their shapes differ.
 
-    What a server of a language model did not say one of both times tells nothing.
+    What a server of a language model left out one of both times says nothing.
     """
     if stored.shape != again.shape:
         return float("inf")
-    said = (stored != ABSENT) & (again != ABSENT)
-    return float((stored - again).abs().where(said, 0.0).max())
+    given = (stored != ABSENT) & (again != ABSENT)
+    return float((stored - again).abs().where(given, 0.0).max())
 
 
-def allowed(oracle: Oracle, answer: Tensor, answer_error: float) -> float:
-    """How far apart answers of one model may be: by rounding, and by what is stated of them."""
-    precision = float(_of_any_layer(oracle, "precision", torch.finfo(torch.float64).eps / 2))
-    return _ROUNDINGS * 2 * precision * float(answer.abs().max()) + 2 * answer_error
-
-
-def set_aside(db: sqlite3.Connection) -> Aside:
-    """Begin a new generation; the old one is kept under another name."""
-    count = int(db.execute("SELECT count(*) FROM answers").fetchone()[0])
-    kept = db.execute(
-        "SELECT count(*) FROM sqlite_master WHERE name LIKE 'answers\\_%' ESCAPE '\\'"
-    )
-    number = int(kept.fetchone()[0]) + 1
-    for table in ("answers", "witnesses"):
-        db.execute(f"ALTER TABLE {table} RENAME TO {table}_{number}")
-    begin(db)
-    return Aside(f"answers_{number}", count)
-
-
-def may_change(oracle: Oracle) -> bool:
-    """Is it, or is it around, an address behind which another model may stand tomorrow?"""
-    return bool(_of_any_layer(oracle, "may_change", False))
-
-
-def _of_any_layer(oracle: Oracle, name: str, default: object) -> Any:
-    layer: Any = oracle
-    while layer is not None:
-        if hasattr(layer, name):
-            return getattr(layer, name)
-        layer = getattr(layer, "inner", None)
-    return default
-
-
-def beneath(oracle: Oracle) -> Oracle:
-    """The oracle without counters around it."""
-    while isinstance(oracle, Counted):
-        oracle = oracle.inner
-    return oracle
-
-
-# Oracles made ready to be asked: a counter that knows the budget, and a ledger around it.
-
-Notice = Callable[[str], None]  # told in one line what a person should know
-
-
-def unheard(line: str) -> None:
-    """A notice to nobody."""
+def remembered(oracle: Oracle) -> int:
+    """Questions that a ledger somewhere in the stack of wrappers has answered for free."""
+    return sum(int(getattr(layer, "remembered", 0)) for layer in layers(oracle))
 
 
 @contextmanager
 def session(
-    surfaces: Mapping[str, Oracle],
+    parts: Mapping[str, Oracle],
     *,
     budget: int | None = None,
     ledger: str | Path | None = None,
     answer_error: float | None = None,
-    notice: Notice = unheard,
+    notice: Notice = ignored,
 ) -> Generator[dict[str, Oracle]]:
-    """Each surface of a target, counted; remembered too where there is a ledger.
+    """Each part of a target, counted; remembered too where there is a ledger.
 
-    A ledger belongs to one surface: the second has one of its own beside it, and so on.
-    `answer_error` is how far an answer may be off when it is asked again, `notice` is told where
+    A ledger belongs to one part: the second has one of its own next to it, and so on.
+    `answer_error` is how far an answer may be off when it is asked again, `notice` is called where
     another model answers than the ledger remembers. Connections and ledgers are closed at the end.
     """
     ready: dict[str, Oracle] = {}
     with ExitStack() as stack:
-        for number, (name, surface) in enumerate(surfaces.items()):
-            if isinstance(surface, OpenInference | Completions):
-                stack.callback(surface.close)
-            ready[name] = Counted(surface, budget)
+        for number, (name, part) in enumerate(parts.items()):
+            if getattr(part, "may_change", False):  # an endpoint, with connections
+                stack.callback(cast("Any", part).close)
+            ready[name] = Counted(part, budget)
             if ledger is not None:
-                path = ledger_of(Path(ledger), number)
+                path = Path(ledger)
+                path = path.with_stem(f"{path.stem}-{number + 1}") if number else path
                 ready[name] = stack.enter_context(
                     Ledger(ready[name], path, answer_error=answer_error or 0.0, notice=notice)
                 )
         yield ready
-
-
-def ledger_of(ledger: Path, number: int) -> Path:
-    """The file that remembers surface `number`."""
-    return ledger.with_stem(f"{ledger.stem}-{number + 1}") if number else ledger

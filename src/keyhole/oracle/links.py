@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.protocol import Oracle, ask, identity_of
+from keyhole.oracle.defences import Wrapper
+from keyhole.oracle.protocol import Oracle, ask
 
 NAMES = ("identity", "sigmoid", "tanh", "softmax")
 _NEAR = 1e-8  # of the end of a range: there a score has fewer than eight digits left
@@ -85,19 +86,12 @@ def _inside(answers: Tensor, low: float, high: float) -> Tensor:
     return answers.masked_fill(high - answers < _NEAR, high)
 
 
-class Undone:
+class Undone(Wrapper):
     """An oracle whose link is undone: it answers with the scores."""
 
     def __init__(self, inner: Oracle, link: Link) -> None:
-        self.inner, self.link = inner, link
-
-    @property
-    def dim(self) -> int:
-        return self.inner.dim
-
-    @property
-    def identity(self) -> str:
-        return f"{identity_of(self.inner)}|undone:{self.link.name}"
+        super().__init__(inner, f"undone:{link.name}")
+        self.link = link
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.link.scores(ask(self.inner, sequences))

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote
 
 import torch
@@ -32,6 +32,53 @@ from keyhole.oracle.protocol import OracleError, check_sequences
 _DIGITS = 25  # bytes that a float64 takes in JSON, at most
 _NUMBERS = 2**18  # in one question: several are under way at a time
 _BATCH = 512
+
+T = TypeVar("T")
+
+
+class ServedModel:
+    """The model `model` of the server at `url`: what it states, and requests that it answers."""
+
+    def __init__(self, url: str, model: str, options: EndpointOptions, **connection: Any) -> None:
+        address = f"{url.rstrip('/')}/v2/models/{model}"
+        self.url = without_password(address)
+        self.http = connected(options, address, **connection)
+        self._name = unquote(model.partition("/")[0])  # what follows may be a version
+        self._output = options.output
+
+    def metadata(self) -> dict[str, Any]:
+        metadata = self.http.request("GET", self.url)
+        self._expect_name(metadata.get("name"))
+        return metadata
+
+    def infer(
+        self, inputs: Sequence[dict[str, Any]], read: Callable[[list[dict[str, Any]]], T]
+    ) -> T:
+        """What `read` makes of the outputs for these inputs: the one that was chosen, or all."""
+        number = uuid.uuid4().hex
+        content: dict[str, Any] = {"id": number, "inputs": list(inputs)}
+        if self._output is not None:
+            content["outputs"] = [{"name": self._output}]
+
+        def read_reply(data: object) -> T:
+            reply = as_object(data, self.url)
+            if reply.get("id") not in (None, "", number):
+                raise Garbled(f"expected the answer asked of {self.url}, got another's")
+            self._expect_name(reply.get("model_name"))
+            outputs = objects(reply.get("outputs")) or []
+            if self._output is not None:
+                outputs = [item for item in outputs if item.get("name") == self._output]
+            if not outputs:
+                raise OracleError(
+                    f"expected outputs with shape and data from {self.url}, got {described(reply)}"
+                )
+            return read(outputs)
+
+        return self.http.ask("POST", f"{self.url}/infer", content, read_reply)
+
+    def _expect_name(self, name: object) -> None:
+        if name is not None and name != self._name:
+            raise OracleError(f"expected model {self._name} from {self.url}, got {described(name)}")
 
 
 class OpenInference:
@@ -67,11 +114,11 @@ class OpenInference:
             options or EndpointOptions(),
             **{name: value for name, value in given.items() if value is not None},
         )
-        address = f"{url.rstrip('/')}/v2/models/{model}"
-        self.url = without_password(address)
-        self._name = unquote(model.partition("/")[0])  # what follows may be a version
         self._options, self._connections = options, connections
-        self._http = connected(options, address, limits=limits, retries=retries, headers=headers)
+        self._model = ServedModel(
+            url, model, options, limits=limits, retries=retries, headers=headers
+        )
+        self._limits, self.url = self._model.http.limits, self._model.url
         try:
             self._inspect()
         except BaseException:
@@ -80,8 +127,7 @@ class OpenInference:
 
     def _inspect(self) -> None:
         """Read what the server states of the model, once it is ready."""
-        metadata = self._http.request("GET", self.url)
-        expect_model(self._name, metadata.get("name"), self.url)
+        metadata = self._model.metadata()
         inputs = stated(metadata, "inputs", self.url)
         outputs = stated(metadata, "outputs", self.url)
         self.input = chosen_input(inputs, self._options.input, self.url)
@@ -89,20 +135,16 @@ class OpenInference:
         if self._options.output is not None and outputs:
             named(outputs, self._options.output, self.url)
         self.dim = self._dimension(self._options.dim, self.input.width)
-        self._replies = Replies(
-            self.url, self._name, self.input.datatype, max(self._http.limits.dim, self.dim),
-            self._options.output, self._options.positive,
-        )  # fmt: skip
         most = [self._options.batch or _BATCH, most_at_once(metadata, self.input)]
         if metadata.get("platform"):
             most.append(self._configured())
         self._batch = min(size for size in most if size is not None)
-        self._http.expect_ready(f"{self.url}/ready")
+        self._model.http.expect_ready(f"{self.url}/ready")
 
     def _configured(self) -> int | None:
         """The largest batch that Triton's configuration of the model allows."""
         try:
-            configured = self._http.request("GET", f"{self.url}/config").get("max_batch_size")
+            configured = self._model.http.request("GET", f"{self.url}/config").get("max_batch_size")
         except OracleError:  # only Triton has this route
             return None
         return configured if isinstance(configured, int) and configured > 0 else None
@@ -116,9 +158,9 @@ class OpenInference:
                 f"expected a dimension in the metadata of {self.url}, got none: give "
                 "--endpoint dim=NUMBER"
             )
-        if dim is None and known > self._http.limits.dim:
+        if dim is None and known > self._limits.dim:
             raise OracleError(
-                f"expected a dimension of at most {self._http.limits.dim:,} from {self.url}, "
+                f"expected a dimension of at most {self._limits.dim:,} from {self.url}, "
                 f"got {shown(known)}: give --endpoint dim or raise Limits(dim=)"
             )
         return known
@@ -145,7 +187,7 @@ class OpenInference:
 
     def close(self) -> None:
         """Give the connections back; contextlib.closing() does it at the end of a block."""
-        self._http.close()
+        self._model.http.close()
 
     def __call__(self, sequences: Tensor) -> Tensor:
         check_sequences(sequences, self.dim)
@@ -160,7 +202,7 @@ class OpenInference:
         known = [part for part in answers if part is not None]
         for number, (answer, part) in enumerate(zip(answers, parts, strict=True)):
             if answer is not None and answer.shape[1:] != known[0].shape[1:]:
-                failure = failure or self._replies.unfit(list(answer.shape), part)
+                failure = failure or self._unfit(list(answer.shape), part)
                 answers[number] = None
         if failure is None:
             return self._finite(torch.cat(known))
@@ -211,7 +253,7 @@ class OpenInference:
 
     def _rows(self, sequences: Tensor) -> int:
         """Sequences per request, so that answers twice as wide as the questions are allowed."""
-        limits = self._http.limits
+        limits = self._limits
         fitting = min(limits.body // _DIGITS, limits.parts, 2 * _NUMBERS) // 2
         _, length, dim = sequences.shape
         return max(1, min(self._batch, fitting // (length * dim)))
@@ -224,18 +266,67 @@ class OpenInference:
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
-        number = uuid.uuid4().hex
-        content: dict[str, Any] = {
-            "id": number,
-            "inputs": [self.input.filled(rounded), *(mask.filled(ones) for mask in self._masks)],
-        }
-        if self._options.output is not None:
-            content["outputs"] = [{"name": self._options.output}]
+        inputs = [self.input.filled(rounded), *(mask.filled(ones) for mask in self._masks)]
+        return self._model.infer(inputs, lambda outputs: self._read(outputs, sequences))
 
-        def read(data: object) -> Tensor:
-            return self._replies.read(data, sequences, number)
+    def _read(self, outputs: Sequence[dict[str, Any]], sequences: Tensor) -> Tensor:
+        """The answers to `sequences`: the first output of numbers, or else the first."""
+        of_numbers = [item for item in outputs if item.get("datatype") in FLOATS]
+        output = (of_numbers or outputs)[0]
+        if "shape" not in output or "data" not in output:
+            raise OracleError(
+                f"expected outputs with shape and data from {self.url}, got {described(output)}"
+            )
+        shape = self._shape(output["shape"], sequences)
+        values = self._values(output, shape)
+        # Servers give a score per sequence as a column; a vector of one number is a score.
+        return values.reshape(shape[:1] if shape[1:] == [1] else shape)
 
-        return self._http.ask("POST", f"{self.url}/infer", content, read)
+    def _values(self, output: dict[str, Any], shape: list[int]) -> Tensor:
+        count, data, datatype = math.prod(shape), output["data"], output.get("datatype")
+        labels = words(data, count) if datatype in TEXTS and shape[1:] in ([], [1]) else None
+        if labels is not None:
+            return torch.tensor(
+                signs(labels, self._options.positive, self.url), dtype=torch.float64
+            )
+        values = numbers(data, count)
+        if values is None:
+            raise OracleError(
+                f"expected {count:,} numbers for shape {shape} from {self.url}, "
+                f"got {described(data)}"
+            )
+        # Numbers of a shorter format as they are there: printed, they have fewer digits. And
+        # answers are no more exact than the questions they belong to.
+        formats = [FLOATS[name] for name in (self.input.datatype, datatype) if name in FLOATS]
+        coarsest = max(formats, key=lambda dtype: torch.finfo(dtype).eps)
+        return values if coarsest is torch.float64 else values.to(coarsest).to(torch.float64)
+
+    def _shape(self, shape: object, sequences: Tensor) -> list[int]:
+        """The shape of the answers, if an oracle may answer so; see protocol.py."""
+        sizes = sizes_of(shape)
+        count, length, _ = sequences.shape
+        if (
+            sizes is None
+            or len(sizes) not in (1, 2, 3)
+            or sizes[0] != count
+            or (len(sizes) == 3 and sizes[1] != length)
+            or min(sizes[1:], default=1) < 1
+        ):
+            raise self._unfit(shape, sequences)
+        widest = max(self._limits.dim, self.dim)
+        if len(sizes) > 1 and sizes[-1] > widest:
+            raise OracleError(
+                f"expected answers at most {widest:,} wide from {self.url}, "
+                f"got {shown(sizes[-1])}: raise Limits(dim=)"
+            )
+        return sizes
+
+    def _unfit(self, shape: object, sequences: Tensor) -> OracleError:
+        count, length, _ = sequences.shape
+        return OracleError(
+            f"expected answers of one shape, ({count}), ({count}, m) or ({count}, {length}, m), "
+            f"from {self.url}, got {described(shape)}"
+        )
 
 
 def _with_gaps(answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -250,8 +341,7 @@ def _with_gaps(answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: 
 
 # What a server states of its model's tensors, and which of them are asked and read.
 #
-# The server is not trusted: what it states is checked before it is used, and a statement that makes
-# no sense is refused in one line.
+# What it states is checked before it is used; a statement that makes no sense is refused.
 
 FLOATS = {
     "FP64": torch.float64, "FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16,
@@ -440,96 +530,3 @@ def described(value: object) -> str:
         short = len(items) <= 5 and all(isinstance(item, int | float) for item in items)
         return shown(items) if short else f"a list of {len(items):,}"
     return shown(repr(value[:80] if isinstance(value, str) else value))
-
-
-# What a server's reply to a batch of sequences says: the answers, or a line that says why not.
-
-
-@dataclass(frozen=True)
-class Replies:
-    """How replies of the model `model` at `url` are read.
-
-    `asked` is the datatype of the questions, `widest` the most numbers in a vector, `output` the
-    name of the tensor that holds the answers and `positive` the label that counts as 1.
-    """
-
-    url: str
-    model: str
-    asked: str
-    widest: int
-    output: str | None = None
-    positive: str | None = None
-
-    def read(self, data: object, sequences: Tensor, number: str) -> Tensor:
-        """The answers to `sequences`, asked in the request of that number."""
-        reply = as_object(data, self.url)
-        if reply.get("id") not in (None, "", number):
-            raise Garbled(f"expected the answer to the request made to {self.url}, got another's")
-        expect_model(self.model, reply.get("model_name"), self.url)
-        output = self._output(reply)
-        shape = self._shape(output["shape"], sequences)
-        values = self._values(output, shape)
-        # Servers give a score per sequence as a column; a vector of one number is a score.
-        return values.reshape(shape[:1] if shape[1:] == [1] else shape)
-
-    def _output(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """The output to read: the one that was asked for, or else the first of numbers."""
-        outputs = objects(reply.get("outputs")) or []
-        if self.output is not None:
-            outputs = [item for item in outputs if item.get("name") == self.output]
-        of_numbers = [item for item in outputs if item.get("datatype") in FLOATS]
-        output = next(iter(of_numbers or outputs), None)
-        if output is None or "shape" not in output or "data" not in output:
-            raise OracleError(
-                f"expected outputs with shape and data from {self.url}, got "
-                f"{described(reply if output is None else output)}"
-            )
-        return output
-
-    def _values(self, output: dict[str, Any], shape: list[int]) -> Tensor:
-        count, data, datatype = math.prod(shape), output["data"], output.get("datatype")
-        labels = words(data, count) if datatype in TEXTS and shape[1:] in ([], [1]) else None
-        if labels is not None:
-            return torch.tensor(signs(labels, self.positive, self.url), dtype=torch.float64)
-        values = numbers(data, count)
-        if values is None:
-            raise OracleError(
-                f"expected {count:,} numbers for shape {shape} from {self.url}, "
-                f"got {described(data)}"
-            )
-        # Numbers of a shorter format as they are there: printed, they have fewer digits. And
-        # answers are no more exact than the questions they belong to.
-        formats = [FLOATS[name] for name in (self.asked, datatype) if name in FLOATS]
-        coarsest = max(formats, key=lambda dtype: torch.finfo(dtype).eps)
-        return values if coarsest is torch.float64 else values.to(coarsest).to(torch.float64)
-
-    def _shape(self, shape: object, sequences: Tensor) -> list[int]:
-        """The shape of the answers, if an oracle may answer so; see protocol.py."""
-        sizes = sizes_of(shape)
-        count, length, _ = sequences.shape
-        if (
-            sizes is None
-            or len(sizes) not in (1, 2, 3)
-            or sizes[0] != count
-            or (len(sizes) == 3 and sizes[1] != length)
-            or min(sizes[1:], default=1) < 1
-        ):
-            raise self.unfit(shape, sequences)
-        if len(sizes) > 1 and sizes[-1] > self.widest:
-            raise OracleError(
-                f"expected answers at most {self.widest:,} wide from {self.url}, "
-                f"got {shown(sizes[-1])}: raise Limits(dim=)"
-            )
-        return sizes
-
-    def unfit(self, shape: object, sequences: Tensor) -> OracleError:
-        count, length, _ = sequences.shape
-        return OracleError(
-            f"expected answers of one shape, ({count}), ({count}, m) or ({count}, {length}, m), "
-            f"from {self.url}, got {described(shape)}"
-        )
-
-
-def expect_model(expected: str, name: object, url: str) -> None:
-    if name is not None and name != expected:
-        raise OracleError(f"expected model {expected} from {url}, got {described(name)}")

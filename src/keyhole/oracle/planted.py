@@ -210,12 +210,11 @@ class Attention(Parametric):
         )
 
 
-# The last layer of a language model alone: logits of a final state.
-
-
 @dataclass(frozen=True, eq=False)
 class OutputMatrix(Parametric):
-    """`W h` for the last state h of a sequence; row i of W is that of the token `tokens[i]`.
+    """The last layer of a language model alone, the logits of a final state.
+
+    `W h` for the last state h of a sequence; row i of W is that of the token `tokens[i]`.
 
     An extraction knows W up to an invertible matrix on its right (and, from log-probabilities, up
     to a row that is added to all rows): its columns are an orthonormal basis of what they span.

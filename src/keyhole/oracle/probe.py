@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from keyhole.core.endpoint import EndpointOptions
-from keyhole.oracle.connection import connected, names_address, without_password
+from keyhole.oracle.connection import connected, without_password
 from keyhole.oracle.http import Http, Limits, Refused, shown
 from keyhole.oracle.protocol import OracleError
 
@@ -58,13 +57,13 @@ class Server:
         address = url.rstrip("/")
         url = without_password(address)
         with closing(server_http(address, options, key=True)) as http:
-            models = _told(http, f"{url}/v1/models")
+            models = _stated(http, f"{url}/v1/models")
             entries = models.get("data") if isinstance(models, Mapping) else None
             first: Any = entries[0] if isinstance(entries, list) and entries else {}
             owner = str(first.get("owned_by", "")) if isinstance(first, Mapping) else ""
             name = str(first.get("id", "default")) if isinstance(first, Mapping) else "default"
             kind = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}.get(owner, "")
-            if not kind and isinstance(_told(http, f"{url}/props"), Mapping):
+            if not kind and isinstance(_stated(http, f"{url}/props"), Mapping):
                 kind = "llama.cpp"
             if not kind and models is None:
                 raise OracleError(
@@ -102,9 +101,9 @@ class Server:
             answer = http.ask("POST", url, content)
         except Refused as error:
             read = error.status if error.status in route.enabled else None
-            return Answered(read, error.status, _words(error))
+            return Answered(read, error.status, shown(f"{error.status}: {error.text}", 120))
         except OracleError as error:
-            return Answered(None, 0, _words(error))
+            return Answered(None, 0, shown(error, 200))
         try:
             read = route.read(answer)
         except (KeyError, IndexError, TypeError, ValueError):  # another form than the route's
@@ -112,28 +111,12 @@ class Server:
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
 
 
-def names_server(name: str) -> bool:
-    """Is it the address of a server alone, without a path that says what is asked?"""
-    if not names_address(name):
-        return False
-    try:
-        parts = urlsplit(name)
-    except ValueError:  # half an IPv6 address
-        return False
-    return parts.path in ("", "/") and not parts.query
-
-
-def _words(error: OracleError) -> str:
-    """What came instead of an answer."""
-    return shown(str(error).partition(", got ")[2] or error, 120)
-
-
 def server_http(url: str, options: EndpointOptions, *, key: bool) -> Http:
     """A connection to a server of a language model."""
     return connected(options, url, limits=LIMITS, retries=1, key=key)
 
 
-def _told(http: Http, url: str) -> object:
+def _stated(http: Http, url: str) -> object:
     try:
         return http.ask("GET", url)
     except Refused as error:
@@ -216,15 +199,15 @@ def _by_id(entries: Any) -> dict[int, float]:
 
 def _openai_content(answer: Any) -> dict[Any, float]:
     """llama.cpp's form of OpenAI's, in which tokens have their numbers, or OpenAI's own."""
-    told = answer["choices"][0]["logprobs"]
-    if "content" in told:
-        entries = told["content"][0]["top_logprobs"]
+    logprobs = answer["choices"][0]["logprobs"]
+    if "content" in logprobs:
+        entries = logprobs["content"][0]["top_logprobs"]
         return (
             _by_id(entries)
             if "id" in entries[0]
             else {entry["token"]: float(entry["logprob"]) for entry in entries}
         )
-    return {token: float(value) for token, value in told["top_logprobs"][0].items()}
+    return {token: float(value) for token, value in logprobs["top_logprobs"][0].items()}
 
 
 def _sglang_rows(answer: Any) -> list[list[float]] | None:

@@ -1,4 +1,4 @@
-"""What an attacker may ask: the protocol, and the one place where questions are put.
+"""What an attacker may ask: the protocol, the one place where questions are put, and counting.
 
 An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to answers:
 (batch,) a score, (batch, m) the last token's vector, or (batch, n, m) a vector for every token.
@@ -113,6 +113,14 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     return answers
 
 
+def layers(oracle: object) -> Iterator[Any]:
+    """An oracle and what it wraps, from the outside in."""
+    layer: Any = oracle
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "inner", None)
+
+
 def identity_of(oracle: Oracle) -> str:
     """A name that two oracles share only if they are the same target.
 
@@ -146,16 +154,13 @@ def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
                 yield name, torch.as_tensor(item)
 
 
-# Counting, in one wrapper around the oracle; a budget is the same count with an end.
-
-
 class Counted:
     """Counts every sequence that reaches `inner`; past `budget` it raises BudgetExhausted.
 
     A batch that overruns the budget is asked up to its end, and the answers travel with the
     exception: what was paid for is not thrown away.
 
-    `progress` is told the count after every batch.
+    `progress` is called with the count after every batch.
 
     `Ledger(Counted(o))` counts what was paid, since remembered answers never reach the counter;
     `Counted(Ledger(o))` counts what was asked.

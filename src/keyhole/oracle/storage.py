@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +22,11 @@ from keyhole.oracle.sub_layer import SubLayer
 
 Planted = Head | MultiHead | OneLayer | ReluFfn | Attention | OutputMatrix | SubLayer
 KINDS = ("head", "multi-head", "one-layer", "relu", "attention", "orthogonal-heads")
-# Orthogonal heads are stored as heads like any other; sub-layers come from checkpoints.
-_STORED = (*KINDS[:-1], "sub-layer")
+# What a file may hold, by kind; orthogonal heads are stored as heads like any other.
+_CLASSES: dict[str, type[Planted]] = {
+    planted.kind: planted
+    for planted in (Head, MultiHead, OneLayer, ReluFfn, Attention, OutputMatrix, SubLayer)
+}
 
 
 def plant(
@@ -38,7 +44,7 @@ def plant(
 ) -> Planted:
     """A random target of known weights; every `W` has spectral norm about `2 · scale`.
 
-    `plant_orthogonal` (subspaces.py) gives the bases of orthogonal heads as well.
+    `plant_orthogonal` gives the bases of orthogonal heads as well.
     """
     if kind not in KINDS:
         raise InputError(f"expected a kind among {', '.join(KINDS)}, got {kind}")
@@ -47,16 +53,17 @@ def plant(
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"expected a rank from 1 to dim = {dim}, got {rank}")
     expect_number("scale", scale, least=0)
-    expect_seed(seed)
-    expect_room(16 * _numbers(kind, dim, heads, width, outputs or dim), f"{kind} of d = {dim:,}")
+    numbers = {
+        "relu": width * dim,
+        "one-layer": heads * (dim + width) * dim,
+        "attention": heads * (dim + (outputs or dim)) * dim,
+    }.get(kind, heads * dim * dim)
+    expect_room(16 * numbers, f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
         if rank is not None:
             raise InputError("expected no rank for orthogonal-heads, whose subspaces set it")
         return plant_orthogonal(dim, heads, scale=scale, seed=seed)[0]
-    stream = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=stream, dtype=torch.float64)
+    normal = _normals(seed)
 
     def weights() -> Tensor:
         if rank is None:
@@ -79,19 +86,36 @@ def plant(
     return Attention(W, V, every_token=every_token, causal=causal)
 
 
-def _numbers(kind: str, dim: int, heads: int, width: int, outputs: int) -> int:
-    """The parameters of a target, all together."""
-    match kind:
-        case "head":
-            return dim * dim + dim
-        case "multi-head" | "orthogonal-heads":
-            return heads * (dim * dim + dim)
-        case "one-layer":
-            return heads * (dim * dim + width * dim) + width
-        case "relu":
-            return width * dim + width
-        case _:
-            return heads * (dim * dim + dim * outputs)
+def _normals(seed: int) -> Callable[..., Tensor]:
+    """Normal numbers in float64 of any shape, drawn one after the other from one stream."""
+    expect_seed(seed)
+    stream = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+
+def plant_orthogonal(
+    dim: int, heads: int, *, scale: float = 1.0, seed: int = 0
+) -> tuple[MultiHead, list[Tensor]]:
+    """Heads in random orthogonal subspaces, as even as can be, and their bases (d, k).
+
+    *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C, Assumption C.1:
+    `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h.
+    """
+    expect_count("dim", dim)
+    expect_count("heads", heads)
+    if heads > dim:
+        raise InputError(f"expected at most one head a dimension, {dim}, got {heads} heads")
+    expect_number("scale", scale, least=0)
+    normal = _normals(seed)
+    Q = torch.linalg.qr(normal(dim, dim)).Q
+    bases = [part.contiguous() for part in Q.tensor_split(heads, dim=1)]
+    W: list[Tensor] = []
+    v: list[Tensor] = []
+    for basis in bases:
+        k = basis.shape[1]
+        W.append(basis @ (scale / math.sqrt(k) * normal(k, k)) @ basis.mT)
+        v.append(basis @ normal(k))
+    return MultiHead(W, v), bases
 
 
 def save(
@@ -111,7 +135,7 @@ def metadata_of(target: Planted | Linked) -> dict[str, str]:
 
 
 def load(path: str | Path) -> Oracle:
-    """Read a target that `save` (or `keyhole plant`) wrote, with what is done to its answers."""
+    """Read a target that `save` (or `keyhole lab plant`) wrote, and what its answers go through."""
     target, degradation = load_plain(path)
     return degradation.applied(target)
 
@@ -119,9 +143,9 @@ def load(path: str | Path) -> Oracle:
 def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
     """The target of `load` as it is, and what is done to its answers."""
     metadata, tensors = read_tensors(path)
-    if metadata.get("keyhole") != "1" or metadata.get("kind") not in _STORED:
+    if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {"output-layer"}:
         raise InputError(
-            f"expected a target written by `keyhole plant`, got {path} with "
+            f"expected a target written by `keyhole lab plant`, got {path} with "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
         )
     target = from_tensors(metadata, tensors, path)
@@ -133,54 +157,24 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
         raise InputError(f"{error} in {path}") from error
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"expected epsilon as a number, got {text:.40}") from None
-
-
-def _each(tensor: Tensor) -> list[Tensor]:
-    """Of each head, one."""
-    if tensor.ndim == 0:
-        raise InputError("expected a W and a v of each head, got a number")
-    return list(tensor)
-
-
 def from_tensors(
     metadata: dict[str, str], tensors: dict[str, Tensor], origin: str | Path
 ) -> Planted | Linked:
-    """The target that `metadata` names, made of `tensors`."""
+    """The target that `metadata` names, made of `tensors`: what a class has no default for."""
     if "link" in metadata and "offset" in tensors:
         inside = {name: value for name, value in metadata.items() if name != "link"}
         offset, rest = tensors["offset"], {n: t for n, t in tensors.items() if n != "offset"}
         return Linked(from_tensors(inside, rest, origin), Link(metadata["link"], offset))
-
-    def flag(name: str) -> bool:
-        return metadata.get(name) == "True"
-
+    made = _CLASSES[metadata["kind"]]
+    given: dict[str, Any] = {}
     try:
-        match metadata["kind"]:
-            case "head":
-                return Head(tensors["W"], tensors["v"])
-            case "multi-head":
-                return MultiHead(_each(tensors["W"]), _each(tensors["v"]))
-            case "one-layer":
-                return OneLayer(tensors["W"], tensors["A"], tensors["w"])
-            case "relu":
-                return ReluFfn(tensors["A"], tensors["w"])
-            case "output-layer":
-                blocks = int(metadata.get("blocks", "0"))
-                return OutputMatrix(tensors["W"], tensors["tokens"], flag("constant"), blocks)
-            case "sub-layer":
-                epsilon = _number(metadata["epsilon"]) if "epsilon" in metadata else None
-                return SubLayer(
-                    *(tensors[name] for name in SubLayer.NAMES), epsilon=epsilon,
-                    residual=flag("residual"), every_token=flag("every_token"),
-                    causal=flag("causal"),
-                )  # fmt: skip
-            case _:
-                return Attention(tensors["W"], tensors["V"], flag("every_token"), flag("causal"))
+        for field in fields(made):
+            if field.default is MISSING:
+                tensor = tensors[field.name]
+                given[field.name] = _each_head(tensor) if made is MultiHead else tensor
+            elif field.name in metadata:
+                given[field.name] = _setting(field.name, metadata[field.name])
+        return made(**given)
     except KeyError as missing:
         got = ", ".join(sorted(tensors)) or "nothing"
         raise InputError(f"expected the tensor {missing} in {origin}, got {got}") from missing
@@ -188,33 +182,16 @@ def from_tensors(
         raise InputError(f"{error} in {origin}") from error
 
 
-# Heads in orthogonal subspaces (Assumption C.1), planted together with the bases of these.
-#
-# *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C: `W_h = P_h W_h P_h` and
-# `v_h = P_h v_h` with orthogonal projectors P_h.
+def _setting(name: str, text: str) -> bool | int | float:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise InputError(f"expected {name} as a number, got {text:.40}") from None
 
 
-def plant_orthogonal(
-    dim: int, heads: int, *, scale: float = 1.0, seed: int = 0
-) -> tuple[MultiHead, list[Tensor]]:
-    """Heads in random orthogonal subspaces, as even as can be, and their bases (d, k)."""
-    expect_count("dim", dim)
-    expect_count("heads", heads)
-    if heads > dim:
-        raise InputError(f"expected at most one head a dimension, {dim}, got {heads} heads")
-    expect_number("scale", scale, least=0)
-    expect_seed(seed)
-    stream = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-    Q = torch.linalg.qr(normal(dim, dim)).Q
-    bases = [part.contiguous() for part in Q.tensor_split(heads, dim=1)]
-    W: list[Tensor] = []
-    v: list[Tensor] = []
-    for basis in bases:
-        k = basis.shape[1]
-        W.append(basis @ (scale / math.sqrt(k) * normal(k, k)) @ basis.mT)
-        v.append(basis @ normal(k))
-    return MultiHead(W, v), bases
+def _each_head(tensor: Tensor) -> list[Tensor]:
+    if tensor.ndim == 0:
+        raise InputError("expected a W and a v of each head, got a number")
+    return list(tensor)

@@ -63,7 +63,7 @@ class SubLayer(Parametric):
             got = self.frequencies.shape[1]
             raise InputError(f"expected {k / 2:g} frequencies or none for each K, got {got}")
         if self.residual and self.outputs != d:
-            raise InputError(f"expected {d} outputs beside a residual, got {self.outputs}")
+            raise InputError(f"expected {d} outputs with a residual, got {self.outputs}")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
             raise InputError(f"expected an epsilon above 0, got {self.epsilon}")
 
@@ -113,14 +113,14 @@ class SubLayer(Parametric):
         return output if self.every_token else output[:, 0]
 
     @cached_property
-    def _together(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _stacked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q, K and V as one matrix each, which multiply many tokens at once; O likewise."""
         Q, K, V = (part.transpose(0, 1).flatten(1) for part in (self.Q, self.K, self.V))
         return Q, K, V, self.O.flatten(0, 1)
 
     def _attention(self, tokens: Tensor, asking: Tensor) -> Tensor:
         (heads, _, k), groups = self.Q.shape, len(self.K)
-        Q, K, V, O = self._together  # noqa: E741
+        Q, K, V, O = self._stacked  # noqa: E741
         n, m = tokens.shape[1], asking.shape[1]
         queries = (asking @ Q).unflatten(-1, (heads, k)) + self.q
         keys = (tokens @ K).unflatten(-1, (groups, k))

@@ -7,35 +7,30 @@ can be had is what it answers to texts: `ask` gives every output as it is.
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.oracle.connection import connected, without_password
-from keyhole.oracle.http import Garbled, as_object
 from keyhole.oracle.open_inference import (
     IDS,
     TEXTS,
+    ServedModel,
     Stated,
     described,
-    expect_model,
     named,
     numbers,
-    objects,
     sizes_of,
     stated,
     words,
 )
 from keyhole.oracle.protocol import OracleError
 
-_BESIDE = ("type", "position", "segment")  # inputs of whole numbers that are no ids
+_NO_IDS = ("type", "position", "segment")  # inputs of whole numbers that are no ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +48,12 @@ class TextEndpoint:
 
     def __init__(self, url: str, model: str, options: EndpointOptions | None = None) -> None:
         self._options = options or EndpointOptions()
-        address = f"{url.rstrip('/')}/v2/models/{model}"
-        self.identity = without_password(address)
-        self.name = unquote(model.partition("/")[0])
-        self._http = connected(self._options, address)
+        self._model = ServedModel(url, model, self._options)
+        self.identity = self._model.url
         try:
-            metadata = self._http.request("GET", self.identity)
-            self.inputs = stated(metadata, "inputs", self.identity)
+            self.inputs = stated(self._model.metadata(), "inputs", self.identity)
             self.input = self._chosen()
-            self._http.expect_ready(f"{self.identity}/ready")
+            self._model.http.expect_ready(f"{self.identity}/ready")
         except BaseException:
             self.close()
             raise
@@ -72,7 +64,7 @@ class TextEndpoint:
         taking = [tensor for tensor in self.inputs if tensor.datatype in (*TEXTS, *IDS)]
         plain = [
             tensor for tensor in taking
-            if not tensor.masks and not any(word in tensor.name.lower() for word in _BESIDE)
+            if not tensor.masks and not any(word in tensor.name.lower() for word in _NO_IDS)
         ]  # fmt: skip
         if not plain:
             raise InputError(f"expected an input of texts or tokens at {self.identity}, got none")
@@ -89,30 +81,12 @@ class TextEndpoint:
         return sizes[-1] if not self.takes_texts and len(sizes) == 2 and sizes[-1] > 0 else None
 
     def close(self) -> None:
-        self._http.close()
+        self._model.http.close()
 
     def ask(self, text: str | Sequence[int]) -> list[Given]:
         """Every output for one text, or for the numbers of its tokens."""
-        number = uuid.uuid4().hex
         inputs = [self._text(text)] if isinstance(text, str) else self._tokens(text)
-        content: dict[str, Any] = {"id": number, "inputs": inputs}
-        if self._options.output is not None:
-            content["outputs"] = [{"name": self._options.output}]
-
-        def read(data: object) -> list[Given]:
-            reply = as_object(data, self.identity)
-            if reply.get("id") not in (None, "", number):
-                raise Garbled(f"expected the answer asked of {self.identity}, got another's")
-            expect_model(self.name, reply.get("model_name"), self.identity)
-            outputs = objects(reply.get("outputs"))
-            if not outputs:
-                raise OracleError(
-                    f"expected outputs with shape and data from {self.identity}, got "
-                    f"{described(reply)}"
-                )
-            return [self._given(output) for output in outputs]
-
-        return self._http.ask("POST", f"{self.identity}/infer", content, read)
+        return self._model.infer(inputs, lambda outputs: [self._given(item) for item in outputs])
 
     def _text(self, text: str) -> dict[str, Any]:
         shape = [1] * max(1, len(self.input.shape))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.protocol import Oracle, OracleError, check_sequences
+from keyhole.oracle.protocol import Oracle, OracleError, check_sequences, layers
 
 DIM = 2
 ABSENT = -1e6  # no log-probability: finite, so that a ledger remembers that there was none
@@ -73,10 +73,5 @@ class Logits:
 
 def stated_by(oracle: Oracle, size: str) -> int | None:
     """What the target says of itself, its `vocabulary` or `width`, behind all wrappers."""
-    layer: object = oracle
-    while layer is not None:
-        value = getattr(layer, size, None)
-        if isinstance(value, int):
-            return value
-        layer = getattr(layer, "inner", None)
-    return None
+    sizes = (getattr(layer, size, None) for layer in layers(oracle))
+    return next((value for value in sizes if isinstance(value, int)), None)

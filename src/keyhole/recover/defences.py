@@ -124,7 +124,7 @@ class _Reading:
 def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs:
     """Random texts of the attacker's own: what leaks of each, and how it is found with a secret."""
     stream = torch.Generator().manual_seed(seed)
-    length = min(_LONG, target.parts.longest)
+    length = min(_LONG, target.parts.max_length)
     width = max(m.shape[1] for m in matrices_of(_own(target, length, exposure, stream)))
     each = length if form == "rotated" else -(-length // BLOCK)
     count = -(-int(_SPARE * width) // each) + 1

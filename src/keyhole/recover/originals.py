@@ -34,15 +34,15 @@ class Original:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, longest: int) -> Original:
-        """What goes into the model of `text`, which is cut off after `longest` tokens."""
-        text, given = opening(text, longest), len(text)
-        ids = list(tokenizer(text, truncation=True, max_length=longest)["input_ids"])
+    def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
+        """What goes into the model of `text`, which is cut off after `max_length` tokens."""
+        text, given = opening(text, max_length), len(text)
+        ids = list(tokenizer(text, truncation=True, max_length=max_length)["input_ids"])
         whole = list(tokenizer(text, verbose=False)["input_ids"])
         notes = [_unknown(tokenizer, text, whole)]
         if len(whole) > len(ids) or len(text) < given:
             more = "more than " if len(text) < given else ""
-            notes.append(f"cut off after {longest} of {more}{len(whole)} tokens")
+            notes.append(f"cut off after {max_length} of {more}{len(whole)} tokens")
         made = decoded(tokenizer, whole)
         if not any(notes) and _characters(tokenizer, made) != _characters(tokenizer, text):
             notes.append("the tokenizer does not keep all of its characters")

@@ -53,22 +53,13 @@ def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     The space before a word is left out; white space, special tokens and parts of a character have
     their names: `\\n`, `[SEP]`, `\\xc3`. So has a part of a word that the tokenizer marks: `##s`.
     """
-    return [
-        _label(tokenizer, piece, id_)
-        for piece, id_ in zip(written(tokenizer, ids), ids, strict=True)
-    ]
-
-
-def _label(tokenizer: Any, piece: str, id_: int) -> str:
-    name = _name(tokenizer, id_)
-    if name == f"##{piece}":
-        return name
-    return piece.strip() or _blank(piece) or _spelled(tokenizer, id_) or name
-
-
-def _blank(piece: str) -> str:
-    """White space that can be seen."""
-    return "".join("␣" if letter == " " else ascii(letter)[1:-1] for letter in piece)
+    shown: list[str] = []
+    for piece, id_ in zip(written(tokenizer, ids), ids, strict=True):
+        name = _name(tokenizer, id_)
+        blank = "".join("␣" if letter == " " else ascii(letter)[1:-1] for letter in piece)
+        marked = name == f"##{piece}"
+        shown.append(name if marked else piece.strip() or blank or _spelled(tokenizer, id_) or name)
+    return shown
 
 
 def unknown_token(tokenizer: Any) -> int | None:

@@ -162,7 +162,7 @@ def _originals(
         return [None] * count
     if len(truth) != count:
         raise InputError(f"expected {count} true texts, one for each leak, got {len(truth)}")
-    most = min(MAX_LENGTH, target.parts.longest)
+    most = min(MAX_LENGTH, target.parts.max_length)
     return [Original.of(target.tokenizer, text, most) for text in truth]
 
 
@@ -363,7 +363,7 @@ def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
     if count:
         name = target.tokenizer.convert_ids_to_tokens(unknown)
         notes.append(f"{count} {name}: something stood there that the tokenizer has no token for")
-    if leak.length == target.parts.longest:
+    if leak.length == target.parts.max_length:
         notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
     return notes
 
@@ -426,8 +426,8 @@ def _check(target: Target, leak: Leak) -> Leak:
 
 def _check_shapes(target: Target, leak: Leak) -> None:
     parts, length = target.parts, leak.length
-    if length is not None and length > parts.longest:
-        raise InputError(f"expected at most {parts.longest} positions, got {length}")
+    if length is not None and length > parts.max_length:
+        raise InputError(f"expected at most {parts.max_length} positions, got {length}")
     width = leak.exposure.width or parts.width
     if width > parts.width:
         raise InputError(f"expected rows of at most {parts.width} numbers, got {width}")

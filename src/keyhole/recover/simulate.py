@@ -56,7 +56,7 @@ def leak_of(
     exposure.block(parts)
     ids = text
     if isinstance(text, str):
-        most = min(most, parts.longest)
+        most = min(most, parts.max_length)
         ids = tokenizer(opening(text, most), truncation=True, max_length=most)["input_ids"]
         if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
             raise InputError(f"expected a text with a token in it, got {text[:40]!r}")

@@ -3,7 +3,6 @@
 from keyhole.report.fleet import fleet_table, render_fleet
 from keyhole.report.hardening import hardening
 from keyhole.report.page import render
-from keyhole.report.plots import figure
 from keyhole.report.terminal import table
 
-__all__ = ["figure", "fleet_table", "hardening", "render", "render_fleet", "table"]
+__all__ = ["fleet_table", "hardening", "render", "render_fleet", "table"]

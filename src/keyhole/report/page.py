@@ -18,7 +18,7 @@ from keyhole.assess.assessment import Measure, measured
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Result
 from keyhole.core.text import legible, percent
-from keyhole.report import lengths, matrix, pictures, readings, words
+from keyhole.report import matrix, pictures, readings, words
 from keyhole.report.curves import curve
 
 
@@ -42,7 +42,6 @@ def render(audit: Audit, assessment: Assessment | None = None) -> str:
         measured=measures,
         cost=cost,
         curve=curve,
-        lengths=lengths,
         matrix=matrix,
         percent=percent,
         pictures=pictures,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import median
 
 from keyhole.core import Finding, Piece, Reading
+from keyhole.core.text import percent
 
 SHOWN = 100  # texts on the page; the JSON file has all
 _MARKS = {"verified": "verified", "likely": "likely"}  # anything else nobody read
@@ -72,4 +75,84 @@ def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
     alike = groupby(pieces, lambda piece: (_MARKS.get(piece.mark, "unread"), piece.right is False))
     return tuple(
         Run("".join(piece.text for piece in group), mark, wrong) for (mark, wrong), group in alike
+    )
+
+
+# How many texts of a store were read exactly, by their length, and how near the others came.
+
+EDGES = (1, 10, 17, 25)  # tokens, special ones left out: where each row of the table begins
+
+
+@dataclass(frozen=True)
+class Span:
+    """The texts of one span of lengths: how many were tried and read, and how near the rest is.
+
+    `overlap` is the mean F1 of the tokens and `similarity` the median cosine, each of the texts
+    that were not read exactly; None where there are none, or where nobody knows the originals.
+    """
+
+    name: str
+    tried: int
+    exact: int
+    overlap: float | None
+    similarity: float | None
+
+    @property
+    def share(self) -> float:
+        return self.exact / self.tried
+
+    def __str__(self) -> str:
+        words = f"{self.name} tokens: {self.exact:,} of {self.tried:,} ({percent(self.share)})"
+        parts = [] if self.overlap is None else [f"F1 of tokens {self.overlap:.2f}"]
+        parts += [] if self.similarity is None else [f"cosine {cosine(self.similarity)}"]
+        return f"{words}; the others: {', '.join(parts)}" if parts else words
+
+
+def spans(finding: Finding) -> list[Span]:
+    """One for each span of lengths that has texts, the shortest first; none for other findings."""
+    readings = [r for cell in finding.texts[:1] for r in cell.readings if r.tokens is not None]
+    made = [_span(readings, first, last) for first, last in _ranges()]
+    return [span for span in made if span.tried]
+
+
+def whose(finding: Finding) -> str:
+    """Whose lengths these are: those of the texts themselves, or of what was read."""
+    readings = finding.texts[0].readings
+    unknown = sum(not reading.original for reading in readings)
+    if not unknown:
+        return "tokens of the store's own texts"
+    if unknown == len(readings):
+        return "tokens of what was read: the store has no texts"
+    return f"tokens of the store's own texts, and of what was read where it has none ({unknown:,})"
+
+
+def near(reading: Reading) -> str:
+    """How near a text came, in words: nothing where it is exact or nobody measured it."""
+    if reading.similarity is None or (reading.exact and reading.verified):
+        return ""
+    overlap = "" if reading.overlap is None else f", F1 of tokens {reading.overlap:.2f}"
+    return f"cosine {cosine(reading.similarity)}{overlap}"
+
+
+def cosine(value: float) -> str:
+    """Rounded down: what is not 1 is not written as 1."""
+    return f"{math.floor(value * 1e4) / 1e4:.4f}"
+
+
+def _ranges() -> list[tuple[int, float]]:
+    return [(first, last - 1) for first, last in zip(EDGES, (*EDGES[1:], math.inf), strict=True)]
+
+
+def _span(readings: list[Reading], first: int, last: float) -> Span:
+    # A vector for which nothing at all was read counts with the shortest.
+    inside = [r for r in readings if first <= max(1, r.tokens or 0) <= last]
+    missed = [r for r in inside if not (r.exact and r.verified)]
+    overlaps = [r.overlap for r in missed if r.overlap is not None]
+    similar = [r.similarity for r in missed if r.similarity is not None]
+    return Span(
+        f"{first}–{last:g}" if last < math.inf else f"{first} or more",
+        len(inside),
+        len(inside) - len(missed),
+        sum(overlaps) / len(overlaps) if overlaps else None,
+        median(similar) if similar else None,
     )

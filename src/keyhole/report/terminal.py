@@ -16,7 +16,7 @@ from keyhole.assess import Assessment, Item, Severity, assess
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Skip
 from keyhole.core.text import visible
-from keyhole.report import lengths, words
+from keyhole.report import readings, words
 from keyhole.report.page import groups
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
@@ -131,10 +131,10 @@ def _by_length(audit: Audit) -> list[Text]:
     """For each store, how many texts of which length were read exactly."""
     lines: list[Text] = []
     for finding in audit.findings:
-        spans = lengths.spans(finding)
+        spans = readings.spans(finding)
         if spans:
             name = words.exposure(finding.exposure)
-            heading = f"{name}, read exactly, by length ({lengths.whose(finding)})"
+            heading = f"{name}, read exactly, by length ({readings.whose(finding)})"
             lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
     return lines
 

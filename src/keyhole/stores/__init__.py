@@ -1,6 +1,93 @@
-"""Vector stores: where sentence embeddings are kept, opened to be read and never written to."""
+"""Vector stores: where sentence embeddings are kept, opened to be read and never written to.
 
-from keyhole.stores.registry import KINDS, kind_of, names_store, open_store
+To add a kind of store, write a function that opens it and add one row to KINDS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from keyhole.core.errors import InputError
+from keyhole.core.files import exists
+from keyhole.stores.databases import open_chroma, open_lancedb, open_postgres, open_qdrant
+from keyhole.stores.embeddings_api import open_embeddings_api
+from keyhole.stores.files import open_faiss, open_json_lines, open_npy, open_npz, open_parquet
 from keyhole.stores.store import Kind, Place, Store
 
-__all__ = ["KINDS", "Kind", "Place", "Store", "kind_of", "names_store", "open_store"]
+__all__ = ["KINDS", "Kind", "Place", "Store", "kind_of", "open_store"]
+
+_POSTGRES = "postgresql://…"
+KINDS = (
+    Kind("Chroma", "chroma:FOLDER", open_chroma, ("collection",)),
+    Kind("Qdrant", "qdrant:FOLDER", open_qdrant, ("collection", "vector", "text")),
+    Kind("LanceDB", "lancedb:FOLDER", open_lancedb, ("table", "column", "text")),
+    Kind("PostgreSQL", _POSTGRES, open_postgres, ("table", "column", "text")),
+    Kind("an index of FAISS", ".faiss", open_faiss),
+    Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
+    Kind("a NumPy array", ".npy", open_npy),
+    Kind("NumPy arrays", ".npz", open_npz, ("array", "text")),
+    Kind("JSON lines", ".jsonl", open_json_lines, ("column", "text")),
+    Kind("a server of embeddings", "http(s)://…/v1/embeddings", open_embeddings_api, ("model",)),
+)
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    """What a TARGET of this form looks like."""
+    if form.startswith("."):
+        return re.compile(rf"(?!.*://).*\{form}", re.DOTALL)
+    if form == _POSTGRES:
+        return re.compile(r"postgres(ql)?://.*", re.DOTALL)
+    if form.endswith(":FOLDER"):
+        return re.compile(rf"{form.removesuffix('FOLDER')}.*", re.DOTALL)
+    return re.compile(r"https?://.*/v1/embeddings/*", re.DOTALL)
+
+
+_PATTERNS = [(_pattern(kind.form), kind) for kind in KINDS]
+
+
+def kind_of(target: str) -> Kind | None:
+    """The kind of store that TARGET names; None where it names something else."""
+    path = _parted(target)[0]
+    return next((kind for pattern, kind in _PATTERNS if pattern.fullmatch(path)), None)
+
+
+@contextmanager
+def open_store(
+    target: str, known: Sequence[str] = (), shown: str | None = None
+) -> Generator[Store]:
+    """The store that TARGET names, for the length of a block; `known` texts are for a server.
+
+    `shown` is TARGET as people gave it, where a file was found under a longer name.
+    """
+    kind = kind_of(target)
+    if kind is None:
+        forms = ", ".join(kind.form for kind in KINDS)
+        raise InputError(f"expected a vector store ({forms}), got {target}")
+    path, query = _parted(target)
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if kind.form.endswith(":FOLDER"):
+        path = path.partition(":")[2]
+    unknown = [name for name in options if name not in kind.options]
+    if unknown and kind.form != _POSTGRES:  # where the rest of the query is the driver's
+        takes = ", ".join(f"?{name}=" for name in kind.options) or "nothing"
+        raise InputError(f"expected {takes} after {path}, got ?{unknown[0]}=")
+    with kind.open(Place(path, options, tuple(known))) as store:
+        if shown is None or shown == target:
+            yield store
+            return
+        given = _parted(shown)[0]
+        given = given.partition(":")[2] if kind.form.endswith(":FOLDER") else given
+        yield replace(store, name=f"{given}{store.name.removeprefix(path)}")
+
+
+def _parted(target: str) -> tuple[str, str]:
+    """What comes before and after `?`; a file may have one in its name."""
+    if "://" not in target and exists(Path(target)):
+        return target, ""
+    path, _, query = target.partition("?")
+    return path, query

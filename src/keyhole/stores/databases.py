@@ -1,9 +1,4 @@
-"""Vectors in a folder of Chroma, read with its own library from a copy.
-
-Chroma opens a folder to write to it (it migrates tables and takes locks), so it is given a copy in
-a temporary folder that only its owner may read, and that goes when the store is closed. Its
-telemetry is switched off.
-"""
+"""Vectors in databases: Chroma, Qdrant's local mode, LanceDB, PostgreSQL."""
 
 from __future__ import annotations
 
@@ -25,8 +20,12 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.files import exists, is_folder, trouble
-from keyhole.stores.files import matrix, string_columns, vector_columns
+from keyhole.stores.files import arrow_store
 from keyhole.stores.store import Place, Store, library, one_line
+
+# Chroma opens a folder to write to it (it migrates tables and takes locks), so it is given a copy
+# in a temporary folder that only its owner may read, and that goes when the store is closed. Its
+# telemetry is switched off.
 
 _NOTE = "read from a temporary copy, because Chroma writes to what it opens"
 
@@ -45,19 +44,20 @@ def open_chroma(place: Place) -> Generator[Store]:
         except (OSError, shutil.Error) as error:
             raise trouble("a folder that can be copied", place.path, error) from error
         settings = chromadb.Settings(anonymized_telemetry=False, allow_reset=False)
-        client = None
+        client: Any = None
         try:
             client = chromadb.PersistentClient(str(copy), settings)
-            yield _store(client, place)
+            yield _chroma_store(client, place)
         except chromadb.errors.ChromaError as error:
             raise InputError(
                 f"expected a folder that Chroma keeps, got {place.path}: {one_line(error)}"
             ) from error
         finally:
-            _close(client)
+            if hasattr(client, "close"):
+                client.close()
 
 
-def _store(client: Any, place: Place) -> Store:
+def _chroma_store(client: Any, place: Place) -> Store:
     names = [collection.name for collection in client.list_collections()]
     name = place.choice("collection", sorted(names), "collection")
     collection = client.get_collection(name)
@@ -79,17 +79,11 @@ def _store(client: Any, place: Place) -> Store:
     return Store(f"{place.path}, {name}", len(ids), dim, vectors, texts, _NOTE)
 
 
-def _close(client: Any) -> None:
-    close = getattr(client, "close", None)
-    if close is not None:
-        close()
-
-
 # Vectors in a folder of Qdrant's local mode: a table of pickled points, read without its library.
 #
 # `QdrantClient(path=…)` keeps each collection as `collection/NAME/storage.sqlite`, a table
 # points(id, point) whose points are pickled. Unpickling runs what a file says, so nothing of it is
-# run here: whatever class a point names is taken for a bag of fields. The database is opened as one
+# run here: whatever class a point names is read as plain fields. The database is opened as one
 # that nobody changes (SQLite's `immutable`), so that not even a lock is taken.
 
 _ALONE = ""  # the name of the only vector of a point
@@ -203,16 +197,15 @@ def _payload(point: dict[str, Any]) -> dict[str, Any]:
 
 # Vectors in a table of LanceDB: a folder of files that are written once and only read here.
 
-_SUFFIX = ".lance"
-
 
 @contextmanager
 def open_lancedb(place: Place) -> Generator[Store]:
     if not is_folder(place.path):
         raise InputError(f"expected a folder of LanceDB, got {place.path}: there is no such folder")
     lancedb = library("lancedb")
+    names = sorted(path.stem for path in Path(place.path).glob("*.lance"))
     try:
-        table = _table(lancedb, place)
+        table = lancedb.connect(place.path).open_table(place.choice("table", names, "table"))
         schema, count = table.schema, int(table.count_rows())
     except (RuntimeError, OSError, ValueError) as error:
         if isinstance(error, InputError):
@@ -220,25 +213,11 @@ def open_lancedb(place: Place) -> Generator[Store]:
         raise InputError(
             f"expected a folder of LanceDB, got {place.path}: {one_line(error)}"
         ) from error
-    column = place.choice("column", vector_columns(schema), "column of vectors")
-    text = place.text_column(string_columns(schema))
 
-    def taken(name: str, rows: Sequence[int]) -> Any:
-        return table.take_offsets(list(rows)).select([name]).to_arrow().column(name)
+    def taken(column: str, rows: Sequence[int]) -> Any:
+        return table.take_offsets(list(rows)).select([column]).to_arrow().column(column)
 
-    def vectors(rows: Sequence[int]) -> Tensor:
-        return matrix(taken(column, rows), f"{column} in {place.path}")
-
-    def texts(rows: Sequence[int]) -> list[str | None]:
-        return taken(str(text), rows).to_pylist()
-
-    dim = vectors([0]).shape[1] if count else 0
-    yield Store(place.path, count, dim, vectors, None if text is None else texts)
-
-
-def _table(lancedb: Any, place: Place) -> Any:
-    names = sorted(path.name.removesuffix(_SUFFIX) for path in Path(place.path).glob(f"*{_SUFFIX}"))
-    return lancedb.connect(place.path).open_table(place.choice("table", names, "table"))
+    yield arrow_store(place, schema, count, taken)
 
 
 # Vectors in a table of PostgreSQL: columns of pgvector (vector, halfvec), or arrays of numbers.
@@ -277,13 +256,13 @@ def open_postgres(place: Place) -> Generator[Store]:
 
 def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
     listed = connection.execute(_COLUMNS).fetchall()
-    tables = list(dict.fromkeys(_postgres_table(*row[:2]) for row in listed if row[3] in _VECTORS))
+    tables = list(dict.fromkeys(_table_name(*row[:2]) for row in listed if row[3] in _VECTORS))
     table = place.choice("table", tables, "table with a vector column")
-    kinds = {row[2]: row[3] for row in listed if _postgres_table(*row[:2]) == table}
+    kinds = {row[2]: row[3] for row in listed if _table_name(*row[:2]) == table}
     columns = [name for name, kind in kinds.items() if kind in _VECTORS]
     column = place.choice("column", columns, f"vector column in the table {table}")
     text = place.text_column([name for name, kind in kinds.items() if kind in _TEXTS])
-    schema, relation = next(row[:2] for row in listed if _postgres_table(*row[:2]) == table)
+    schema, relation = next(row[:2] for row in listed if _table_name(*row[:2]) == table)
     names = {"table": sql.Identifier(schema, relation), "column": sql.Identifier(column)}
     count, dim = connection.execute(
         sql.SQL("SELECT count({column}), max(cardinality({column}::real[])) FROM {table}").format(
@@ -312,6 +291,6 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
     return Store(name, count, dim or 0, vectors, None if text is None else texts)
 
 
-def _postgres_table(schema: str, name: str) -> str:
+def _table_name(schema: str, name: str) -> str:
     """A table as people write it."""
     return name if schema == "public" else f"{schema}.{name}"

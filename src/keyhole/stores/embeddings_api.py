@@ -7,21 +7,20 @@ The environment's KEYHOLE_API_KEY, if there is one, is sent as the bearer token.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError
-from keyhole.oracle.http import Http, Limits
+from keyhole.oracle.connection import connected, without_password
+from keyhole.oracle.http import Http
 from keyhole.oracle.protocol import OracleError
 from keyhole.stores.store import Place, Store
 
-_KEY = "KEYHOLE_API_KEY"
 _AT_ONCE = 32  # texts in one request
 
 
@@ -33,9 +32,8 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
             "embeddings keeps no vectors"
         )
     url = place.path.rstrip("/")
-    key = os.environ.get(_KEY)
-    headers = {"Authorization": f"Bearer {key}"} if key else None
-    with closing(Http(url, Limits(), retries=2, headers=headers)) as http:
+    with closing(connected(EndpointOptions(), url, retries=2)) as http:
+        url = without_password(url)
         name = place.options.get("model") or _only_model(http, url)
         dim = len(_ask(http, url, name, place.known[:1])[0])
 
@@ -52,11 +50,8 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
         def texts(rows: Sequence[int]) -> list[str | None]:
             return [place.known[row] for row in rows]
 
-        path = urlsplit(url)
-        yield Store(
-            f"{path.scheme}://{path.netloc.rpartition('@')[2]}{path.path}", len(place.known), dim,
-            vectors, texts, "the texts of --known, asked for now",
-        )  # fmt: skip
+        note = "the texts of --known, asked for now"
+        yield Store(url, len(place.known), dim, vectors, texts, note)
 
 
 def _only_model(http: Http, url: str) -> str:

@@ -1,10 +1,10 @@
-"""Vectors in columns of Apache Arrow: lists of floating-point numbers, all of one length."""
+"""Vectors in files: of NumPy, JSON lines, Parquet, and indices of FAISS."""
 
 from __future__ import annotations
 
 import zipfile
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -17,42 +17,6 @@ from keyhole.core.errors import InputError
 from keyhole.core.files import expect_file, parse, trouble
 from keyhole.core.machine import expect_room
 from keyhole.stores.store import TEXT_NAMES, Place, Store, library, one_line
-
-
-def vector_columns(schema: Any) -> list[str]:
-    """The names of the columns that may hold vectors."""
-    types = library("pyarrow").types
-
-    def holds(kind: Any) -> bool:
-        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        return any(is_list(kind) for is_list in lists) and types.is_floating(kind.value_type)
-
-    return [field.name for field in schema if holds(field.type)]
-
-
-def string_columns(schema: Any) -> list[str]:
-    types = library("pyarrow").types
-    return [
-        field.name
-        for field in schema
-        if types.is_string(field.type) or types.is_large_string(field.type)
-    ]
-
-
-def matrix(column: Any, where: str) -> Tensor:
-    """A column of lists as (rows, numbers)."""
-    compute = library("pyarrow.compute")
-    if column.null_count or not len(column):
-        raise InputError(f"expected a vector in every row of {where}, got a row without one")
-    lengths = compute.unique(compute.list_value_length(column)).to_pylist()
-    numbers = compute.list_flatten(column)
-    if len(lengths) != 1 or numbers.null_count:
-        raise InputError(
-            f"expected vectors of one length in {where}, got {lengths[:5]} numbers in them"
-        )
-    flat = np.array(numbers.to_numpy())
-    return torch.from_numpy(flat).reshape(len(column), lengths[0])
-
 
 # Vectors in files of NumPy: one array (.npy), or several by name (.npz), perhaps with the texts.
 #
@@ -69,7 +33,7 @@ def open_npy(place: Place) -> Generator[Store]:
             f"expected an array of floating-point vectors (texts, numbers) in {place.path}, got "
             f"{array.dtype} of shape {tuple(array.shape)}"
         )
-    yield _store(place.path, array)
+    yield _array_store(place.path, array)
 
 
 @contextmanager
@@ -90,14 +54,12 @@ def open_npz(place: Place) -> Generator[Store]:
         for name, array in arrays.items()
         if array.dtype.kind == "U" and array.shape == vectors.shape[:1]
     }
-    plural = {
-        name.removesuffix("s"): name for name in words if name.removesuffix("s") in TEXT_NAMES
-    }
-    named = place.text_column(list(words)) or next(iter(plural.values()), None)
-    yield _store(place.path, vectors, None if named is None else words[named])
+    plural = (name for name in words if name.removesuffix("s") in TEXT_NAMES)
+    chosen = place.text_column(list(words)) or next(plural, None)
+    yield _array_store(place.path, vectors, None if chosen is None else words[chosen])
 
 
-def _store(path: str, array: Any, words: Any = None) -> Store:
+def _array_store(path: str, array: Any, words: Any = None) -> Store:
     def vectors(rows: Sequence[int]) -> Tensor:
         # Copied: what is mapped into memory from a file that is only read cannot be written to.
         return torch.from_numpy(np.array(array[np.asarray(rows, dtype=np.int64)]))
@@ -199,45 +161,77 @@ def _is_vector(value: object) -> bool:
     )
 
 
-# Vectors in a .parquet file: a column of lists, of which the row groups asked for are read.
+# Vectors in columns of Apache Arrow: lists of floating-point numbers, all of one length. Of a
+# .parquet file only the row groups that hold rows asked for are read.
 
 
 @contextmanager
 def open_parquet(place: Place) -> Generator[Store]:
     expect_file(place.path, "a .parquet file of vectors")
     parquet = library("pyarrow.parquet", "pyarrow")
-    failures = library("pyarrow").ArrowException
+    arrow = library("pyarrow")
     try:
         file = parquet.ParquetFile(place.path)
-    except (OSError, failures) as error:
+    except (OSError, arrow.ArrowException) as error:
         raise InputError(
             f"expected a .parquet file of vectors, got {place.path}: {one_line(error)}"
         ) from error
+
+    def taken(column: str, rows: Sequence[int]) -> Any:
+        pieces, start = [], 0
+        for group in range(file.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            inside = [row - start for row in rows if start <= row < end]
+            if inside:
+                pieces += file.read_row_group(group, columns=[column]).column(0).take(inside).chunks
+            start = end
+        return arrow.chunked_array(pieces)
+
     with file:
-        schema, count = file.schema_arrow, file.metadata.num_rows
-        column = place.choice("column", vector_columns(schema), "column of vectors")
-        text = place.text_column(string_columns(schema))
-
-        def vectors(rows: Sequence[int]) -> Tensor:
-            return matrix(_taken(file, column, rows), f"{column} in {place.path}")
-
-        def texts(rows: Sequence[int]) -> list[str | None]:
-            return _taken(file, str(text), rows).to_pylist()
-
-        dim = vectors([0]).shape[1] if count else 0
-        yield Store(place.path, count, dim, vectors, None if text is None else texts)
+        yield arrow_store(place, file.schema_arrow, file.metadata.num_rows, taken)
 
 
-def _taken(file: Any, column: str, rows: Sequence[int]) -> Any:
-    """Some rows of a column, in ascending order."""
-    pieces, start = [], 0
-    for group in range(file.num_row_groups):
-        end = start + file.metadata.row_group(group).num_rows
-        inside = [row - start for row in rows if start <= row < end]
-        if inside:
-            pieces += file.read_row_group(group, columns=[column]).column(0).take(inside).chunks
-        start = end
-    return library("pyarrow").chunked_array(pieces)
+def arrow_store(
+    place: Place, schema: Any, count: int, taken: Callable[[str, Sequence[int]], Any]
+) -> Store:
+    """`taken(column, rows)` gives some rows of a column, in ascending order."""
+    types = library("pyarrow").types
+
+    def holds_vectors(kind: Any) -> bool:
+        lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        return any(is_list(kind) for is_list in lists) and types.is_floating(kind.value_type)
+
+    holding = [field.name for field in schema if holds_vectors(field.type)]
+    strings = [
+        field.name
+        for field in schema
+        if types.is_string(field.type) or types.is_large_string(field.type)
+    ]
+    column = place.choice("column", holding, "column of vectors")
+    text = place.text_column(strings)
+
+    def vectors(rows: Sequence[int]) -> Tensor:
+        return _matrix(taken(column, rows), f"{column} in {place.path}")
+
+    def texts(rows: Sequence[int]) -> list[str | None]:
+        return taken(str(text), rows).to_pylist()
+
+    dim = vectors([0]).shape[1] if count else 0
+    return Store(place.path, count, dim, vectors, None if text is None else texts)
+
+
+def _matrix(column: Any, where: str) -> Tensor:
+    """A column of lists as (rows, numbers)."""
+    compute = library("pyarrow.compute")
+    if column.null_count or not len(column):
+        raise InputError(f"expected a vector in every row of {where}, got a row without one")
+    lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+    numbers = compute.list_flatten(column)
+    if len(lengths) != 1 or numbers.null_count:
+        raise InputError(
+            f"expected vectors of one length in {where}, got {lengths[:5]} numbers in them"
+        )
+    return torch.from_numpy(np.array(numbers.to_numpy())).reshape(len(column), lengths[0])
 
 
 # Vectors in an index of FAISS (Johnson, Douze and Jégou, 2019), as `faiss.write_index` left it.

@@ -53,10 +53,10 @@ class Store:
             raise InputError(f"expected vectors in {self.name}, got {got}")
 
     @property
-    def cells(self) -> dict[str, Tensor]:
+    def rounding(self) -> dict[str, Tensor]:
         """What it says of how numbers were rounded."""
-        cells = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
-        return {name: tensor for name, tensor in cells.items() if tensor is not None}
+        rounding = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
+        return {name: tensor for name, tensor in rounding.items() if tensor is not None}
 
     def read(self, rows: Sequence[int]) -> Tensor:
         """The vectors of these rows: floating-point numbers, all of them finite."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from keyhole.testing import record
+from keyhole.testing import notify, sessions
 
 if TYPE_CHECKING:
     from keyhole.core import Audit
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEY = "keyhole"  # of what reports carry, and of the section
 _OPTION = "--keyhole-report"
 # Those of report/formats.py, by name: the module itself loads all that they are made with.
-FORMATS = ("html", "json", "sarif", "sarif-github", "cyclonedx", "markdown", "junit")
+FORMATS = ("html", "json", "sarif", "sarif-github", "markdown", "junit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,17 +57,18 @@ class Session:
     def __init__(self, files: list[tuple[str, Path]]) -> None:
         self.files = files
         self._pending: list[str] = []  # of the phase that is running
-        self._lines: dict[str, list[str]] = {}  # by test; a cached audit is told where it was made
-        self._audits: list[dict[str, Any]] = []
+        self._lines: dict[str, list[str]] = {}  # by test; an audit stands where it was made
+        self._sent: list[dict[str, Any]] = []  # different audits, with their lines
 
     def pytest_sessionstart(self) -> None:
-        record.listen(self.hear)
+        sessions.append(self.add)
 
     def pytest_unconfigure(self) -> None:
-        record.leave(self.hear)
+        if self.add in sessions:  # not where the session never began, as with --help
+            sessions.remove(self.add)
 
-    def hear(self, audit: Audit) -> None:
-        from keyhole.testing.lines import lines
+    def add(self, audit: Audit) -> None:
+        from keyhole.testing.withstands import lines
 
         self._pending.append(json.dumps({"lines": lines(audit), "audit": audit.to_dict()}))
 
@@ -80,9 +81,11 @@ class Session:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for text in cast("list[str]", getattr(report, _KEY, [])):
-            told = json.loads(text)
-            self._lines.setdefault(report.nodeid, []).extend(told["lines"])
-            self._audits.append(told["audit"])
+            sent = json.loads(text)
+            self._lines.setdefault(report.nodeid, []).extend(sent["lines"])
+            # Workers that audit the same target report it once each.
+            if all(sent["lines"] != known["lines"] for known in self._sent):
+                self._sent.append(sent)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._lines and not self.files:
@@ -97,19 +100,36 @@ class Session:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         is_worker = hasattr(session.config, "workerinput")
         if self.files and not is_worker:
-            from keyhole.testing.report import write
+            self._write()
 
-            write(self._audits, self.files)
+    def _write(self) -> None:
+        """All audits of the session as one, each file as `keyhole audit --output` writes it."""
+        from keyhole.assess import assess
+        from keyhole.core import Audit
+        from keyhole.core.audit import combined
+        from keyhole.core.files import write_text
+        from keyhole.report.formats import FORMATS
+
+        audits = [Audit.from_dict(sent["audit"]) for sent in self._sent]
+        audit = combined(audits, "a test session")
+        for name, file in self.files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, FORMATS[name](assess(audit)))
 
 
 @pytest.fixture(scope="session")
-def keyhole_audit(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Audit]:
-    """`keyhole_audit(target, **options)` is `keyhole.audit`, run once a session for each target.
+def keyhole_audit() -> Callable[..., Audit]:
+    """`keyhole_audit(target, **options)` is `keyhole.audit`, run once a session for each target."""
+    from keyhole.audit.run import audit
 
-    Workers of pytest-xdist share what they audit, where the target has a name.
-    """
-    from keyhole.testing.once import Once
+    made: dict[Any, tuple[Any, Audit]] = {}  # targets are held, so that an id stays their own
 
-    base = tmp_path_factory.getbasetemp()
-    # The base of a worker lies in the one of its session.
-    return Once(base.parent if base.name.startswith("popen-") else base)
+    def audited(target: Any, **options: Any) -> Audit:
+        target = str(target) if isinstance(target, Path) else target
+        key = target if isinstance(target, str) else id(target), repr(sorted(options.items()))
+        if key not in made:
+            made[key] = target, audit(target, **options)
+            notify(made[key][1])
+        return made[key][1]
+
+    return audited

@@ -1,7 +1,8 @@
 """An assertion: this target withstands the attacks on what it exposes.
 
 The attacks are the audit's own (audit/one_exposure.py). What comes back beyond `at_most` fails with
-one line for each finding; what no attack could check is never a pass, but `CouldNotCheck`.
+one line for each finding: what leaked, how much came back, of which text, and what stops it. What
+no attack could check is never a pass, but `CouldNotCheck`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.audit.given import Stored, corpus_file
 from keyhole.audit.one_exposure import FLIPS, audit_exposure
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreTarget
-from keyhole.audit.targets import Target, open_target, target_of
+from keyhole.audit.target import ModelPart, Target, corpus_file, open_target, target_of
 from keyhole.audit.texts import TextTarget
-from keyhole.core import Audit, Outcome
+from keyhole.core import Audit, Finding, Outcome, Skip
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.text import percent, visible
 from keyhole.data import NO_LABEL, Example, read_texts
 from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
-from keyhole.testing.lines import UNCHECKED, came_back, line, skipped
-from keyhole.testing.record import tell
+from keyhole.report import words as wording
+from keyhole.testing import notify
 
 Texts = str | Path | Sequence[str]
 Labelled = Example | str | tuple[str, int]
+_MAX_LETTERS = 60  # letters of a text that a line quotes
+UNCHECKED = str(Outcome.UNCHECKED)
 
 
 class CouldNotCheck(KeyholeError):
@@ -59,7 +63,7 @@ def assert_withstands(
 
     `target` is what `keyhole audit` takes, a loaded model, a transformers model with its
     `tokenizer`, an oracle (any callable with `.dim`), or several oracles by name. `exposure` is
-    what `keyhole capture --expose` takes (`hidden:3`, `kv:0`, `pooled`, `gradient`, …), `scores`
+    what `keyhole lab capture --expose` takes (`hidden:3`, `kv:0`, `pooled`, `gradient`), `scores`
     for whatever an endpoint answers, or `flips`. `texts` are the secrets: a list, one text, or the
     Path of a file. `precision` says how the leak is rounded, `budget` how many queries an attacker
     of an endpoint may ask. For flips, `share` is how much of the
@@ -74,8 +78,9 @@ def assert_withstands(
         raise InputError(f"expected at_most from 0 to 1, got {at_most}")
     if examples and exposure != FLIPS:
         raise InputError(f"expected examples with {FLIPS}, got {exposure}")
-    stored = Stored(model, sample, known, seed, corpus)
-    with _opened(target, tokenizer, stored, authorized, endpoint, device) as opened:
+    about: dict[str, Any] = {"model": model, "known": known, "corpus": corpus, "endpoint": endpoint}
+    options = AuditOptions(**about, texts=sample, seed=seed, authorized=authorized, device=device)
+    with _opened(target, tokenizer, options) as opened:
         subject = _with_texts(opened, _listed(texts), [_example(each) for each in examples])
         try:
             audit = audit_exposure(
@@ -83,7 +88,7 @@ def assert_withstands(
             )
         except (OracleError, BudgetExhausted) as error:
             raise CouldNotCheck(f"{UNCHECKED}: {error}") from error
-    tell(audit)
+    notify(audit)
     given = [finding for finding in audit.attacks if came_back(finding) > at_most]
     unchecked = [
         *(line(each) for each in audit.attacks
@@ -99,23 +104,18 @@ def assert_withstands(
 
 
 @contextmanager
-def _opened(
-    target: Any, tokenizer: Any, stored: Stored, authorized: bool,
-    endpoint: EndpointOptions | None, device: str,
-) -> Generator[Target]:  # fmt: skip
+def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Target]:
     """Whatever a test has at hand, as the audit takes it."""
     if is_model(target):
         with lent(target, tokenizer) as loaded:
-            yield _model(loaded, stored)
+            yield _model(loaded, options)
         return
     if tokenizer is not None:
         raise InputError("expected tokenizer with a transformers model, got another target")
     if isinstance(target, str | Path):
-        yield open_target(
-            str(target), stored=stored, authorized=authorized, endpoint=endpoint, device=device
-        )
+        yield open_target(str(target), options)
     elif isinstance(target, Loaded):
-        yield _model(target, stored)
+        yield _model(target, options)
     elif isinstance(target, Target | TextTarget | StoreTarget | Mapping) or (
         callable(target) and hasattr(target, "dim")
     ):
@@ -127,10 +127,10 @@ def _opened(
         )
 
 
-def _model(loaded: Loaded, stored: Stored) -> Target:
-    stored.expect_none(loaded.name, corpus=True)
-    corpus = None if stored.corpus is None else corpus_file(stored.corpus)
-    return target_of(TextTarget(loaded, demo.TEXTS, corpus=corpus))
+def _model(loaded: Loaded, options: AuditOptions) -> Target:
+    if options.model or options.known:
+        raise InputError(f"model and known are for a vector store, and {loaded.name} is a model")
+    return target_of(TextTarget(loaded, demo.TEXTS, corpus=corpus_file(options.corpus)))
 
 
 def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[Example]) -> Target:
@@ -140,11 +140,16 @@ def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[
     if not target.models:
         raise InputError(f"expected texts with a model, got {target.name or 'an endpoint'}")
     given = texts or [example.text for example in examples]
-    models = {
-        name: replace(model, texts=given, examples=examples, notes=(), about="", twin=None)
-        for name, model in target.models.items()
-    }
-    return replace(target, models=models)
+    parts = tuple(
+        ModelPart(
+            part.name,
+            replace(part.target, texts=given, examples=examples, notes=(), about="", twin=None),
+        )
+        if isinstance(part, ModelPart)
+        else part
+        for part in target.parts
+    )
+    return replace(target, parts=parts)
 
 
 def _listed(texts: Texts | None) -> Sequence[str] | None:
@@ -165,3 +170,84 @@ def _example(given: Labelled) -> Example:
         return Example(given, NO_LABEL, given)
     text, label = given
     return Example(text, int(label), text)
+
+
+def lines(audit: Audit) -> list[str]:
+    """Every finding that counts, then what could not be checked; what was given away first."""
+    findings = sorted(audit.attacks, key=lambda finding: not finding.exposed)
+    target = f"{_plain(audit.target)}: "
+    made = [
+        f"{finding.outcome}: {'' if finding.part == audit.target else target}{line(finding)}"
+        for finding in findings
+    ]
+    skips = [skip for skip in audit.skips if skip.unchecked]
+    return made + [f"{UNCHECKED}: {target}{skipped(skip)}" for skip in skips]
+
+
+def line(finding: Finding) -> str:
+    """What an attack made of one exposure; the fix only where there is something to fix."""
+    what = wording.exposure(finding.exposure)
+    if finding.attack:
+        part = f"{finding.part}, " if finding.part else ""
+        what = f"{part}{what} ({finding.attack})"
+    if came_back(finding):
+        return _plain(f"{what}: {_came_back(finding)}. Fix: {finding.remedy}")
+    kept = finding.outcome is not Outcome.UNCHECKED
+    return _plain(f"{what}: {_came_back(finding) if kept else finding.reason}")
+
+
+def skipped(skip: Skip) -> str:
+    return _plain(f"{wording.skip(skip)}: {skip.reason}")
+
+
+def came_back(finding: Finding) -> float:
+    """The share of the secret that the attacker has: of tokens, of right answers; or all of it."""
+    if finding.sought in ("text", "prediction"):
+        return finding.known
+    return float(finding.outcome is Outcome.GIVEN_AWAY)
+
+
+def _came_back(finding: Finding) -> str:
+    if finding.sought == "text":
+        return f"{percent(finding.known)} of tokens came back{_text(finding)}"
+    if finding.sought == "prediction":
+        return f"{finding.reason.split(';')[0]}{_cut(finding)}"
+    outcome = wording.outcome(finding) if came_back(finding) else "not recovered"
+    parts = [f"the {finding.sought}: {outcome}"]
+    if finding.error is not None:
+        parts.append(f"error {finding.error:.1e}")
+    return ", ".join([*parts, f"{finding.queries:,} queries"])
+
+
+def _text(finding: Finding) -> str:
+    """How many texts, and the one of which most came back, as it came back."""
+    readings = finding.texts[0].readings if finding.texts else ()
+    if not readings:
+        return ""
+    exact = finding.texts[0].exact
+    worst = max(readings, key=lambda reading: reading.known)
+    count = f" ({exact} of {len(readings)} texts exactly"
+    if not worst.known:
+        return f"{count})"
+    read = _quoted("".join(piece.text for piece in worst.pieces))
+    return (
+        f"{count}; {_quoted(worst.original)} as {read})" if worst.original else f"{count}; {read})"
+    )
+
+
+def _cut(finding: Finding) -> str:
+    if not finding.cuts:
+        return ""
+    cut = finding.cuts[0]
+    text = _quoted(" ".join(cut.tokens))
+    return f" ({text} from {cut.before} to {cut.after})"
+
+
+def _quoted(text: str) -> str:
+    text = " ".join(text.split())
+    return f"“{text if len(text) <= _MAX_LETTERS else f'{text[: _MAX_LETTERS - 1]}…'}”"
+
+
+def _plain(text: str) -> str:
+    """One line, control characters spelled out: recovered text must not steer a terminal."""
+    return visible(" ".join(text.split()))

@@ -72,14 +72,14 @@ def test_no_special_token_is_tried(counted, secrets):
 
 
 def test_the_search_reads_texts_alone_and_in_a_batch(encoder, counted, secrets):
-    ids, goals = secrets
+    ids, goals = secrets[0][1:], secrets[1][1:]
     search = SumSearch(passes=12_000)
-    readings = search(encoder, goals, counted, 4)
+    readings = search(encoder, goals, counted, 3)
     assert [reading.tokens for reading in readings] == ids
     assert all(reading.cosine > 1 - 1e-6 for reading in readings)
-    alone = search(encoder, goals[1:2], counted, 4)
-    assert alone[0].tokens == ids[1]
-    assert alone == search(encoder, goals[1:2], counted, 4)
+    alone = search(encoder, goals[:1], counted, 3)
+    assert alone[0].tokens == ids[0]
+    assert alone == search(encoder, goals[:1], counted, 3)
 
 
 def test_a_search_ends_when_its_passes_are_spent(encoder, lines, secrets):
@@ -93,7 +93,7 @@ def test_texts_are_read_back_and_verified(loaded, tmp_path):
     texts = SECRETS[1:2]
     leaks = [leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")) for text in texts]
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n".join(LINES), "utf-8")
+    corpus.write_text("\n".join([*LINES[:80], "w31 w3"]), "utf-8")
     recoveries = run(loaded, leaks, corpus=corpus)
     assert [recovery.text for recovery in recoveries] == texts
     assert all(recovery.verified for recovery in recoveries)

@@ -13,6 +13,11 @@ from keyhole.recover.embeddings.drawn import draw_texts
 BEGINS = ["w1 w2", "w3"]
 
 
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setitem(drawn._BATCH_SIZE, "cpu", 32)
+
+
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
@@ -31,15 +36,15 @@ def test_sentences_that_end_are_kept():
 
 
 def test_texts_differ_begin_as_told_and_come_again(language_model):
-    texts = draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=3)
+    texts = draw_texts(language_model, 6, begins=BEGINS, max_length=10, seed=3)
     assert len(texts) == len(set(texts)) == 6
     assert all(text.startswith(("w1 w2", "w3")) for text in texts)
-    assert texts == draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=3)
-    assert texts != draw_texts(language_model, 6, begins=BEGINS, max_length=6, seed=4)
+    assert texts == draw_texts(language_model, 6, begins=BEGINS, max_length=10, seed=3)
+    assert texts != draw_texts(language_model, 6, begins=BEGINS, max_length=10, seed=4)
 
 
 def test_a_run_goes_on_where_it_stopped(language_model, tmp_path, monkeypatch):
-    whole = draw_texts(language_model, 12, begins=BEGINS, max_length=6)
+    whole = draw_texts(language_model, 12, begins=BEGINS, max_length=10)
     batches: list[int] = []
     batch = drawn._batch
 
@@ -52,11 +57,11 @@ def test_a_run_goes_on_where_it_stopped(language_model, tmp_path, monkeypatch):
     monkeypatch.setattr(drawn, "_batch", stopped)
     journal = tmp_path / "texts.journal"
     with pytest.raises(KeyboardInterrupt):
-        draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal)
+        draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal)
     monkeypatch.setattr(drawn, "_batch", batch)
-    assert draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal) == whole
+    assert draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal) == whole
     with pytest.raises(InputError, match="seed"):
-        draw_texts(language_model, 12, begins=BEGINS, max_length=6, journal=journal, seed=1)
+        draw_texts(language_model, 12, begins=BEGINS, max_length=10, journal=journal, seed=1)
 
 
 def test_sentences_begin_with_words(language_model):

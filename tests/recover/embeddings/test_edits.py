@@ -98,8 +98,9 @@ def test_the_nearest_of_all_edits_is_among_them():
 
 
 def test_a_long_text_has_a_bounded_number_of_alternatives():
-    ids = texts(1, 78)[0]
-    vectors = Vectors(target(), WAY, ids)
+    ids = texts(1, 72)[0]
+    small = Target.of(tiny.model("bert", num_hidden_layers=1), tiny.tokenizer())
+    vectors = Vectors(small, WAY, ids)
     text = vectors.inside(ids)
     alternatives = alternatives_to(vectors, text, vectors([text])[0], same_length=False)
     assert len(alternatives.texts) <= 64 * 12 + 128 + 64 + 5 * 65

@@ -42,19 +42,15 @@ def keyhole(tmp_path, monkeypatch, capsys):
     return lambda *words: inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_a_short_text_is_read_without_a_corpus_and_with_one(keyhole, tmp_path):
+def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
     demo = load_demo()
     leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled").save(tmp_path / "leak.safetensors")
-    done = keyhole("invert", "text", "demo", "leak.safetensors")
-    assert done.returncode == 1, done.stderr
-    assert f"recovered (cosine 1.000000, within its precision (float32); {READ_WITH})" in (
-        " ".join(done.stdout.split())
-    )
-    assert NOTES[0] in done.stdout
     (tmp_path / "own.txt").write_text(f"this is no secret .\n{NOTES[0]}\nan old coin\n")
-    done = keyhole("invert", "text", "demo", "leak.safetensors", "--corpus", "own.txt")
-    assert READ_WITH not in done.stdout
-    assert "read with counts of the corpus, nothing learnt" in done.stdout
+    done = keyhole("recover", "demo", "leak.safetensors", "--corpus", "own.txt")
+    assert done.returncode == 1, done.stderr
+    assert NOTES[0] in done.stdout
+    words = "recovered (cosine 1.000000, within its precision (float32); read with counts of the "
+    assert f"{words}corpus, nothing learnt)" in " ".join(done.stdout.split())
 
 
 def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):

@@ -47,7 +47,7 @@ def test_the_ids_are_read_and_checked(slot, loaded):
 
 
 def test_a_slot_on_the_command_line(slot, weights, monkeypatch, capsys):
-    arguments = ["invert", "text", weights.name, "slot.bin", "--json"]
+    arguments = ["recover", weights.name, "slot.bin", "--json"]
     done = inside(*arguments, cwd=slot.parent, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["text"] == TEXT

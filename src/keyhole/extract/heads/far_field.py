@@ -1,17 +1,17 @@
-"""The far field of many heads: linear cells, and the hyperplanes between them.
+"""The far field of many heads: linear regions, and the hyperplanes between them.
 
 Fix the asking token x and put `g_h = W_h x`:
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 
-Far out every gate is 0 or 1, so φ is linear on cells and jumps by `v_hᵀδ` across `g_hᵀδ = 0`. On a
-half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head crosses once. Three neighbouring samples of one
-cell, being of the form `p cos θ + q sin θ`, satisfy
+Far out every gate is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` across `g_hᵀδ = 0`. On
+a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head crosses once. Three neighbouring samples of
+one region, being of the form `p cos θ + q sin θ`, satisfy
 
     φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0;
 
-intervals that lie in no such triple are divided until only crossings are left (crossings.py reads
-the normals there).
+intervals that lie in no such triple are divided until only crossings are left (`find_lines`
+reads the normals there).
 
 Heads W and −W with equal v cancel in every answer of length two: σ(z) + σ(−z) = 1. A third token
 `x + D`, D a thousand times as long as δ, takes the whole attention of heads with `gᵀD > 0` and none
@@ -37,12 +37,12 @@ _EXACT = 1e-10  # jumps below this share of the answers are not seen
 _BEYOND = 1e3  # |D| / |δ| of the third token
 _SAMPLES = 25  # on the half circle, to begin with
 _PARTS = 8  # a doubtful interval is divided into
-_MOST = 8192  # samples on a circle: more cells than that are no heads
+_MOST = 8192  # samples on a circle: more regions than that are no heads
 _TRIES = 4
 _GAP, _JUMP = 3e-3, 0.01  # between crossings, and at them, of a circle that needs no better one
 
 
-class Unlucky(Unsuccessful):
+class BadToken(Unsuccessful):
     """This x will not do; another may."""
 
 
@@ -96,23 +96,23 @@ def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
 
 @dataclass(frozen=True)
 class Circle:
-    """The crossings on one half circle, each between two angles, and the cells around them."""
+    """The crossings on one half circle, each between two angles, and the regions around them."""
 
     a: Tensor
     b: Tensor
     left: Tensor  # (C,) crossing c lies between left and right
     right: Tensor
-    cells: Tensor  # (C+1, 2): p and q of each cell
+    regions: Tensor  # (C+1, 2): p and q of each region
     scale: float  # the largest |φ|/ρ
 
     def points(self, theta: Tensor) -> Tensor:
         return points(self.a, self.b, theta)
 
     def ratio(self, crossing: Tensor, theta: Tensor, y: Tensor) -> Tensor:
-        """(φ − cell before) / (cell after − cell before): σ(z) where a single head crosses."""
+        """(φ − φ before) / (φ after − φ before): σ(z) where a single head crosses."""
         wave = torch.stack([torch.cos(theta), torch.sin(theta)], -1)
-        before = (wave * self.cells[crossing]).sum(-1)
-        after = (wave * self.cells[crossing + 1]).sum(-1)
+        before = (wave * self.regions[crossing]).sum(-1)
+        after = (wave * self.regions[crossing + 1]).sum(-1)
         return (y - before) / (after - before)
 
     @property
@@ -129,7 +129,7 @@ class Circle:
     def quality(self) -> float:
         """1 for a circle that needs no better one."""
         wave = torch.stack([torch.cos(self.middle), torch.sin(self.middle)], -1)
-        jumps = (wave * self.cells.diff(dim=0)).sum(-1).abs() / self.scale
+        jumps = (wave * self.regions.diff(dim=0)).sum(-1).abs() / self.scale
         return min(float(self.gaps().min()) / _GAP, float(jumps.min()) / _JUMP, 1.0)
 
 
@@ -166,7 +166,7 @@ def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
         if not len(doubtful):
             return _assemble(a, b, theta, y, clear)
         if len(theta) + (_PARTS - 1) * len(doubtful) > _MOST:
-            raise Unsuccessful(Status.MISMATCH, "the far field is not linear on a few cells")
+            raise Unsuccessful(Status.MISMATCH, "the far field is not linear on a few regions")
         new = (theta[doubtful, None] + theta.diff()[doubtful, None] * inner).reshape(-1)
         theta, order = torch.cat([theta, new]).sort()
         y = torch.cat([y, _sample(probe, rho, a, b, new)])[order]
@@ -177,7 +177,7 @@ def _sample(probe: Probe, rho: float, a: Tensor, b: Tensor, theta: Tensor) -> Te
 
 
 def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
-    """Which intervals between samples lie in a triple of neighbours that one cell explains.
+    """Which intervals between samples lie in a triple of neighbours that one region explains.
 
     Triples of very unequal spacing are not believed: they would hide a jump.
     """
@@ -194,7 +194,7 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
 
 
 def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> Circle | None:
-    """Neighbouring clear intervals are a cell; what separates two cells is a crossing."""
+    """Neighbouring clear intervals are a region; what separates two regions is a crossing."""
     edge = torch.zeros(1, dtype=torch.long)
     change = torch.cat([edge, clear.long(), edge]).diff()
     first, last = (change == 1).nonzero().squeeze(1), (change == -1).nonzero().squeeze(1)
@@ -203,22 +203,22 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
     left, right = theta[last[:-1]], theta[first[1:]]
     if bool((theta[last] - theta[first] < 1e-5).any()) or bool((right - left > 1e-6).any()):
         return None
-    three = torch.stack([first, (first + last) // 2, last], 1)  # of each cell
+    three = torch.stack([first, (first + last) // 2, last], 1)  # of each region
     wave = torch.stack([torch.cos(theta[three]), torch.sin(theta[three])], 2)
-    cells = least_squares(wave, y[three].unsqueeze(2)).squeeze(2)
-    return Circle(a, b, left, right, cells, float(y.abs().max()))
+    regions = least_squares(wave, y[three].unsqueeze(2)).squeeze(2)
+    return Circle(a, b, left, right, regions, float(y.abs().max()))
 
 
 # The normals of the hyperplanes where the far field jumps, to the few digits that masks need.
 #
-# At a crossing all other gates are saturated, so with the cells on both sides known
+# At a crossing all other gates are saturated, so with the regions on both sides known
 #
-#     (φ − cell before) / (cell after − cell before) = σ(gᵀδ),
+#     (φ − region before) / (region after − region before) = σ(gᵀδ),
 #
 # and d answers around it give g. Only the direction and rough length of g are wanted here (masks.py
 # isolates the head afterwards, and everything is measured again in the near field). The probes'
-# length is tiny beside |δ*|, so the cells' values at δ* serve for all of them and their linear maps
-# are never measured: d queries a head instead of 3d.
+# length is tiny next to |δ*|, so the regions' values at δ* serve for all of them and their linear
+# maps are never measured: d queries a head instead of 3d.
 
 _ISOLATED = 400.0  # radius of a crossing, in saturation radii per gap: other gates at |z| > 5000
 _PARALLEL = 0.9995  # cosine above which two normals are one line's
@@ -282,7 +282,7 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     slow = _slowest(probe, circle, theta, slope, rho)
     g = _normals(probe, circle, theta, slope, rho, stream)
     if not bool((torch.linalg.vector_norm(g, dim=1) > 0).all()):
-        raise Unlucky(Status.MISMATCH, "a jump of the far field has no normal")
+        raise BadToken(Status.MISMATCH, "a jump of the far field has no normal")
     # Where several gates share a line, g stands for the slowest, and that is only a guess.
     return Lines(g * slow.unsqueeze(1), torch.where(slow < 1, 0.7, 1.0).double(), circle.scale)
 
@@ -318,7 +318,7 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
         lo[rows[~high]], r_lo[rows[~high]] = mid[~high], r[~high]
     slope = (_logit(r_hi) - _logit(r_lo)) / (hi - lo)
     if not bool((inside(r_lo) & inside(r_hi) & (slope != 0)).all()):
-        raise Unlucky(Status.MISMATCH, "a jump of the far field has no smooth transition")
+        raise BadToken(Status.MISMATCH, "a jump of the far field has no smooth transition")
     return (lo + hi) / 2 - _logit((r_lo + r_hi) / 2) / slope, slope
 
 

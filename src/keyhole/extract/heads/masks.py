@@ -277,7 +277,7 @@ def _others(line: Tensor, count: int) -> Tensor:
 #
 # Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), for one head of
 # many. A *ray* is a direction that `W x_0` of some heads has; as a rule it is one head's. Heads
-# with proportional W share it (slopes.py): there `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
+# with proportional W share it (rays.py): there `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
 #
 # Probes: `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i such that all
 # vᵀδ_i have the same size; q_0 is along the expected g and s_0 small, since gᵀq_0 is large. The

@@ -22,7 +22,8 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import lengths, random_orthogonal
-from keyhole.extract.heads.far_field import Lines, Probe, Unlucky, find_hidden_lines, find_lines
+from keyhole.extract.gauss_newton import levenberg
+from keyhole.extract.heads.far_field import BadToken, Lines, Probe, find_hidden_lines, find_lines
 from keyhole.extract.heads.masks import Behind, Rays, Rows, mask_all, mask_others, read_logits
 from keyhole.oracle.protocol import Oracle
 
@@ -45,7 +46,7 @@ def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines
         x, lines = _balanced(x, lines)
         rays, rest = _values(oracle, x, v, lines, frame, stream)
         if rays is None or rest > NOTHING:
-            raise Unlucky(Status.MISMATCH, "the values of the heads found do not add up to f([x])")
+            raise BadToken(Status.MISMATCH, "the values of the heads found do not add up to f([x])")
     return _settle(oracle, lines, rays, stream)
 
 
@@ -239,8 +240,6 @@ _LIKELY = 1e-8  # as below, along one direction
 _FITS = 1e-10  # misses below this share of the answers are rounding
 _SHARP = 1e-8  # singular values of a fit that settles its unknowns, relative to the largest
 
-Model = Callable[[Tensor], tuple[Tensor, Tensor]]
-
 
 def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator) -> Rays:
     """The rays with g, c and V of one of them fitted."""
@@ -266,16 +265,16 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Ge
         fitted = _fit(delta, y, slopes[0] * guess, slopes / slopes[0], v)
         if fitted is not None:
             return _with_ray(rays, ray, *fitted)
-    raise Unlucky(
+    raise BadToken(
         Status.MISMATCH,
         f"a direction W x whose gate no {MOST} heads explain: more heads, or no attention",
     )
 
 
 def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
-    room = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
-    all_c = torch.nn.functional.pad(rays.c, (0, room), value=1.0)
-    all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, room))
+    more = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
+    all_c = torch.nn.functional.pad(rays.c, (0, more), value=1.0)
+    all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, more))
     all_c[ray, : len(c)], all_V[ray, : len(c)] = c, V
     all_g = rays.g.clone()
     all_g[ray] = g
@@ -406,34 +405,3 @@ def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
             Status.NOT_IDENTIFIABLE,
             f"{count} heads share a direction W x with slopes too close to be told apart",
         )
-
-
-def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
-    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
-    point, damping = start, 1e-3
-    miss, J = model(point)
-    best = mark = float(torch.linalg.vector_norm(miss))
-    for turn in range(1, steps + 1):
-        if turn % 20 == 0:
-            if best > 0.9 * mark:
-                break  # a minimum that is not zero
-            mark = best
-        if not bool(torch.isfinite(J).all() & torch.isfinite(miss).all()):
-            break  # out of the model's range: nothing to go by
-        size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
-        A = torch.cat([J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)])
-        wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
-        step = least_squares(A, wanted).squeeze(1) / size
-        new_miss, new_J = model(point + step)
-        reached = float(torch.linalg.vector_norm(new_miss))
-        if reached < best:
-            done = best - reached < 1e-3 * best and damping < 1e-12
-            point, miss, J, best = point + step, new_miss, new_J, reached
-            damping = max(damping / 10, 1e-16)
-            if done:
-                break
-        else:
-            damping *= 10
-            if damping > 1e8:
-                break
-    return point, best

@@ -144,7 +144,7 @@ def _read_queries(
 # What is left of A is one complex number for each plane, and that commutes with all positions: it
 # goes into the queries. One step tells fast planes apart, a long one those that hardly turn.
 
-_WEIGHT = 0.7  # of the long step beside the short one, so that all eigenvalues differ
+_WEIGHT = 0.7  # of the long step next to the short one, so that all eigenvalues differ
 _TURN = 1e-3  # how far from length 1 an eigenvalue of a rotation may be computed
 
 

@@ -7,7 +7,7 @@ An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is a
 
 `y([0]) = b`, the growth far out is the residual, and `ε` follows from how short tokens fade.
 Without a norm y([x]) is affine, and single tokens cannot tell a residual from values: that waits
-until the values of the heads are known (value_spaces.py).
+until the values of the heads are known (values.py).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Surroundings:
     def answer(self, tokens: Tensor) -> Tensor:
         """`Σ_h Σ_j a_hj·t_j M_h` for the last of the tokens (batch, n, d)."""
         if self.epsilon is not None:
-            room = 1 - tokens.square().mean(-1, keepdim=True)
-            tokens = tokens * (self.epsilon / room).sqrt()
+            left = 1 - tokens.square().mean(-1, keepdim=True)
+            tokens = tokens * (self.epsilon / left).sqrt()
         rows = batch_rows(*tokens.shape[1:])
         answers = torch.cat([_last(self.oracle, part) for part in tokens.split(rows)]) - self.b
         return answers - tokens[:, -1] if self.residual else answers

@@ -1,7 +1,7 @@
 """Where each head of a sub-layer writes: the k-dimensional row space of `M_h = V_h O_h`.
 
 One difference δ shows one vector `δM_h` of every head, once their gates are found among all
-(gates.py). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
+(`find_gates`). For others near by, `δ' = δ + η·ω`, the gates are sought from there, the heads stay
 recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
 more show that they do. In queries: N = H + p + spare for each of them.
 """
@@ -144,7 +144,7 @@ def _enough_points(
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
-            raise Unsuccessful(Status.NOT_APPLICABLE, f"expected at most {_MOST} heads, got more")
+            raise Unsuccessful(Status.NOT_APPLICABLE, f"more than {_MOST} heads")
 
 
 def _anchored(
@@ -261,7 +261,7 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     )
 
 
-def told_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
+def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
     """Is the input added to the answers? The heads' values alone do not add up to them then."""
     rest = anchor.delta @ total - anchor.values.sum(0)
     size = float(anchor.delta.abs().max())
@@ -336,9 +336,9 @@ def follow_gates(
         step = torch.where(torch.isfinite(step), step, 0.0)
         unit_there, rest_there, cost_there = look(theta - step)
         better = cost_there < cost
-        here = better.unsqueeze(-1)
-        theta = torch.where(here, theta - step, theta)
-        unit, rest = torch.where(here, unit_there, unit), torch.where(here, rest_there, rest)
+        keep = better.unsqueeze(-1)
+        theta = torch.where(keep, theta - step, theta)
+        unit, rest = torch.where(keep, unit_there, unit), torch.where(keep, rest_there, rest)
         cost = torch.where(better, cost_there, cost)
         damping = torch.where(better, damping / 5, damping * 4).clamp(1e-18, 1e12)
     return theta, cost.sqrt()
@@ -404,8 +404,8 @@ class Values:
         groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
         O = torch.empty_like(spaces)  # noqa: E741
         for group in groups:
-            together = vectors[:, group].flatten(1)
-            right = torch.linalg.svd(together, full_matrices=False)[2][:k]
+            joint = vectors[:, group].flatten(1)
+            right = torch.linalg.svd(joint, full_matrices=False)[2][:k]
             O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
         sums = torch.cat([O[group].sum(0) for group in groups])
         V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))

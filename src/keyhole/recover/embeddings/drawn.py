@@ -54,10 +54,12 @@ def draw_texts(
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, task="causal", device=device, allow_pickle=allow_pickle)
-    begins = list(begins) or _first_words()
+    if not begins:  # one to three words that sentences of the corpus begin with
+        lines = [line.split() for line in corpus_texts(SHIPPED)]
+        begins = sorted({" ".join(line[:n]) for line in lines for n in (1, 2, 3) if len(line) > n})
     encoded = _encoded(loaded, begins)
     run = {
-        "run": "texts drawn", "model": loaded.identity, "begins": digest(begins),
+        "run": "texts drawn", "model": loaded.identity, "begins": digest(list(begins)),
         "max_length": max_length, "seed": seed, "device": anatomy(loaded.model).device.type,
     }  # fmt: skip
     drawn: dict[str, None] = {}
@@ -67,8 +69,8 @@ def draw_texts(
         while len(drawn) < count and idle < _NOTHING_NEW:
             key = str(number)
             if key not in kept:
-                chance = int(digest([seed, number])[:12], 16)  # no other seed's
-                kept.add({key: {"texts": _batch(loaded, encoded, max_length, chance)}})
+                stream = int(digest([seed, number])[:12], 16)  # no other seed's
+                kept.add({key: {"texts": _batch(loaded, encoded, max_length, stream)}})
             before = len(drawn)
             drawn.update(dict.fromkeys(cast("list[str]", kept.records[key]["texts"])))
             idle = 0 if len(drawn) > before else idle + 1
@@ -127,9 +129,3 @@ def _whole_sentences(text: str, ended: bool) -> Iterator[str]:
             map(str.isalpha, part)
         ):
             yield part
-
-
-def _first_words() -> list[str]:
-    """One to three words that a sentence may begin with."""
-    lines = [line.split() for line in corpus_texts(SHIPPED)]
-    return sorted({" ".join(line[:n]) for line in lines for n in (1, 2, 3) if len(line) > n})

@@ -148,7 +148,7 @@ def alternatives_to(
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
     if not same_length:
         edits += _shorter(text, quiet)
-        max_length = vectors.target.parts.longest - len(vectors.before) - len(vectors.after)
+        max_length = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
         if len(text) < max_length:
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]

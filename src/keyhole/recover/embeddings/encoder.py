@@ -58,9 +58,6 @@ class Texts:
         ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
         return Texts(ids, self.lengths.clamp(max=width))
 
-    def to(self, device: Any) -> Texts:
-        return Texts(self.ids.to(device), self.lengths.to(device))
-
     def tokens(self, row: int) -> list[int]:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
@@ -81,7 +78,7 @@ class Encoder:
     """What turns texts into vectors: exactly, or in half precision where that is faster.
 
     That is a GPU's float16, or on a CPU what is given as `half`. `passes` counts the texts that
-    were run, the unit of a search's cost. Once it was told to `whiten`, all of its vectors are, and
+    were run, the unit of a search's cost. After `whiten`, all of its vectors are, and
     those it is compared with have to go through `directions`.
     """
 

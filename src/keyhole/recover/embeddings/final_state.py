@@ -12,6 +12,7 @@ logits is then text from one vector: `Pooled(last)` of that prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,24 @@ _DEPENDENT = 1e-10  # of the largest pivot: columns of W that say the same
 
 def final_states(model: nn.Module, leak: Logits) -> Tensor:
     """The states (k, d) that give the logits, in float64."""
-    return _solved(model, leak.leaked, leak.log_probabilities, leak.values)
+    head, leaked = unembedding(model), leak.leaked
+    W = head.weight.detach().double().cpu()[leaked]
+    answers = leak.values[:, leaked].double()
+    bias = cast("Any", head).bias
+    if bias is not None:
+        answers = answers - bias.detach().double().cpu()[leaked]
+    width = W.shape[1]
+    if leak.log_probabilities:
+        W = torch.cat([W, W.new_ones(len(W), 1)], 1)
+    if len(W) < W.shape[1]:
+        reason = f"{len(W)} logits leaked, and {W.shape[1]} are needed for the state behind them"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    Q, R = torch.linalg.qr(W)
+    pivots = R.diagonal().abs()
+    if bool(pivots.min() <= _DEPENDENT * pivots.max()):
+        reason = "other states give the same logits: the unembedding has dependent columns"
+        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+    return torch.linalg.solve_triangular(R, Q.T @ answers.T, upper=True).T[:, :width]
 
 
 def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposure]:
@@ -40,38 +58,11 @@ def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposur
         values = torch.stack([cast("Pooled", leak).values for leak in leaks])
         return normalize(values, dim=-1), leaks[0].exposure
     logits = [cast("Logits", leak) for leak in leaks]
-    states = _all_states(model, logits)
-    steps = logits[0].exposure.steps
+    first = logits[0]
+    if all(torch.equal(leak.leaked, first.leaked) for leak in logits):  # W is factorised once
+        every = replace(first, values=torch.cat([leak.values for leak in logits]))
+        states = final_states(model, every).unflatten(0, (len(leaks), -1))
+    else:
+        states = torch.stack([final_states(model, leak) for leak in logits])
     vectors = normalize(normalize(states, dim=-1).flatten(1), dim=-1)
-    return vectors.float(), Exposure("pooled", pooling="last", steps=steps)
-
-
-def _all_states(model: nn.Module, leaks: Sequence[Logits]) -> Tensor:
-    """The states (leaks, k, d); W is factorised once where the same tokens leaked."""
-    first = leaks[0]
-    if all(torch.equal(leak.leaked, first.leaked) for leak in leaks):
-        values = torch.cat([leak.values for leak in leaks])
-        states = _solved(model, first.leaked, first.log_probabilities, values)
-        return states.view(len(leaks), -1, states.shape[-1])
-    return torch.stack([final_states(model, leak) for leak in leaks])
-
-
-def _solved(model: nn.Module, leaked: Tensor, log_probabilities: bool, values: Tensor) -> Tensor:
-    head = unembedding(model)
-    W = head.weight.detach().double().cpu()[leaked]
-    answers = values[:, leaked].double()
-    bias = cast("Any", head).bias
-    if bias is not None:
-        answers = answers - bias.detach().double().cpu()[leaked]
-    width = W.shape[1]
-    if log_probabilities:
-        W = torch.cat([W, W.new_ones(len(W), 1)], 1)
-    if len(W) < W.shape[1]:
-        reason = f"{len(W)} logits leaked, and {W.shape[1]} are needed for the state behind them"
-        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
-    Q, R = torch.linalg.qr(W)
-    pivots = R.diagonal().abs()
-    if bool(pivots.min() <= _DEPENDENT * pivots.max()):
-        reason = "other states give the same logits: the unembedding has dependent columns"
-        raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
-    return torch.linalg.solve_triangular(R, Q.T @ answers.T, upper=True).T[:, :width]
+    return vectors.float(), Exposure("pooled", pooling="last", steps=first.exposure.steps)

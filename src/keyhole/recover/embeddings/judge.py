@@ -45,11 +45,10 @@ def judge_vector(
     `vectors` has what was run before, where one text is judged several times.
     """
     vectors = vectors or Vectors(target, leak.exposure, ids)
-    spent = vectors.passes
-    text = vectors.inside(ids)
+    spent, text = vectors.passes, vectors.inside(ids)
     own = vectors([text])[0]
     stored = Stored.of(leak, own)
-    fits = float(stored.misfit(own[None])) <= stored.limit(own)
+    fits = stored.fits(own)
     residual = float(stored.distances(own[None]).sqrt())
     plausible = fits or residual <= _NOISE
     alternatives = NONE  # they would change nothing about a text that is far off
@@ -57,7 +56,7 @@ def judge_vector(
         alternatives = alternatives_to(vectors, text, stored.nearest(own), leak.tokens is not None)
     margin = _margins(stored, own, alternatives, fits)
     odds = 2 * (math.log(target.vocabulary) + ODDS)
-    needed = bits_needed(target, len(text))
+    needed = _bits_needed(target, len(text))
     verified = fits and stored.bits >= needed and bool((margin > odds).all())
     around, inside = _marks(len(text), margin, alternatives, verified, plausible)
     marks = (*around * len(vectors.before), *inside, *around * len(vectors.after))
@@ -81,11 +80,10 @@ def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None
     text = vectors.inside(ids)
     own = vectors([text])[0]
     stored = Stored.of(leak, own)
-    fits = float(stored.misfit(own[None])) <= stored.limit(own)
-    return fits and stored.bits >= bits_needed(target, len(text))
+    return stored.fits(own) and stored.bits >= _bits_needed(target, len(text))
 
 
-def bits_needed(target: Target, tokens: int) -> float:
+def _bits_needed(target: Target, tokens: int) -> float:
     """To tell a text of so many tokens from all others, by odds of e¹⁰ : 1."""
     return tokens * math.log2(target.vocabulary) + ODDS / math.log(2)
 

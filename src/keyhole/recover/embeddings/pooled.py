@@ -1,9 +1,9 @@
 """Text from a pooled sentence embedding without a corpus: a baseline.
 
 One vector of d numbers for a whole text: the embeddings that give it fill a space of (n − 1)·d
-dimensions, so everything hangs on the prior. The same search as elsewhere, for each length that the
-text may have where that did not leak, within a bound; the text with the smallest loss is proposed,
-and the judge says what it is worth.
+dimensions, so everything hangs on the prior. The token search of the layers is run for each length
+that the text may have where that did not leak, within a bound; the text with the smallest loss is
+proposed, and the judge says what it is worth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PooledEmbedding:
         for number, leak in enumerate(leaks):
             pooled = cast("Pooled", leak)
             comparison = Comparison.of(target, pooled)
-            guesses = [n for n in self.lengths if n <= target.parts.longest]
+            guesses = [n for n in self.lengths if n <= target.parts.max_length]
             lengths = guesses if pooled.tokens is None else [pooled.tokens]
             best: Proposal | None = None
             least, passes, forwards = float("inf"), 0, 0

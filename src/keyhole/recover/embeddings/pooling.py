@@ -2,7 +2,7 @@
 
 With a text whose vector is known, the encoder is run on it and pooled in every way there is: the
 way that gives the same numbers is the right one, and where none does, the encoder is another.
-Without one, it is a guess, and said to be one; a text that is verified later proves it. Vectors of
+Without one, it is a guess, which a text that is verified later proves. Vectors of
 length 1 were normalised. The pooling is what the encoder's folder says, if sentence-transformers
 wrote it. If not, it is the one whose mean over some texts points where the vectors' mean points:
 sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on

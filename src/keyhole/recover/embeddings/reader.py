@@ -29,7 +29,7 @@ from keyhole.recover.embeddings.judge import may_be
 from keyhole.recover.embeddings.sum_search import MayBe, Notify, SumSearch
 from keyhole.recover.leaks import Leak, Pooled
 
-_BATCH_SIZE = {"cuda": 256, "cpu": 1}  # vectors
+_BATCH_SIZE = {"cuda": 256, "cpu": 1}  # vectors that are searched at once
 _SAME = 1e-6  # 1 − cosine
 
 
@@ -56,7 +56,9 @@ class CountedReader:
         encoder = counted.encoder
         max_length, frame = self._max_length(encoder), len(encoder.before + encoder.after)
         once = 0 if self.counted else encoder.passes // len(leaks)
-        for some in _groups(leaks, encoder.device.type):
+        size = _BATCH_SIZE[encoder.device.type]
+        for start in range(0, len(leaks), size):
+            some = range(start, min(start + size, len(leaks)))
             goals = encoder.directions(vectors[list(some)].to(encoder.device))
             lengths = [leaks[number].length or max_length + frame for number in some]
             most = max(1, min(max_length, max(lengths) - frame))
@@ -114,7 +116,7 @@ class CountedReader:
 
     def _max_length(self, encoder: Encoder) -> int:
         frame = len(encoder.before + encoder.after)
-        return min(self.max_length, encoder.target.parts.longest - frame)
+        return min(self.max_length, encoder.target.parts.max_length - frame)
 
 
 def beginnings(lines: Sequence[list[int]], max_length: int, seed: int = 0) -> list[list[int]]:
@@ -142,9 +144,3 @@ def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
     texts = Texts.of([tokens, tokens[:1]], len(tokens), encoder.device)
     repeated, alone = encoder.vectors(texts)
     return tokens[:1] if float(1 - repeated @ alone) < _SAME else tokens
-
-
-def _groups(leaks: Sequence[Leak], device: str) -> Iterator[range]:
-    """Which leaks are searched together: hundreds on a GPU, each on its own on a CPU."""
-    size = _BATCH_SIZE[device]
-    return (range(start, min(start + size, len(leaks))) for start in range(0, len(leaks), size))

@@ -96,7 +96,9 @@ class ShortPrompt:
         for n in range(2, (length or self.max_length) + 1):
             if length is None and best[0] > 1 - self.arrived:
                 break
-            texts = texts if n == 2 else _grown(texts, tables.common)
+            if n > 2:  # a token put in front of every text
+                front = torch.full_like(texts.ids[:, :1], tables.common)
+                texts = Texts(torch.cat([front, texts.ids], 1), texts.lengths + 1)
             texts, cosine = self._swept(tables, texts, goal)
             own = (cosine, texts.tokens(0))
             best = own if n == length else max(best, own)
@@ -200,12 +202,6 @@ def _states(encoder: Encoder, ids: Tensor) -> Tensor:
         states.append(capture(encoder.target.model, last, ids=framed, mask=mask)["values"])
     encoder.passes += len(ids)
     return torch.cat(states)
-
-
-def _grown(texts: Texts, token: int) -> Texts:
-    """A token put in front of every text."""
-    front = torch.full_like(texts.ids[:, :1], token)
-    return Texts(torch.cat([front, texts.ids], 1), texts.lengths + 1)
 
 
 # What a causal model itself expects of two tokens that stand together: a prior without a corpus.

@@ -142,6 +142,10 @@ class Stored:
         spread = math.sqrt(float(variance.sum().clamp(min=0)) + 2 * short)
         return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
 
+    def fits(self, vector: Tensor) -> bool:
+        """May what is stored be this vector (k,)?"""
+        return float(self.misfit(vector[None])) <= self.limit(vector)
+
     def nearest(self, vector: Tensor) -> Tensor:
         """The vector (k,) that fits and is nearest to this one: itself, if only arithmetic differs.
 

@@ -216,7 +216,7 @@ def likely_layers(target: Target, section: Section) -> list[int]:
         return layers
     seen = _compared(_rows({name: tensor.float() for name, tensor in section.tensors.items()}))
     alone = seen.shape[1] == 1  # … and then the first position is compared with first ones
-    texts = [target.tokenizer(text)["input_ids"][: parts.longest] for text in _TEXTS]
+    texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
     own = [_at_layers(target, section.kind, layers, ids) for ids in texts]
     likelihoods = [
         _likelihood(

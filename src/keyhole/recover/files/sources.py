@@ -7,23 +7,19 @@ and what those hold, only the model can tell (contents.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError, safe_open
-
 from keyhole.core.errors import InputError
-from keyhole.core.files import is_file, is_folder
+from keyhole.core.files import is_folder
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
 from keyhole.recover.files.contents import contents_of
-from keyhole.recover.files.llama_slot import MAGIC
 from keyhole.recover.leaks import BaseLeak, Leak, own_leak
 
 Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
@@ -141,20 +137,3 @@ def _read(path: Path) -> Opened | Dump:
     if "keyhole" in metadata:
         return Opened(str(path), own_leak(metadata, dict(dump.arrays), path))
     return dump
-
-
-def names_leak(name: str) -> bool:
-    """Is this a leak's file: a saved slot of llama.cpp, Keyhole's own, or another program's?"""
-    if not is_file(name):
-        return False
-    if name.endswith((".pt", ".pth")):
-        return True
-    with suppress(OSError, SafetensorError):
-        with Path(name).open("rb") as file:
-            if file.read(len(MAGIC)) == MAGIC:
-                return True
-        if name.endswith(".safetensors"):
-            with safe_open(name, framework="pt") as tensors:
-                metadata = tensors.metadata() or {}
-                return "leak" in metadata or "keyhole" not in metadata
-    return False

@@ -46,7 +46,7 @@ class DecoderTexts:
     span: Span
     tokens: Sequence[Tensor]
     texts: int
-    longest: int
+    max_length: int
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[list[int]]:
@@ -54,7 +54,7 @@ class DecoderTexts:
         branches = Branches(self.target.model, torch.zeros(1, dtype=torch.long, device=device))
         active = [_Prefix((), 0, None)]
         ended: list[_Prefix] = []
-        for place in range(self.longest):
+        for place in range(self.max_length):
             # A model without embeddings of positions has the same tokens everywhere.
             tokens = self.tokens[min(place, len(self.tokens) - 1)]
             if len(self.tokens) > 1 and place >= len(self.tokens):

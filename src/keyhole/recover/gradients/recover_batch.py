@@ -51,7 +51,7 @@ from keyhole.recover.recovery import TextRecovery
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
-LONGEST = 512  # tokens of a text that a gradient is made of
+MAX_LENGTH = 512  # tokens of a text that a gradient is made of
 METHOD = "GradientSpans"
 _ADVICE = {
     Status.RECOVERED: "Treat these gradients as the texts themselves.",
@@ -255,7 +255,7 @@ def _texts(
     parts = target.parts
     if parts.causal:
         # Rows of one text are independent: no text is longer than the span has dimensions.
-        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.longest))
+        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.max_length))
         return [(ids, True) for ids in prefixes][:count]
     values = leaked.rows([parts.attentions[0].value])
     rows = leaked.rows(leaked.inputs(1))
@@ -334,7 +334,7 @@ def capture_update(
     """
     expect_seed(seed)
     loaded = opened(model, device, allow_pickle)
-    max_length = min(LONGEST, anatomy(loaded.model).longest)
+    max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
     update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
     update.save(out)
@@ -351,7 +351,7 @@ def recovering_updates(
 ) -> Iterator[tuple[Path, BatchRecovery]]:
     """The batch behind each file of gradients, one by one."""
     loaded = opened(model, device, allow_pickle)
-    overall = track("invert text", len(files))
+    overall = track("recover", len(files))
     for number, file in enumerate(files, 1):
         update = load_update(file)
         yield Path(file), recover_batch(loaded.model, loaded.tokenizer, update)

@@ -198,7 +198,7 @@ def _positions(parts: Anatomy, count: int) -> Tensor:
     if known is None:
         return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
     table, first = known
-    count = min(count, parts.longest)
+    count = min(count, parts.max_length)
     places = table.weight.detach()[first : first + count].double()
     inside = getattr(cast("Any", parts.base), "embeddings", None)
     types = getattr(inside, "token_type_embeddings", None)

@@ -87,7 +87,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
     energy = torch.zeros(size, size, dtype=torch.float64, device=device)
     passes = samples = 0
-    lengths = sorted({min(length, parts.longest) for length in LENGTHS})
+    lengths = sorted({min(length, parts.max_length) for length in LENGTHS})
     before, after = (len(side) for side in target.frame())
     at_once = min(_BATCH, tokens // (2 * len(lengths)))  # every length has its turn twice
     for length in itertools.cycle(lengths):

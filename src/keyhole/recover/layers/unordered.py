@@ -300,7 +300,7 @@ def places(target: Target, exposure: Exposure, length: int, samples: int, seed: 
     opening, closing = (len(side) for side in target.frame())
     least = opening + closing + _INSIDE
     # So long that any token may stand at every position of a text, its last ones too.
-    max_length = min(max(length, least) + closing, target.parts.longest)
+    max_length = min(max(length, least) + closing, target.parts.max_length)
     lengths = sorted(
         {least + (max_length - least) * part // 4 for part in (1, 2, 3)} - {max_length}
     )

@@ -1,0 +1,488 @@
+"""A target opened for an audit: its parts, each of which says what is to be checked of it.
+
+`open_target` is the one place where a name becomes parts (keyhole/target.py says of which kind):
+endpoints, whose weights and inputs are sought; models, whose texts are read back and whose
+predictions are flipped; stores, leaks, servers and endpoints that take texts. `NamedTarget` is a
+target not opened yet, small enough to be sent to another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from keyhole.audit import defences, flips, gradients, inputs, texts, weights
+from keyhole.audit.answers import AnswersTarget
+from keyhole.audit.check import Check
+from keyhole.audit.leaks import LeakTarget
+from keyhole.audit.options import AuditOptions
+from keyhole.audit.servers import ServerTarget
+from keyhole.audit.stores import StoreTarget, likeliest
+from keyhole.audit.texts import TextTarget
+from keyhole.core import Skip
+from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.files import exists, expect_file
+from keyhole.core.journal import digest
+from keyhole.core.machine import device_of, expect_device, largest_matrix
+from keyhole.data import Example, read_examples, read_texts
+from keyhole.models import Loaded, demo
+from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
+from keyhole.oracle import Oracle, identity_of
+from keyhole.oracle.connection import expect_authorized, names_address, without_password
+from keyhole.oracle.ledger import Notice, ignored, session
+from keyhole.oracle.open_inference import TakesTexts
+from keyhole.oracle.probe import Server
+from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
+from keyhole.recover.embeddings.reader import CountedReader
+from keyhole.recover.run import open_leaks
+from keyhole.stores import Store, open_store
+from keyhole.target import (
+    TargetKind,
+    demo_endpoints,
+    describe,
+    kind_of,
+    open_endpoint,
+    server_and_model,
+)
+
+TEXTS_OF_A_MODEL = 3
+TEXTS_OF_A_STORE = 20
+
+
+class Part(Protocol):
+    """One part of a target; `name` is empty where it is alone and needs none."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str:
+        """What two parts share only if they are the same."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many numbers its largest matrix has: threads follow from it."""
+        ...
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its findings follow from besides its identity."""
+        ...
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class EndpointPart:
+    """An oracle, whose weights and inputs are sought."""
+
+    name: str
+    oracle: Oracle
+
+    @property
+    def identity(self) -> str:
+        return identity_of(self.oracle)
+
+    @property
+    def size(self) -> int:
+        return self.oracle.dim**2
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:
+        made = weights.checks(self.name, self.oracle, seed)
+        made += inputs.checks(self.name, self.oracle, seed)
+        return made + (
+            defences.endpoint_checks(self.name, self.oracle, seed) if against_defences else []
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """A model with texts, which are read back, and whose predictions are flipped."""
+
+    name: str
+    target: TextTarget
+
+    @property
+    def identity(self) -> str:
+        return f"{self.target.loaded.name} {self.target.loaded.identity}"
+
+    @property
+    def size(self) -> int:
+        return largest_matrix(self.target.loaded.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        target, hardened = self.target, self.target.twin
+        examples = [asdict(example) for example in target.examples]
+        return {
+            "weights": identity(target.loaded.model, head=True),
+            "hardened model": None if hardened is None else identity(hardened.model, head=True),
+            "layers": target.layers if target.layers in (None, "all") else list(target.layers),
+            "precisions": list(target.precisions),
+            "texts": len(target.texts),
+            "examples": len(examples),
+            "data": digest(list(target.texts), list(target.notes), examples),
+            "corpus": digest(corpus_texts(target.corpus or SHIPPED)),
+            "device": next(target.loaded.model.parameters()).device.type,
+        }
+
+    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:
+        families = [texts.checks, gradients.checks, flips.checks]
+        families += [defences.model_checks] if against_defences else []
+        return [check for family in families for check in family(self.name, self.target, seed)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a target consists of; `skips` are parts that could not be opened."""
+
+    name: str
+    parts: tuple[Part, ...] = ()
+    skips: tuple[Skip, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return max((part.size for part in self.parts), default=0)
+
+    @property
+    def identity(self) -> str:
+        """What two targets share only if they are the same."""
+        return "; ".join(part.identity for part in self.parts)
+
+    @property
+    def endpoints(self) -> dict[str, Oracle]:
+        return {part.name: part.oracle for part in self.parts if isinstance(part, EndpointPart)}
+
+    @property
+    def models(self) -> dict[str, TextTarget]:
+        return {part.name: part.target for part in self.parts if isinstance(part, ModelPart)}
+
+    @property
+    def stores(self) -> dict[str, StoreTarget]:
+        return {part.name: part for part in self.parts if isinstance(part, StoreTarget)}
+
+    @contextmanager
+    def ready(self, ledger: str | None = None, notice: Notice = ignored) -> Generator[Target]:
+        """The same with its endpoints counted, and remembered where there is a ledger."""
+        if ledger is not None and not self.endpoints:
+            kind = TargetKind.STORE if self.stores else TargetKind.MODEL
+            raise _no_endpoint(kind, self.name)
+        with session(self.endpoints, ledger=ledger, notice=notice) as asked:
+            yield replace(
+                self,
+                parts=tuple(
+                    replace(part, oracle=asked[part.name])
+                    if isinstance(part, EndpointPart)
+                    else part
+                    for part in self.parts
+                ),
+            )
+
+
+def target_of(
+    target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target, name: str = ""
+) -> Target:
+    """An oracle, several by name, or a model with its texts, as a target without a file."""
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, StoreTarget):
+        return Target(name or target.name, (target,))
+    if isinstance(target, TextTarget):
+        return Target(name or target.loaded.name, (ModelPart("", target),))
+    endpoints = target if isinstance(target, Mapping) else {"": target}
+    return Target(name, tuple(EndpointPart(*each) for each in endpoints.items()))
+
+
+@dataclass(frozen=True)
+class NamedTarget:
+    """A target by its name and options: any process can open it.
+
+    `folder` is where a relative name begins; findings name the target as it was given.
+    """
+
+    name: str = field(repr=False)  # an address may hold a password
+    options: AuditOptions = field(default_factory=AuditOptions)
+    folder: str | None = None
+
+    @property
+    def local_only(self) -> bool:
+        """Its ledger of paid answers, and the secrets of an address, do not leave this machine."""
+        return self.options.ledger is not None or "://" in self.name
+
+    def anywhere(self) -> NamedTarget:
+        """The same for a process that runs in another folder."""
+        folder = self.folder or str(Path.cwd())
+        return replace(self, folder=folder, options=absolute(self.options, folder))
+
+    @property
+    def place(self) -> str:
+        """The target as any process of this machine finds it."""
+        if "://" in self.name or self.folder is None:
+            return self.name
+        for kind, mark, path in (("", "", self.name), self.name.partition(":")):
+            if path and exists(Path(self.folder, path)):
+                return f"{kind}{mark}{Path(self.folder, path)}"
+        return self.name
+
+    def open(self, worker: int = 0) -> Target:
+        """The target itself, on the device of the worker of that number."""
+        options = replace(self.options, device=device_of(self.options.device, worker))
+        return open_target(self.name, options, place=self.place)
+
+    def fingerprint(self) -> str:
+        """What tells that a target's files were not touched, without reading all of them."""
+        options = self.options
+        named = (*options.model, options.data, options.known, options.corpus)
+        files = [*self._own_files(), *(file for name in named if name for file in _files(name))]
+        times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return digest(self.name, repr(self), times)
+
+    @property
+    def size(self) -> int:
+        """The bytes of its files: the best guess at what it costs before anything is known."""
+        return sum(file.stat().st_size for file in self._own_files())
+
+    def _own_files(self) -> list[Path]:
+        if "://" in self.name:
+            return []
+        return _files(self.place) or _files(self.place.partition(":")[2])
+
+
+def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
+    """The options with files by their whole names; a name on the hub stays as it is."""
+
+    def found(name: str) -> str:
+        return str(Path(folder, name)) if exists(Path(folder, name)) else name
+
+    named = {name: getattr(options, name) for name in ("known", "corpus", "data")}
+    files = {name: found(file) for name, file in named.items() if file}
+    return replace(options, model=tuple(map(found, options.model)), **files)
+
+
+def _files(name: str) -> list[Path]:
+    path = Path(name)
+    if not name or not exists(path):
+        return []
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def open_target(
+    name: str, options: AuditOptions | None = None, *, place: str | None = None, **more: Any
+) -> Target:
+    """What `name` stands for, found at `place`; options also as keywords."""
+    options = AuditOptions(**more) if options is None else options
+    expect_device(options.device)
+    return _Opener(name, name if place is None else place, options).open()
+
+
+@dataclass(frozen=True)
+class _Opener:
+    """Opens what stands at `place`, under the name that people gave."""
+
+    name: str
+    place: str
+    options: AuditOptions
+
+    def open(self) -> Target:
+        kind, options, public = kind_of(self.place), self.options, without_password(self.name)
+        if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
+            raise _no_endpoint(kind, self.name)
+        if kind is TargetKind.SERVER:
+            expect_authorized(self.place, options.authorized)
+            return self._server(f"the server {public}")
+        if kind in (TargetKind.ENDPOINT, TargetKind.ROUTE):
+            return self._endpoint(f"the endpoint {public}")
+        options.endpoint.expect_none(public)
+        if kind is TargetKind.LEAK:
+            return self._leak()
+        if kind is TargetKind.STORE:
+            return self._store()
+        if kind is TargetKind.MODEL:
+            return self._model()
+        if kind is TargetKind.DEMO:
+            return self._demo()
+        if kind is not TargetKind.FILE:
+            raise InputError(
+                f"there is no {self.name}: give a .safetensors file, a model's folder, a .gguf "
+                "file, owner/name on the hub, http://host:port/v2/models/NAME, http://host:port, "
+                "a saved slot or leak, a vector store (such as chroma:FOLDER) or demo"
+            )
+        self._refuse(f"the endpoint {self.name}", "model", "known", "corpus", "data")
+        oracle = open_endpoint(self.place)
+        return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
+
+    def _refuse(self, what: str, *names: str) -> None:
+        """Options that say nothing about such a target."""
+        for name in names:
+            if getattr(self.options, name) not in (None, ()):
+                raise InputError(f"--{name} does not apply to {what}: leave it out")
+
+    def _texts_and_examples(self, loaded: Loaded) -> tuple[list[str], list[Example]]:
+        """Texts to read back, and examples to flip where the model is a classifier."""
+        options = self.options
+        read = self._texts()
+        if head_of(loaded.model) != "classification":
+            return read, []
+        return read, read_examples(
+            options.data or "", text=options.column or (), label=options.label or "label",
+            names=class_names(loaded.model.config), limit=options.flips,
+            labelled=options.label is not None,
+        )  # fmt: skip
+
+    def _texts(self) -> list[str]:
+        options = self.options
+        if options.data is None:
+            return list(demo.TEXTS)
+        return read_texts(options.data, options.column, options.texts or TEXTS_OF_A_MODEL)
+
+    def _model(self) -> Target:
+        self._refuse(f"the model {self.name}", "model", "known")
+        task = task_of(self.place)
+        head = "base" if task == "choice" else task
+        loaded = replace(
+            load_model(self.place, task=head, device=self.options.device), name=self.name
+        )
+        # Without data: the texts that ship. Their classes are the shipped classifier's alone.
+        given = self.options.data is not None
+        texts, examples = self._texts_and_examples(loaded) if given else (list(demo.TEXTS), [])
+        subject = TextTarget(
+            loaded, texts, self.options.layers, examples=examples,
+            notes=() if given else demo.NOTES, corpus=corpus_file(self.options.corpus),
+        )  # fmt: skip
+        return Target(self.name, (ModelPart(self.name, subject),))
+
+    def _demo(self) -> Target:
+        """The planted endpoints, and the classifier that ships with its hardened version."""
+        self._refuse(demo.DEMO, "model", "known")
+        name = "the planted endpoints and the classifier that ship with Keyhole"
+        endpoints = tuple(EndpointPart(*each) for each in demo_endpoints().items())
+        device = self.options.device
+        try:
+            loaded = demo.load_demo("classification", device)
+        except MissingExtra as missing:
+            exposure = Exposure(NOT_CHECKED, "demo")
+            skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
+            return Target(name, endpoints, (skip,))
+        hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
+        texts, examples, about = list(demo.TEXTS), list(demo.EXAMPLES), demo.ABOUT
+        notes = demo.NOTES
+        if self.options.data is not None:
+            (texts, examples), about, notes = self._texts_and_examples(loaded), "", ()
+        subject = TextTarget(
+            loaded, texts, self.options.layers, examples=examples, twin=hardened or None,
+            about=about, notes=notes, corpus=corpus_file(self.options.corpus),
+        )  # fmt: skip
+        return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
+
+    def _server(self, what: str) -> Target:
+        """A server of a language model; with the weights of --model its answers are read."""
+        loaded = self._weights(what)
+        server = Server.at(self.place, self.options.endpoint.only_connecting(what))
+        reason = "give --model to read it back"
+        skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
+        name = f"{server.kind or 'a server'} at {server.url}"
+        return Target(name, (ServerTarget(name, server, loaded, self._texts()),), skips)
+
+    def _endpoint(self, what: str) -> Target:
+        """An endpoint that takes vectors, or one that takes texts."""
+        options, public = self.options, without_password(self.name)
+        try:
+            oracle = open_endpoint(
+                self.place, options=options.endpoint, authorized=options.authorized
+            )
+        except TakesTexts as end:
+            base, model = server_and_model(self.place)
+            part = AnswersTarget(base, model, options.endpoint, self._weights(what), self._texts())
+            return Target(f"{model}, which takes {end.what} ({public})", (part,))
+        self._refuse(what, "model", "known", "corpus", "data")
+        return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
+
+    def _weights(self, what: str) -> Loaded | None:
+        """The model of --model, with its head; None where none is given."""
+        name = self._one_model(what)
+        if name is None:
+            return None
+        task = task_of(demo.folder_of(name))
+        return demo.open_model(name, task=task, device=self.options.device)
+
+    def _one_model(self, what: str) -> str | None:
+        self._refuse(what, "known", "corpus")
+        if len(self.options.model) > 1:
+            raise InputError(f"give {what} one --model, not {len(self.options.model)}")
+        return self.options.model[0] if self.options.model else None
+
+    def _leak(self) -> Target:
+        """A saved slot or leak, read with the weights of --model."""
+        model = self._one_model(f"the leak {self.name}")
+        if model is None:
+            raise InputError(
+                f"{self.name} needs --model: name the model whose states or cache it holds"
+            )
+        loaded, opened = open_leaks(model, self.place, device=self.options.device)
+        leaks = [
+            replace(leak, name=f"{self.name}{leak.name.removeprefix(self.place)}")
+            for leak in opened
+        ]
+        return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
+
+    def _store(self) -> Target:
+        options, public = self.options, without_password(self.name)
+        if names_address(self.place):  # a server of embeddings
+            expect_authorized(self.place, options.authorized)
+        self._refuse(f"the vector store {public}", "data", "layers")
+        if not options.model:
+            raise InputError(
+                f"the vector store {public} needs --model: name the encoder that made its vectors "
+                "(a folder, owner/name on the hub, or demo)"
+            )
+        corpus = corpus_file(options.corpus)
+        method = CountedReader() if corpus is None else CountedReader(corpus)
+        known = [] if options.known is None else read_texts(options.known)
+        with open_store(self.place, known, shown=self.name) as store:
+            subject = likeliest(self._candidates(store, known))
+        subject = replace(subject, method=method)
+        return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
+
+    def _candidates(self, store: Store, known: Sequence[str]) -> list[StoreTarget]:
+        """The store as each encoder would have made it; one of another width is no candidate."""
+        options = self.options
+        made: list[StoreTarget] = []
+        refused: list[InputError] = []
+        for encoder in options.model:
+            loaded = demo.open_model(encoder, device=options.device)
+            try:
+                subject = StoreTarget.of(
+                    store, loaded, texts=options.texts or TEXTS_OF_A_STORE, known=known,
+                    seed=options.seed,
+                )  # fmt: skip
+            except InputError as error:
+                refused.append(error)
+                continue
+            name = str(Path(encoder).absolute()) if exists(encoder) else encoder
+            made.append(replace(subject, encoder=name))
+        if not made:
+            raise refused[0]
+        return made
+
+
+def corpus_file(file: str | None) -> Path | None:
+    """The file of a corpus, as other processes find it."""
+    if file is None:
+        return None
+    expect_file(file, "a corpus")
+    return Path(file).absolute()
+
+
+def _no_endpoint(kind: TargetKind, name: str) -> InputError:
+    return InputError(
+        f"--ledger keeps the answers of an endpoint, and {name} is a {kind}: leave --ledger out"
+    )

@@ -1,0 +1,471 @@
+"""`keyhole lab`: what researchers use, besides planting and serving targets (lab_targets.py)."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keyhole.cli.app import app, example, interruptible
+from keyhole.cli.bars import bars
+from keyhole.cli.console import answer, say, show
+from keyhole.cli.invert import ProblemFile
+from keyhole.cli.options import (
+    AllowPickle,
+    Classes,
+    Data,
+    Device,
+    Examples,
+    Force,
+    Json,
+    Label,
+    MaxLength,
+    Method,
+    MethodOptions,
+    ModelName,
+    Out,
+    Seed,
+    TextColumns,
+    about,
+    declared,
+    method_options,
+    option_types,
+)
+from keyhole.cli.outputs import and_tensors, expect_new
+from keyhole.core import exit_code
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
+
+if TYPE_CHECKING:
+    from keyhole.core.progress import Progress
+    from keyhole.core.registry import Registry
+
+lab = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+app.add_typer(lab, name="lab", help="Plant, capture, measure and prove: what researchers use.")
+
+Options = Annotated[
+    list[str] | None,
+    about(
+        "What is named above; may be repeated.", CHECKS, "--option", "-o", metavar="NAME=VALUE"
+    ),
+]  # fmt: skip
+Columns = Annotated[str | None, declared("column")]
+
+
+@lab.callback()
+def about_lab() -> None:
+    """Plant, capture, measure and prove: what researchers use."""
+
+
+@lab.command(
+    epilog=example("keyhole lab methods", "keyhole lab methods low-rank"),
+)
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A method; by default all are listed.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List methods; of one, the hyperparameters that -o sets, with their defaults."""
+    found = [
+        (command, entry)
+        for command, registry in _registries().items()
+        for entry in registry.values()
+        if name in (None, entry.name)
+    ]
+    if not found:
+        raise InputError(f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them")
+    data: list[dict[str, Any]] = [
+        {"command": command, "name": entry.name, "about": entry.about, "options": _fields(entry)}
+        for command, entry in found
+    ]
+    lines: list[str] = []
+    for row in data:
+        lines.append(f"{row['command']} --method {row['name']}: {row['about']}")
+        if name is not None:
+            lines += [f"  -o {part['name']}={part['default']}  {part['help']}".rstrip()
+                      for part in row["options"]]  # fmt: skip
+    answer({"methods": data}, "\n".join(lines), as_json=as_json)
+
+
+def _registries() -> dict[str, Registry[Any, Any]]:
+    from keyhole.disrupt.registry import ATTACKERS
+    from keyhole.extract.registry import METHODS as EXTRACTIONS
+    from keyhole.harden.defences import DEFENCES
+    from keyhole.invert.registry import METHODS as SOLVERS
+    from keyhole.lab.stacks import METHODS as STACKS
+    from keyhole.recover.registry import ATTACKS
+
+    return {
+        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS, "lab stacks": STACKS,
+        "disrupt": ATTACKERS, "harden": DEFENCES,
+    }  # fmt: skip
+
+
+def _fields(entry: Any) -> list[dict[str, Any]]:
+    """What -o sets of a method, with the help of its fields where they have any."""
+    parameters = inspect.signature(entry.make).parameters
+    helps = {
+        name: field.metadata.get("help", "")
+        for name, field in getattr(entry.method or entry.make, "__dataclass_fields__", {}).items()
+    }
+    return [
+        {
+            "name": name, "help": helps.get(name, ""),
+            "default": "…" if (default := parameters[name].default) is inspect.Parameter.empty
+            else "" if default is None else str(default),
+        }
+        for name in option_types(entry)
+    ]  # fmt: skip
+
+
+@lab.command(
+    epilog=example(
+        'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 '
+        "--out leak.safetensors",
+        "keyhole lab capture ./my-model --data texts.txt --expose kv:1 --precision int8 "
+        "--out leaks",
+        'keyhole lab capture demo --text "one text" --text "another one" --expose gradient '
+        "--out gradients.safetensors",
+        'keyhole lab capture demo --text "in any order" --expose hidden:1 --degrade permuted '
+        "--out rows.safetensors",
+    )
+)
+def capture(
+    model: ModelName,
+    expose: Annotated[
+        str,
+        about(
+            "What leaks, and of which layer: hidden:3, kv:0, maps:1, attention:1 or pooled; logits "
+            "are those of the next token, logits:4 those of the first 4 tokens after the text; "
+            "gradient is what a client hands over for a batch of texts.",
+            CHECKS,
+        ),
+    ],
+    text: Annotated[
+        list[str] | None, about("A text to run the model on; may be repeated.", DATA)
+    ] = None,
+    data: Annotated[
+        Path | None,
+        about(
+            "A file of texts: .txt (one a line), or .tsv, .csv, .jsonl with a column of them.",
+            DATA,
+            metavar="FILE",
+        ),
+    ] = None,
+    column: Columns = None,
+    examples: Examples = None,
+    precision: Annotated[
+        str,
+        about(
+            "How the leak is rounded: float32, bfloat16, float16, int8 or int4 (both with one "
+            "scale for each row); a pooled embedding also to binary, its signs.",
+            CHECKS,
+        ),
+    ] = "float32",
+    noise: Annotated[
+        float,
+        about(
+            "How much noise to add, in standard deviations of the leak; to a gradient, in units of "
+            "clip.",
+            CHECKS,
+        ),
+    ] = 0.0,
+    degrade: Annotated[
+        list[str] | None,
+        about(
+            "Change the leak. Hidden states: normalised (rows of length 1), permuted (rows in "
+            "random order), subset:K (K rows), truncated:K (K numbers of each row). Pooled "
+            "embeddings: normalised, truncated:K. Logits: log-probabilities. Hidden states, or "
+            "keys and values, by a secret drawn from the number KEY: rotated:KEY, scrambled:KEY (a "
+            "linear map, tokens of a block permuted), mixed:KEY (tokens of a block also mixed). "
+            "May be repeated.",
+            CHECKS,
+            metavar="FORM",
+        ),
+    ] = None,
+    option: Options = None,
+    out: Annotated[
+        Path,
+        about("The file to write the leak to, or a folder for several.", OUTPUT, metavar="PATH"),
+    ] = Path("leak.safetensors"),
+    force: Force = False,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Write down what a model leaks about a text, to try an attack on.
+
+    For a gradient, -o sets clip (the norm that each text's gradient is clipped to), steps (of the
+    client on its batch; with several the change of its weights leaks), rate (its learning rate,
+    0.01) and hide (parts to leave out: embeddings).
+    """
+    from keyhole.data import read_texts
+    from keyhole.recover.simulate import UNFINISHED, files_of
+    from keyhole.recover.simulate import capture as capture_leaks
+
+    expect_count("--examples", examples)
+    forms = degrade or []
+    texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
+    if not texts:
+        raise InputError("give texts with --text or --data")
+    if expose == "gradient":
+        if forms:
+            raise InputError(f"--degrade {forms[0]} cannot be done to a gradient")
+        expect_new(out, force=force)
+        show(
+            _capture_gradient(
+                model, texts, out, option or [], noise=noise, precision=precision, device=device,
+                allow_pickle=allow_pickle, seed=seed,
+            )
+        )  # fmt: skip
+        return
+    settings(option or (), {}, f"a capture of {expose}")
+    files = files_of(out, len(texts))
+    if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
+        expect_new(*files, force=force)
+    with interruptible(lambda: _kept(out / UNFINISHED, "leaks", out)):
+        states = ", ".join([precision, *forms])
+        capture_leaks(
+            model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
+            device=device, allow_pickle=allow_pickle, force=force, seed=seed,
+            notify=lambda path, leak: show(
+                f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
+            ),
+        )  # fmt: skip
+
+
+def _capture_gradient(
+    model: str, texts: list[str], out: Path, words: list[str], *, noise: float, **more: Any
+) -> str:
+    """What a client hands over for a batch of texts; what was written."""
+    from keyhole.data import NO_LABEL, Example
+    from keyhole.recover.gradients.recover_batch import capture_update
+    from keyhole.recover.gradients.update import Protocol
+
+    types = {**types_of(Protocol, hidden=("noise",)), "hide": tuple[str, ...]}
+    options = settings(words, types, "a gradient")
+    hide = options.pop("hide", ())
+    examples = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts, 1)]
+    update = capture_update(
+        model, examples, out=out, protocol=Protocol(noise=noise, **options), hide=hide, **more
+    )
+    return f"{out}: the {update.what} of a batch of {update.texts} texts, {more['precision']}"
+
+
+def _kept(journal: Path, what: str, where: Path | None = None) -> str:
+    """What a stopped run has behind it."""
+    from keyhole.core.journal import records_in
+
+    records = records_in(journal)
+    return (
+        f"{records} {what} are in {where or journal}: the same command resumes" if records else ""
+    )
+
+
+@lab.command(
+    epilog=example(
+        "keyhole lab corpus ./language-model --texts 20 --out drawn.txt",
+        'keyhole lab corpus ./language-model --begin "The film" --begin "This movie" --texts 20 '
+        "--out reviews.txt",
+    )
+)
+def corpus(
+    model: ModelName,
+    texts: Annotated[int, about("How many sentences to draw.", CHECKS)] = 10_000,
+    begin: Annotated[
+        list[str] | None,
+        about(
+            "Words that sentences begin with; may be repeated. By default the first words of "
+            "sentences of the corpus that ships with Keyhole.",
+            CHECKS,
+            metavar="WORDS",
+        ),
+    ] = None,
+    max_length: Annotated[int, about("The most tokens of a sentence.", CHECKS)] = 40,
+    out: Annotated[
+        Path, about("The file to write them to, one a line.", OUTPUT, metavar="FILE")
+    ] = Path("corpus.txt"),
+    force: Force = False,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Draw sentences from a language model, to read embeddings with as a --corpus."""
+    from keyhole.core.files import write_text
+    from keyhole.recover.embeddings.drawn import draw_texts
+
+    expect_count("--texts", texts)
+    expect_count("--max-length", max_length)
+    journal = out.with_name(f"{out.name}.journal")
+    expect_new(out, force=force)
+    with interruptible(lambda: _kept(journal, "batches")), bars("corpus", "texts") as track:
+        lines = draw_texts(
+            model, texts, begins=begin or (), max_length=max_length, device=device,
+            allow_pickle=allow_pickle, journal=journal, seed=seed, track=track,
+        )  # fmt: skip
+        write_text(out, "".join(f"{line}\n" for line in lines))
+    journal.unlink(missing_ok=True)
+    short = "" if len(lines) == texts else f" (of {texts:,}: nothing new came after those)"
+    show(f"{out}: {len(lines):,} sentences{short}")
+
+
+@lab.command(
+    epilog=example(
+        "keyhole lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=3 -o scale=0.3",
+        "keyhole invert layer.safetensors -o starts=32 --out input.json",
+        "keyhole lab bounds layer.safetensors input.safetensors",
+    )
+)
+def bounds(
+    problem: ProblemFile,
+    at: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT",
+            help="A .safetensors file with the input X to measure at, such as the one that "
+            "keyhole invert --out writes.",
+        ),
+    ],
+    option: Options = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Print the paper's bounds on the Hessian next to measured values, and what they assume.
+
+    -o sets R (the paper's, 1 or more; by default the least that covers W, V, the output and X) and
+    neighbours (how many neighbours of X the Hessian is compared with, 32).
+    """
+    from keyhole.invert.run import measure_bounds
+
+    options = settings(option or (), {"R": float, "neighbours": int}, "bounds")
+    with interruptible():
+        found = measure_bounds(problem, at, **options, seed=seed)
+    answer(found.to_dict(), found.summary(), as_json=as_json)
+
+
+@lab.command(
+    epilog=example(
+        "keyhole lab plant stack.safetensors --kind inversion -o layers=2 -o residual=true "
+        "-o dim=4 -o tokens=5",
+        "keyhole lab stacks stack.safetensors --out first.json",
+    )
+)
+def stacks(
+    stack: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STACK",
+            help="A .safetensors file with 1.W, 1.V, 2.W, 2.V, … and the last output B.",
+        ),
+    ],
+    method: Method = None,
+    option: MethodOptions = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Read the input of several layers back from their weights and the last output.
+
+    With --out every finished search is kept in FILE.journal until the result is saved, and the
+    same command resumes.
+    """
+    from keyhole.lab.stacks import METHODS, Stack, run
+
+    expect_new(*and_tensors(out), force=force)
+    name = method or "peel"
+    options = method_options(METHODS, name, option)
+    journal = None if out is None else out.with_name(f"{out.name}.journal")
+    kept = interruptible(lambda: "" if journal is None else _kept(journal, "finished searches"))
+    with kept, bars("invert layers", each=False) as track:
+        asked = Stack.load(stack)
+
+        def begun(name: str, total: int | None = None) -> Progress:
+            """When the search begins: a refusal comes before it, as the only line."""
+            say(f"{stack}: {len(asked.layers)} layers, {len(asked.B)} tokens")
+            return track(name, total)
+
+        result = run(
+            asked, name, **options, device=device, seed=seed, journal=journal, force=force,
+            track=begun, resuming=lambda done: say(f"resuming: {done} searches are done"),
+        )  # fmt: skip
+        if out is not None:
+            result.save(out)
+    if journal is not None:
+        journal.unlink(missing_ok=True)
+    answer(result.to_dict(), result.summary(), as_json=as_json)
+    raise typer.Exit(exit_code([result.status]))
+
+
+@lab.command(
+    epilog=example("keyhole lab certificates ./my-classifier 1 --data dev.tsv --examples 2")
+)  # fmt: skip
+def certificates(
+    model: ModelName,
+    k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
+    data: Data = None,
+    column: TextColumns = None,
+    label: Label = None,
+    classes: Classes = None,
+    examples: Examples = None,
+    max_length: MaxLength = 128,
+    option: Options = None,
+    out: Out = None,
+    force: Force = False,
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Prove which answers stay the same whichever K units of attention are cut.
+
+    Exactly for 1, by a bound for more (BERT classifiers). -o sets spare: what is never cut.
+    """
+    from keyhole.lab.certificates import certify_all
+
+    expect_new(out, force=force)
+    spare = settings(option or (), {"spare": str}, "certificates").get("spare")
+    with interruptible(), bars("disrupt", "examples") as track:
+        proofs = certify_all(
+            model, data, k, spare=spare, text=column or (), label=label,
+            classes=classes.split(",") if classes else (), examples=examples, max_length=max_length,
+            device=device, allow_pickle=allow_pickle, track=track,
+        )  # fmt: skip
+        if out is not None:
+            proofs.save(out)
+    units = "one unit" if k == 1 else f"up to {k} units"
+    answer(
+        proofs.to_dict(), f"{model}: {units} of attention cut\n{proofs.summary()}", as_json=as_json
+    )
+    raise typer.Exit(exit_code([proofs.outcome]))
+
+
+@lab.command(
+    epilog=example(
+        "keyhole lab cost head -o width=64 -o rank=8 -o exposure=scores -o rate=50 -o price=0.01",
+        "keyhole lab cost layer -o width=576 -o exposure=log-probabilities -o vocabulary=49152",
+        "keyhole lab cost text -o tokens=12 -o texts=100000 -o price=2.5",
+    )
+)
+def cost(
+    what: Annotated[
+        str, typer.Argument(metavar="[head|layer|text]", help="What the attack would take.")
+    ],
+    option: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what an attack would cost: queries, tokens, hours and money.
+
+    head takes width, rank, exposure (scores, rounded, signs, vectors) and accuracy; layer width,
+    heads, exposure (vectors, checkpoint, log-probabilities), vocabulary and top; both the prices
+    rate (queries a second, 10), price (of a query), token_price (of a million tokens) and daily (a
+    client's budget of queries, 1000). text takes tokens, exposure, processor (gpu or cpu), texts,
+    price (of an hour) and seconds (for a thousand passes, if not as measured).
+    """
+    from keyhole.lab import cost as costs
+
+    bill = costs.bill(what, option or ())
+    answer(bill.to_dict(), bill.summary(), as_json=as_json)

@@ -1,0 +1,227 @@
+"""`keyhole recover`: parse, one library call, print."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from keyhole.cli.app import app, example, interruptible
+from keyhole.cli.bars import bars
+from keyhole.cli.console import say, show, visible
+from keyhole.cli.options import AllowPickle, Corpus, Device, Json, Method, ModelName, about
+from keyhole.core import exit_code
+from keyhole.core.errors import InputError
+from keyhole.core.files import expect_writable
+from keyhole.core.options import CHECKS, DATA, OUTPUT
+
+if TYPE_CHECKING:
+    from keyhole.models.loading import Loaded
+    from keyhole.recover.gradients import BatchRecovery
+    from keyhole.recover.recovery import TextRecovery
+    from keyhole.recover.run import LeakRead
+
+# How a token is shown by its mark: style, what stands around it, and the words of the legend.
+_MARKS = {
+    "verified": ("green", "", "", ""),
+    "likely": ("yellow", "[", "]", "likely in [brackets]"),
+    "unknown": ("red", "{", "}", "unknown in {braces}"),
+}
+
+
+@app.command(
+    epilog=example(
+        'keyhole lab capture demo --text "a secret of mine" --expose hidden:3 '
+        "--out leak.safetensors",
+        "keyhole recover demo leak.safetensors --json",
+        'keyhole lab capture demo --text "one of two" --text "texts of a batch" --expose gradient '
+        "--out gradients.safetensors",
+        "keyhole recover demo gradients.safetensors",
+    )
+)
+def recover(
+    model: ModelName,
+    leaks: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="LEAK",
+            help="Files (or folders of files) of one kind: leaks of keyhole lab capture, or what "
+            "other programs saved as .npy, .npz, .safetensors or .pt.",
+        ),
+    ],
+    expose: Annotated[
+        str | None,
+        about(
+            "What files of other programs hold, and of which layer: hidden:3, kv:0, maps:1. By "
+            "default found out from names, shapes and numbers.",
+            DATA,
+        ),
+    ] = None,
+    corpus: Corpus = None,
+    truth: Annotated[
+        Path | None,
+        about(
+            "The true texts, one for each leak in order: report how much of each came back.",
+            DATA,
+            metavar="FILE",
+        ),
+    ] = None,
+    method: Method = None,
+    noise: Annotated[
+        float | None,
+        about(
+            "The size of the noise in the leaks, if it is known, in standard deviations of the "
+            "leak. With noise of unknown size less is verified, and nothing from one vector.",
+            CHECKS,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        about(
+            "Write one JSON line for each leak as soon as it is read; the same command goes on "
+            "from there.",
+            OUTPUT,
+            metavar="FILE",
+        ),
+    ] = None,
+    as_json: Json = False,
+    device: Device = "cpu",
+    allow_pickle: AllowPickle = False,
+) -> None:
+    """Read the text back from what a model exposed, verified by running the model on it.
+
+    Verified tokens are plain and green, likely ones in \\[brackets] and yellow, unknown ones in
+    {braces} and red. With --out, leaks that are there already are not read again.
+    """
+    from keyhole.data import read_texts
+    from keyhole.recover.files.sources import leak_files
+    from keyhole.recover.gradients import is_update
+    from keyhole.recover.run import run
+
+    if out is not None:
+        expect_writable(out)
+    if is_update(leak_files(leaks)[0]):
+        given = {
+            "--method": method, "--corpus": corpus, "--noise": noise, "--out": out,
+            "--expose": expose,
+        }  # fmt: skip
+        for option, value in given.items():
+            if value is not None:
+                raise InputError(f"{option} is not for gradients: leave it out")
+        return _recover_updates(model, leaks, truth, device, allow_pickle, as_json)
+    texts: list[LeakRead] = []
+    kept = f" texts are in {out}: the same command goes on"
+    with (
+        interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
+        bars("recover", "texts") as track,
+    ):
+
+        def notify(read: LeakRead) -> None:
+            texts.append(read)
+            if not (read.before or as_json):
+                with track.paused():
+                    show(_shown(read))
+
+        run(
+            model, leaks, method=method, corpus=corpus, noise=noise, expose=expose,
+            truth=None if truth is None else read_texts(truth), device=device,
+            allow_pickle=allow_pickle, out=out, track=track, notify=notify,
+        )  # fmt: skip
+    before = sum(text.before for text in texts)
+    if before:
+        say(f"{out}: {before} of {len(texts)} leaks were read before")
+    if as_json:
+        ordered = sorted(texts, key=lambda text: text.number)
+        data = [text.to_dict() for text in ordered]
+        typer.echo(json.dumps(data if len(data) > 1 else data[0], indent=2, allow_nan=False))
+    raise typer.Exit(exit_code(text.recovery.status for text in texts))
+
+
+def _recover_updates(
+    model: str, leaks: list[Path], truth: Path | None, device: str, allow_pickle: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """The batches behind files of gradients, each as its texts in no order."""
+    from keyhole.data import read_texts
+    from keyhole.models.anatomy import anatomy
+    from keyhole.recover.files.sources import leak_files
+    from keyhole.recover.gradients.recover_batch import opened, recovering_updates
+    from keyhole.recover.originals import Original
+    from keyhole.recover.simulate import MAX_LENGTH
+
+    loaded = opened(model, device, allow_pickle)
+    true = [] if truth is None else read_texts(truth)
+    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
+    originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
+    shown: list[dict[str, Any]] = []
+    batches: list[BatchRecovery] = []
+    with bars("recover", "batches") as track:
+        for file, batch in recovering_updates(loaded, leak_files(leaks), track=track):
+            batches.append(batch)
+            exact = sum(
+                any(original.is_exactly(loaded.tokenizer, text.ids) for text in batch.texts)
+                for original in originals
+            )
+            shares = {"exact": exact} if originals else {}
+            shown.append({"leak": str(file), **batch.to_dict(), **shares})
+            if not as_json:
+                with track.paused():
+                    show(_shown_batch(loaded, file, batch))
+                    if originals:
+                        show(f"  {exact} of {len(originals)} true texts are among them, exactly")
+    if as_json:
+        data = shown if len(shown) > 1 else shown[0]
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
+    raise typer.Exit(exit_code(batch.status for batch in batches))
+
+
+def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
+    from keyhole.recover.pieces import written
+
+    line = Text(f"{file.name}: {batch.status} ({batch.reason})")
+    for number, text in enumerate(batch.texts):
+        label = f" (class {batch.labels[number]})" if batch.labels else ""
+        line.append(f"\n  text {number + 1}{label}: ")
+        line.append(_marked(text, loaded.tokenizer.pad_token_id))
+    if not batch.texts and batch.tokens:
+        words = visible(" ".join(written(loaded.tokenizer, list(batch.tokens))))
+        line.append(f"\n  its tokens, in no order: {words}")
+    line.append(f"\n  {batch.cost}")
+    return line
+
+
+def _shown(read: LeakRead) -> Text:
+    recovery = read.recovery
+    line = Text(f"{Path(read.leak).name}: {recovery.status} ({recovery.reason})\n  ")
+    line.append(_marked(recovery, read.padding))
+    signs = ", ".join(
+        legend for mark, (*_, legend) in _MARKS.items() if legend and mark in recovery.marks
+    )
+    line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
+    if read.shared is not None:
+        words = "exactly the true text" if read.exact else "not the true text"
+        line.append(f"\n  {words}: {read.shared}")
+    line.append(f"\n  {recovery.cost}")
+    return line
+
+
+def _marked(recovery: TextRecovery, padding: int | None) -> Text:
+    """A text's tokens as they are written, in the colours and signs of their marks.
+
+    `padding` is the id where an attack had nothing to say.
+    """
+    line = Text()
+    pieces = [
+        (" ?" if id_ == padding and mark == "unknown" else piece, mark)
+        for piece, mark, id_ in zip(recovery.pieces, recovery.marks, recovery.ids, strict=False)
+    ]
+    for mark, alike in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+        words = visible("".join(piece for piece, _ in alike))
+        space = words[: len(words) - len(words.lstrip())]
+        style, before, after, _ = _MARKS[mark]
+        line.append(f"{space}{before}{words.lstrip()}{after}", style=style)
+    return line

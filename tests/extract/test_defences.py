@@ -1,0 +1,159 @@
+"""Every defence in front of a small head: what the thief gets, what is left to honest clients."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from command_line import inside
+from keyhole import extract, oracle
+from keyhole.core import Status, dump
+from keyhole.extract.defences import HonestClient, Trial, trials, try_defence
+from keyhole.oracle import Degradation
+
+DIM = 5
+TARGET = oracle.plant(dim=DIM, seed=6)
+CLIENT = HonestClient.of(TARGET)
+PLANNED = {trial.name: trial for trial in trials(DIM)}
+EXACT = (
+    "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
+    "short and unusual inputs refused", "one query a second",
+)  # fmt: skip
+NEARLY = (
+    "rounding, norms clipped", "noise, the same for a question, norms clipped", "label only",
+    "noise, anew each time, norms clipped", "short and unusual inputs refused, rounding",
+)  # fmt: skip
+SLOW = "short and unusual inputs refused, label only"
+HELD = ("a budget of half the unknowns",)
+
+
+def test_all_are_expected_to_end_in_some_way():
+    assert sorted((*EXACT, *NEARLY, SLOW, *HELD)) == sorted(PLANNED)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_defences_that_give_everything_away(name):
+    tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
+    assert tried.status is Status.RECOVERED, tried.reason
+    assert tried.thief_error <= 1e-10
+    assert tried.better
+    assert tried.waiting == (tried.queries if name == "one query a second" else None)
+
+
+@pytest.mark.parametrize("name", [*NEARLY, pytest.param(SLOW, marks=pytest.mark.release)])
+def test_defences_that_cost_the_thief_digits(name):
+    tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
+    assert tried.status is Status.INEXACT
+    assert 1e-8 < tried.thief_error <= 2e-2
+    assert tried.better, "the honest client loses more"
+    assert tried.honest_error > 1e-3
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_defences_that_hold(name):
+    tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
+    assert tried.status is Status.UNSOLVED
+    assert tried.thief_error is None or tried.thief_error > 0.1
+    budget = PLANNED[name].queries(DIM)
+    assert budget is None or tried.queries <= budget == 15
+
+
+def test_more_repetition_averages_more_noise_out():
+    change = PLANNED["noise, anew each time, norms clipped"].change
+    errors = []
+    for repeats in (1, 12):
+        result = extract.Adapted(change, repeats)(change.applied(TARGET))
+        errors.append(CLIENT.error_of(result.model))
+    assert errors[1] < errors[0] / 2
+
+
+def test_what_honest_clients_lose():
+    def served(**change):
+        return CLIENT.served(Degradation(**change).applied(TARGET), "sign_only" in change)
+
+    assert served().error == 0
+    scale = float(CLIENT.truth.square().mean().sqrt())
+    noisy = served(noise=0.1)
+    assert noisy.error == pytest.approx(0.1 / 3**0.5 / scale, rel=0.2)
+    assert served(max_norm=100.0).error == 0
+    # ±1 at the best scale leaves 1 − (mean |f|)² / mean f².
+    left = 1 - float(CLIENT.truth.abs().mean() / scale) ** 2
+    assert served(sign_only=True).error == pytest.approx(left**0.5, abs=1e-9)
+    refused = served(min_tokens=8)
+    assert refused.refused == pytest.approx(1 / 3)
+    assert refused.error > 0.3
+    # A copy that is the target at another scale is as good as the target: one score tells which.
+    copy = oracle.Head(TARGET.W, 3 * TARGET.v)
+    assert CLIENT.error_of(copy) <= 1e-15
+    assert CLIENT.error_of(oracle.Head(TARGET.W, TARGET.v.flip(0))) > 0.1
+
+
+def test_the_attack_follows_from_the_defence():
+    def attack(**change):
+        return str(extract.Adapted(Degradation(**change)))
+
+    assert attack() == "SingleHead"
+    assert attack(decimals=1) == attack(noise=0.1) == attack(fresh_noise=0.1) == "Tolerant"
+    assert attack(sign_only=True) == "SignOnly"
+    assert attack(max_norm=1.0) == attack(usual_norm=1.0) == "OrdinaryQuestions"
+    assert attack(min_tokens=3) == "SingleHead, tokens copied"
+    assert attack(min_tokens=3, decimals=2) == "Tolerant, tokens copied"
+    assert attack(usual_norm=1.0, sign_only=True, min_tokens=4) == "OrdinaryLabels"
+    method = extract.Adapted(Degradation(decimals=0, noise=0.25, max_norm=3.0)).method
+    assert method == extract.Tolerant(0.75, max_norm=3.0, repeats=16)
+
+
+def test_labels_of_long_sequences():
+    change = Degradation(sign_only=True, min_tokens=5)
+    tried = try_defence(Trial("labels", change), TARGET, CLIENT, seed=0)
+    assert tried.attack == "SignOnly, tokens copied"
+    assert tried.status is Status.INEXACT
+    assert tried.thief_error <= 1e-3
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, capsys):
+    oracle.save(oracle.plant(dim=3, seed=1), tmp_path / "head.safetensors")
+    oracle.save(oracle.plant("multi-head", dim=3, heads=2), tmp_path / "heads.safetensors")
+    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_the_command(here, tmp_path, monkeypatch):
+    few = ("no defence", "a budget of half the unknowns", "one query a second")
+    monkeypatch.setattr(
+        "keyhole.extract.defences.trials", lambda *_: [PLANNED[name] for name in few]
+    )
+    done = here("extract", "head.safetensors", "--against-defences", "--json", "--out", "d.json")
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert [each["defence"] for each in data["tried"]] == list(few)
+    result = extract.DefencesTried.load(tmp_path / "d.json")
+    assert json.loads(dump(result.to_dict())) == data
+    assert extract.DefencesTried.from_dict(data) == result
+    assert "attacker's error" in result.summary()
+    assert replace(result, tried=result.tried[-1:]).summary().endswith("take 12 seconds")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["head.safetensors", "-o", "rank=2"], "--against-defences has no option 'rank'"),
+        (["head.safetensors", "--method", "tolerant"], "leave --method out"),
+        (["heads.safetensors"], "read one head's scores"),
+        (["head.safetensors", "-o", "usual_norm=0"], "expected a usual norm"),
+    ],
+)
+def test_what_does_not_go_together(options, reason, here):
+    done = here("extract", "--against-defences", *options)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_a_norm_that_honest_tokens_have():
+    (unusual,) = [t for t in trials(DIM, usual_norm=0.01) if t.name == "unusual inputs refused"]
+    tried = try_defence(unusual, TARGET, HonestClient.of(TARGET, usual_norm=0.01), seed=0)
+    assert tried.status is Status.RECOVERED
+    assert 0 < tried.honest_error < 1

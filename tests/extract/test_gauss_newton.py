@@ -1,0 +1,41 @@
+"""The structured least-squares fit, against a dense one."""
+
+from __future__ import annotations
+
+import numpy as np
+import reference_noise as reference
+import torch
+
+from keyhole import oracle
+from keyhole.extract import gauss_newton
+from keyhole.extract.gauss_newton import Pairs, SingleTokens
+
+
+def test_least_squares_agrees_with_a_dense_fit():
+    d, stream = 3, torch.Generator().manual_seed(0)
+    head = oracle.plant(dim=d, seed=5)
+
+    def unit(rows):
+        return torch.nn.functional.normalize(
+            torch.randn(rows, d, generator=stream, dtype=torch.float64), dim=1
+        )
+
+    tokens, deltas, xs = 3 * unit(5), unit(4), unit(4)
+    grid = torch.arange(16)
+    i, j = grid // 4, grid % 4
+    xi = torch.rand(16, generator=stream, dtype=torch.float64) + 0.2
+    g = torch.rand(16, generator=stream, dtype=torch.float64) + 2
+    last = xi[:, None] * xs[j]
+    pairs = torch.stack([last + g[:, None] * deltas[i], last], dim=1)
+    noisy = oracle.Noisy(head, 1e-2)
+    a, b = noisy(tokens[:, None]), noisy(pairs)
+    start = head.v + 0.01, head.W - 0.01
+    found = gauss_newton.refine(
+        *start, [SingleTokens(tokens, a), Pairs(deltas, xs, i, j, xi, g, b)]
+    )
+    wanted = reference.dense_gauss_newton(
+        start[0].numpy(), start[1].numpy(),
+        [*tokens[:, None].numpy(), *pairs.numpy()], torch.cat([a, b]).numpy(),
+    )  # fmt: skip
+    assert np.allclose(found[0].numpy(), wanted[0], atol=1e-4)
+    assert np.allclose(found[1].numpy(), wanted[1], atol=1e-4)

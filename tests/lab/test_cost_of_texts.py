@@ -1,0 +1,56 @@
+"""Every figure about texts stands in a document as it stands in measured.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.core.errors import InputError
+from keyhole.lab import cost
+from keyhole.lab.cost import figures
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("checkpoint", "best tokens", "answer bytes", "text")
+
+
+@pytest.mark.parametrize("figure", [figure for name in NAMES for figure in figures(name)])
+def test_it_stands_in_its_document(figure):
+    text = " ".join((ROOT / figure.document).read_text("utf-8").split())
+    for words in figure["measured"]:
+        assert " ".join(words.split()) in text
+
+
+@pytest.mark.parametrize("figure", figures("text"))
+def test_a_row_says_what_it_quotes(figure):
+    quoted = " ".join(figure["measured"])
+    assert f"{figure['passes']:,}" in quoted or str(figure["passes"]) in quoted
+    came_back, tried = figure["exact"]
+    assert f"{came_back} of {tried}" in quoted
+    if figure["seconds"] is not None:
+        assert str(figure["seconds"]) in quoted
+
+
+def test_many_texts():
+    bill = cost.TextCost(cost.text(12), texts=1000, price=2.0)
+    assert bill.hours == pytest.approx(1000 * 0.18 / 3600, rel=1e-12)
+    assert bill.money == pytest.approx(2 * 1000 * 0.18 / 3600, rel=1e-12)
+    assert "990 expected" in bill.summary()
+    slower = cost.TextCost(cost.text(12), texts=10, seconds=36.0)
+    assert slower.hours == pytest.approx(10 * 19.67 * 36 / 3600, rel=1e-12)
+
+
+def test_what_was_not_measured_is_not_made_up():
+    bill = cost.TextCost(cost.text(2, exposure="logits"), price=1.0)
+    assert (bill.hours, bill.money) == (None, None)
+    assert "not measured" in bill.summary()
+    for ask in (
+        lambda: cost.text(100),
+        lambda: cost.text(12, exposure="logits"),
+        lambda: cost.text(30, processor="cpu"),
+        lambda: cost.text(5, exposure="hidden", processor="cpu"),
+    ):
+        with pytest.raises(InputError, match="expected a length that was measured"):
+            ask()
+    with pytest.raises(InputError, match="choose among gpu, cpu"):
+        cost.text(5, processor="tpu")
