@@ -42,7 +42,7 @@ def test_methods_are_found_by_name_in_their_order(methods):
     assert "magic" not in methods
     assert methods["fast"].name == "fast"
     with pytest.raises(
-        InputError, match=r"^expected a method among fast, careful, bounded, got magic$"
+        InputError, match=r"^there is no method 'magic': choose among fast, careful, bounded$"
     ):
         methods["magic"]
 
