@@ -47,7 +47,7 @@ def test_the_defaults_of_the_names():
 
 def test_names_and_options_that_are_none():
     problem, _ = invert.plant(3, 2)
-    with pytest.raises(InputError, match="no method .newton.: choose among auto, "):
+    with pytest.raises(InputError, match=r"no method .newton.: choose among auto, "):
         invert.run(problem, "newton")
     with pytest.raises(InputError, match="expected attention maps"):
         invert.run(problem, "closed-form")
