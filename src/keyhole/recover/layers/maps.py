@@ -139,6 +139,6 @@ def _spread(places: list[int], most: int, frame: Tensor) -> list[int]:
     """At most `most` anchors, the special tokens always among them, the others evenly taken."""
     fixed = (frame >= 0).nonzero().flatten().tolist()
     others = [place for place in places if place not in fixed]
-    room = max(1, most - len(fixed))
-    step = -(-len(others) // room) if others else 1
+    left = max(1, most - len(fixed))
+    step = -(-len(others) // left) if others else 1
     return sorted(fixed + others[::step])
