@@ -2,8 +2,8 @@
 
 Its weights cannot be asked for with questions of one's own choice, so every kind of answer is named
 and judged by what is known to be read of it: a vector for each token is as good as the text, a
-vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack
-here, which the reason states and is no proof of safety. With the model's weights the answers are compared
+vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack,
+which the reason states and is no proof of safety. With the model's weights the answers are compared
 with the model's own.
 """
 

@@ -79,9 +79,10 @@ class StoreFacts:
 class StoreTarget:
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
 
-    `texts` are those that the store still has of the sample, None where it has none; `max_length` is
-    after how many tokens the encoder cuts a text off; `cells` is what the store says of how numbers
-    were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that counts
+    `texts` are those that the store still has of the sample, None where it has none; `max_length`
+    is after how many tokens the encoder cuts a text off; `cells` is what the store says of how
+    numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one
+    that counts
     the corpus that ships. `encoder` is the name that other processes open the encoder by.
     """
 

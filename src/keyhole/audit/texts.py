@@ -61,8 +61,8 @@ class TextTarget:
 
     `notes` are short texts besides, for attacks that read those alone; `corpus` is a file of texts
     like them, for attacks that learn from one. `examples` are what a classifier's predictions are
-    flipped on, by default the texts; `about` says how they were chosen, where that matters; `hardened`
-    is the same model trained against flips, to be shown next to it.
+    flipped on, by default the texts; `about` says how they were chosen, where that matters;
+    `hardened` is the same model trained against flips, to be shown next to it.
     """
 
     loaded: Loaded
