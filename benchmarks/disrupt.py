@@ -93,7 +93,7 @@ def run(quick: bool) -> list[Row]:
         raise SystemExit(f"expected --model FOLDER for {CHOSEN.task}")
     examples = read_examples(CHOSEN.data / FILES[CHOSEN.task], limit=CHOSEN.examples)
     source = disrupt.ModelSource(
-        CHOSEN.model or str(FOLDER), HEADS[CHOSEN.task], CHOSEN.device, longest=CHOSEN.longest
+        CHOSEN.model or str(FOLDER), HEADS[CHOSEN.task], CHOSEN.device, max_length=CHOSEN.longest
     )
     rows: list[Row] = []
     for name, method in attacks(CHOSEN.share, CHOSEN.batch).items():

@@ -107,7 +107,7 @@ def measure(
     loaded: Loaded, examples: Sequence[Example], name: str, share: float, method: HackAttend
 ) -> Measured:
     started = time.perf_counter()
-    batches = Batches(loaded.model, loaded.tokenizer, examples, together=CHOSEN.together)
+    batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size=CHOSEN.together)
     found = batches.attack(method)
     worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
     return Measured(

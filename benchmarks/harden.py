@@ -144,7 +144,7 @@ class Bench:
         """The units that the stronger attack cuts on the dev sentences."""
         return harden.attack(
             model, self.tokenizer(), self.dev[: self.options.dev], self.attacks()["stronger"],
-            together=self.options.together,
+            batch_size=self.options.together,
         )  # fmt: skip
 
     def donor(self, seed: int) -> Disruption:
@@ -215,7 +215,7 @@ class Bench:
         found = harden.evaluate(
             model, self.tokenizer(), self.dev, attacks=self.chosen(), donors=donors,
             wrong_label=self.wrong_label() if "wrong-label" in self.options.attacks else None,
-            attacked=self.options.dev, seed=seed, together=self.options.together, keep=remember,
+            attacked=self.options.dev, seed=seed, batch_size=self.options.together, keep=remember,
         )  # fmt: skip
         if self.options.save:
             self.save(model, name, seed)

@@ -133,7 +133,8 @@ class Trained:
                 self.model, self.words, train, methods.defence(self.known["method"]),
                 epochs=settings["epochs"], rate=settings["rate"], batch=settings["batch"],
                 warmup=settings["warmup"], seed=self.known["seed"], device=self.device, amp=cuda,
-                longest=self.longest, pool=16, progress=Curve(self._batches(), steps, self.known),
+                max_length=self.longest, pool=16,
+                progress=Curve(self._batches(), steps, self.known),
             )  # fmt: skip
         finally:
             torch.backends.cuda.matmul.allow_tf32 = False

@@ -42,7 +42,11 @@ class Checkout:
         return {name: set(self._imported(path)) - {name} for name, path in self.modules.items()}
 
     def _imported(self, path: Path) -> Iterator[str]:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):  # what only type checkers see is not imported
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -63,15 +67,18 @@ class Checkout:
         return sum(importers.count(name) == 1 for name in plain)
 
     def reached(self, start: str) -> int:
-        """Modules that can be imported from here on whatever way, with their packages."""
-        found: set[str] = set()
+        """Modules that can be imported from here on whatever way, with their packages.
+
+        The packages that look up commands and names on demand are not followed.
+        """
+        found = {"keyhole.__init__", "keyhole.cli.__init__"}
         ahead = {start}
         while ahead:
             name = ahead.pop()
             found.add(name)
             package = self._known(name.removesuffix(".__init__").rpartition(".")[0])
             ahead |= (self.imports[name] | ({package} if package else set())) - found
-        return len(found)
+        return len(found) - 2
 
     @property
     def options(self) -> set[str]:

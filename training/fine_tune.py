@@ -39,13 +39,13 @@ def main() -> None:
     done = harden.train(
         loaded.model, loaded.tokenizer, examples, harden.Plain(), epochs=args.epochs,
         rate=args.rate, batch=args.batch, seed=args.seed, device=args.device,
-        amp=args.device == "cuda", longest=args.longest, pool=16,
+        amp=args.device == "cuda", max_length=args.longest, pool=16,
     )  # fmt: skip
     print(f"{len(examples)} examples, {done.steps} steps in {done.seconds:.0f} s {done.reason}")
     if args.dev:
         found = harden.evaluate(
             loaded.model, loaded.tokenizer, read_examples(args.dev), attacks={},
-            longest=args.longest,
+            max_length=args.longest,
         )  # fmt: skip
         print(f"{args.dev}: {found.accuracy:.1%}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ def measured(model, tokenizer, dev, attacked: int) -> tuple[float, float, float]
         "model": HackAttend(0.01, scope="model", batch=256),
     }
     found = harden.evaluate(
-        model, tokenizer, dev, attacks=attacks, attacked=attacked, together=64, donors={},
+        model, tokenizer, dev, attacks=attacks, attacked=attacked, batch_size=64, donors={},
         wrong_label=None,
     )  # fmt: skip
     return found.accuracy, found.attacks["head"].success, found.attacks["model"].success

@@ -485,7 +485,7 @@ JOURNALS: dict[str, Callable[[Path], None]] = {
 def _epochs(path: Path) -> None:
     harden.run(
         str(_need(path, "classifier")), _need(path, "dev.tsv"), path.parent / "epochs-model",
-        method="plain", epochs=1, longest=60, checkpoint=path,
+        method="plain", epochs=1, max_length=60, checkpoint=path,
     )  # fmt: skip
 
 

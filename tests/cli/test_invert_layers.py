@@ -70,7 +70,7 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
         ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
         ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
         ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
-        ("wide.safetensors", "expected layer 2 to take the 4 outputs of layer 1, got d = 3"),
+        ("wide.safetensors", "layer 2 must take the 4 outputs of layer 1"),
         ("nan.safetensors", "layer 2: expected finite numbers in W, got 16 NaN"),
     ],
 )

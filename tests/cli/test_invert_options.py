@@ -44,16 +44,16 @@ def test_a_search_starts_where_it_is_told(tmp_path, here, secret, method):
 def test_gamma_and_slack_reach_the_theorem(here, secret):
     newton = ("invert", "p.safetensors", "--method", "regularized-newton", "--start",
               "near.safetensors", "--json")  # fmt: skip
-    plain = here(*newton, "--gamma", 0, "--slack", 0)
+    plain = here(*newton, "-o", "gamma=0", "-o", "slack=0")
     assert plain.returncode == 1, plain.stderr
     assert "gamma=0.0, slack=0.0" in json.loads(plain.stdout)["method"]
     paper = json.loads(here(*newton, "-o", "gamma=paper").stdout)
     assert "is not the input" in paper["reason"]
     assert "gamma='paper', slack=0.1" in paper["method"]
-    drawn = json.loads(here(*newton, "--delta", 0.05).stdout)
+    drawn = json.loads(here(*newton, "-o", "delta=0.05").stdout)
     assert "delta=0.05" in drawn["method"]
     assert drawn["iterations"] != paper["iterations"]
-    slow = json.loads(here(*newton, "--slack", 0.5).stdout)
+    slow = json.loads(here(*newton, "-o", "slack=0.5").stdout)
     assert slow["iterations"] > paper["iterations"]
 
 

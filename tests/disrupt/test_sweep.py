@@ -98,8 +98,8 @@ def test_another_runs_journal_is_refused_with_what_differs(folder, tmp_path):
     seeds = r"remember a run with method seed 1, got one with method seed 0: choose another"
     with pytest.raises(InputError, match=seeds):
         sweep(replace(METHOD, seed=1), str(place), examples(2), **options)
-    with pytest.raises(InputError, match="with longest 8, got one with longest None"):
-        sweep(METHOD, ModelSource(str(place), longest=8), examples(2), **options)
+    with pytest.raises(InputError, match="with max_length 8, got one with max_length None"):
+        sweep(METHOD, ModelSource(str(place), max_length=8), examples(2), **options)
     (place / "README.md").write_text("a card changes nothing")
     assert sweep(METHOD, str(place), examples(2), **options).outcomes == first.outcomes
     tiny_heads.model("bert", "classes", seed=2).save_pretrained(place)

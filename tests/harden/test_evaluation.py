@@ -44,11 +44,11 @@ def own(model, words, count=8):
 def test_masks_transferred_to_the_same_model_flip_what_they_flipped(words):
     model = classifier(seed=1)
     examples = own(model, words)
-    found = attack(model, words, examples, LIGHT, together=5)
+    found = attack(model, words, examples, LIGHT, batch_size=5)
     assert [outcome.id for outcome in found.outcomes] == [one.id for one in examples]
     assert found.flips
     # Other batches, so other padding.
-    again = transferred(Batches(model, words, examples, together=7), found)
+    again = transferred(Batches(model, words, examples, batch_size=7), found)
     assert (again.examples, again.flips) == (len(found.attacked), found.flips)
 
 
@@ -163,7 +163,7 @@ def test_everything_in_one_and_as_json(words):
 
     found = evaluate(
         model, words, examples, attacks={"stronger": LIGHT}, donors={"other": donor},
-        wrong_label=LIGHT, attacked=4, keep=kept.append, together=5, track=track,
+        wrong_label=LIGHT, attacked=4, keep=kept.append, batch_size=5, track=track,
     )  # fmt: skip
     parts = ("stronger", "other", "lowered", "raised")
     clean = [("clean", 5, 8, 8), ("clean", 8, 8, 8)]
@@ -180,7 +180,7 @@ def test_everything_in_one_and_as_json(words):
         Evaluation.from_dict({**found.to_dict(), "format": 0})
     with pytest.raises(InputError, match="expected a saved evaluation, got None"):
         Evaluation.from_dict({"format": 1})
-    with pytest.raises(InputError, match="expected a saved evaluation, got KeyError"):
+    with pytest.raises(InputError, match="expected accuracy, got none in a saved evaluation"):
         Evaluation.from_dict({"format": 1, "kind": "evaluation"})
 
 

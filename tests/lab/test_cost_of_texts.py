@@ -52,5 +52,5 @@ def test_what_was_not_measured_is_not_made_up():
     ):
         with pytest.raises(InputError, match="expected a length that was measured"):
             ask()
-    with pytest.raises(InputError, match="expected a processor gpu or cpu"):
+    with pytest.raises(InputError, match="choose among gpu, cpu"):
         cost.text(5, processor="tpu")

@@ -146,7 +146,7 @@ def test_an_audit_that_fails_is_not_remembered(pytester):
 
         @pytest.mark.parametrize("number", range(2))
         def test_it(keyhole_audit, number):
-            with pytest.raises(InputError, match="no such file or folder"):
+            with pytest.raises(InputError, match="there is no nowhere.safetensors"):
                 keyhole_audit("nowhere.safetensors")
     """)
     pytester.runpytest_inprocess(*PLUGIN).assert_outcomes(passed=2)
@@ -207,8 +207,8 @@ def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
 
 
 def test_the_tests_of_the_documentation(pytester):
-    """As docs/testing.md has them: what they promise is what happens."""
-    text = (ROOT / "docs" / "testing.md").read_text("utf-8")
+    """As docs/pipelines.md has them: what they promise is what happens."""
+    text = (ROOT / "docs" / "pipelines.md").read_text("utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
     (block,) = [part for part in blocks if "def test" in part]
     pytester.makepyfile(test_documented=block)

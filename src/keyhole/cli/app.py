@@ -115,15 +115,26 @@ def report_failure(error: BaseException, debug: bool = False) -> int:
     if _caused_by(error, BrokenPipeError):
         forget_output()
         return CLOSED
-    say(f"keyhole: {_in_one_line(_message(error))}", style="bold red")
+    hint = "" if debug or not _is_ours(error) else "; run again with --debug"
+    say(f"keyhole: {_in_one_line(_message(error))}{hint}", style="bold red")
     return USAGE if isinstance(error, InputError) else FAILURE
+
+
+def _is_ours(error: BaseException) -> bool:
+    """A fault of Keyhole itself: what nobody foresaw."""
+    return not isinstance(error, KeyholeError | OSError) and not _out_of_memory(error)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY)
 
 
 def _message(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, KeyholeError):
         return text
-    if isinstance(error, MemoryError) or any(sign in text.lower() for sign in _NO_MEMORY):
+    if _out_of_memory(error):
         return "out of memory: try smaller sizes, or fewer at a time"
     if isinstance(error, OSError):
         place = "" if error.filename is None else f" ({error.filename})"
@@ -131,11 +142,11 @@ def _message(error: BaseException) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"could not write{place}: {what}"
         return f"the system refused{place}: {what}"
-    return f"internal error: {type(error).__name__}: {text}; run again with --debug"
+    return f"internal error: {type(error).__name__}: {text}"
 
 
 def _in_one_line(text: str) -> str:
-    """What a terminal can show, whatever people gave or a library said."""
+    """What a terminal can show, whatever people or a library wrote."""
     line = " ".join(text.split())
     safe = "".join(letter if letter.isprintable() else "�" for letter in line)
     half = _MAX_LETTERS // 2

@@ -101,7 +101,7 @@ def disrupt(
             model, data, method=name, **options, text=column or (), label=label,
             classes=classes.split(",") if classes else (), examples=examples,
             task=cast("Task | None", task),
-            longest=max_length, device=device, allow_pickle=allow_pickle, processes=processes,
+            max_length=max_length, device=device, allow_pickle=allow_pickle, processes=processes,
             dask=dask, resume=resume, seed=seed, track=track,
         )  # fmt: skip
         if out is not None:

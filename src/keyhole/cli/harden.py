@@ -102,7 +102,7 @@ def harden(
     average of the weights, such as 0.999).
     """
     from keyhole import report
-    from keyhole.harden.registry import DEFENCES
+    from keyhole.harden.defences import DEFENCES
     from keyhole.harden.run import run
 
     name = method or "strongest"
@@ -114,7 +114,7 @@ def harden(
         result = run(
             model, data, out, method=name, **options, text=column or (), label=label or "label",
             classes=classes.split(",") if classes else (), examples=examples,
-            epochs=epochs, longest=max_length, dev=dev, flips=flips, checkpoint=resume,
+            epochs=epochs, max_length=max_length, dev=dev, flips=flips, checkpoint=resume,
             device=device, allow_pickle=allow_pickle, seed=seed, seeds=seeds, force=force,
             track=track,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import typer
 from keyhole.cli.console import say
 from keyhole.cli.options import about
 from keyhole.core.errors import InputError
-from keyhole.core.files import expect_writable, is_file, is_folder, write_text
+from keyhole.core.files import expect_writable, is_file, write_text
 from keyhole.core.options import OUTPUT
 
 OutputFiles = Annotated[
@@ -38,8 +38,6 @@ def expect_new(*files: Path | None, force: bool) -> None:
     """
     for file in filter(None, files):
         expect_writable(file)
-        if is_folder(file):
-            raise InputError(f"{file} is a folder; name a file to write")
         if is_file(file) and not force:
             raise InputError(f"{file} exists: give --force to replace it")
 

@@ -7,8 +7,7 @@ from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.rerank import Rerank
 from keyhole.disrupt.run import run
-from keyhole.disrupt.source import ModelSource
-from keyhole.disrupt.sweep import sweep
+from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.disrupt.units import Unit
 
 __all__ = [

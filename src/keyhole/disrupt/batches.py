@@ -1,6 +1,6 @@
 """A model and labelled examples for it, in batches of texts of like length: padding is work.
 
-An attack on one batch is an attacker's (attacker.py); here is all that it takes to attack many
+An attack on one batch is an attacker's; this is all that it takes to attack many
 examples in this process: the batches on the model's device, the outcomes in the examples' order.
 For many workers, and files that remember, see sweep.py.
 """
@@ -22,12 +22,12 @@ from keyhole.models.anatomy import fitting
 from keyhole.models.loading import GENERATES, head_of
 
 
-def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:
-    """Runs of at most `together` neighbours with as many choices: what one batch can hold."""
+def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]:
+    """Runs of at most `batch_size` neighbours with as many choices: what one batch can hold."""
     groups: list[list[Example]] = []
     for example in examples:
         last = groups[-1] if groups else []
-        if last and len(last) < together and len(last[0].choices) == len(example.choices):
+        if last and len(last) < batch_size and len(last[0].choices) == len(example.choices):
             last.append(example)
         else:
             groups.append([example])
@@ -36,17 +36,17 @@ def grouped(examples: Iterable[Example], together: int) -> list[list[Example]]:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """`together` examples make a batch, `longest` is where a text is cut off.
+    """`batch_size` examples make a batch, `max_length` is where a text is cut off.
 
     `alike` is False where the examples' order must stay: what an attack draws at random depends on
-    a batch's width. `progress` is told after each batch how many examples are done.
+    a batch's width. `progress` is called after each batch with how many examples are done.
     """
 
     model: Any
     tokenizer: Any
     examples: Sequence[Example]
-    together: int = 64
-    longest: int | None = 128
+    batch_size: int = 64
+    max_length: int | None = 128
     alike: bool = True
     progress: Progress = silent
 
@@ -55,9 +55,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
         device, done = next(self.model.parameters()).device, 0
-        longest = fitting(self.model, self.tokenizer, self.longest)
-        for part in grouped((self.examples[number] for number in self._order()), self.together):
-            batch, labels = encode(self.tokenizer, part, max_length=longest)
+        max_length = fitting(self.model, self.tokenizer, self.max_length)
+        for part in grouped((self.examples[number] for number in self._order()), self.batch_size):
+            batch, labels = encode(self.tokenizer, part, max_length=max_length)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
             done += len(part)

@@ -22,7 +22,7 @@ from keyhole.disrupt.units import Unit
 
 @dataclass(frozen=True)
 class Outcome:
-    """One example: what the model said before and after, what it cost, and where it was cut.
+    """One example: what the model answered before and after, what it cost, and where it was cut.
 
     `before` and `after` hold one class, one choice, or the m tokens of a continuation. `queries`
     counts masked forward passes and gradients; `steps` the heads or units that had joined when the
@@ -220,9 +220,6 @@ def joined(parts: list[Disruption]) -> Disruption:
         outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
         failed=tuple(failure for part in parts for failure in part.failed),
     )  # fmt: skip
-
-
-# What every attacker on attention is, and how a result describes the one that made it.
 
 
 class Attacker(Protocol):

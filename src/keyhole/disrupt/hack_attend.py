@@ -156,7 +156,7 @@ class HackAttend:
 
     @property
     def as_published(self) -> bool:
-        """Are budget, loss and what may be cut the released code's? Rankings are told apart."""
+        """Are budget, loss and what may be cut the released code's? Rankings may differ."""
         kept = HackAttend.as_released(self.share)
         names = ("scope", "head_units", "least", "loss", "target", "spare")
         return all(getattr(self, name) == getattr(kept, name) for name in names)

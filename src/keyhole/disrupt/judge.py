@@ -72,7 +72,7 @@ def _lawful(units: Units, cut: Tensor, limits: Budget) -> Tensor:
 
 
 def run_control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
-    """k = 0 beside the model untouched and the model as loaded; and the untouched logits."""
+    """k = 0 against the model untouched and the model as loaded; and the untouched logits."""
     result = Control(0.0, 0.0, 0)
     clean: list[Tensor] = []
     for indices in _parts(question, batch):

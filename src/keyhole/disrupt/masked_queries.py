@@ -166,9 +166,6 @@ def _joined(values: list[Tensor], size: int) -> Tensor:
     return torch.cat([value.reshape(size, -1) for value in values], 1)
 
 
-# What a schedule is given and what it hands to the judge, and the search along one ordering.
-
-
 @dataclass(frozen=True, eq=False)
 class Search:
     """A model's masked answers, the limits, and how units are ranked.

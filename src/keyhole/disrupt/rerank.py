@@ -122,7 +122,7 @@ class _Walk:
         margins, flips = self._ask(ordering, indices, steps)
         hit = flips.any(1)
         first = flips.int().argmax(1)
-        # Without a flip the whole round is spent: a smaller margin on the way was luck, mostly.
+        # Without a flip the whole round is spent: a smaller margin on the way was mostly chance.
         last = steps.gather(1, torch.where(hit, first, steps.shape[1] - 1)[:, None]).squeeze(1)
         before = steps.gather(1, (first - 1).clamp(min=0)[:, None]).squeeze(1)
         low = torch.where(first > 0, before, 0)

@@ -16,8 +16,7 @@ from keyhole.core.tasks import MOST_PROCESSES
 from keyhole.data import Example, read_examples
 from keyhole.disrupt.disruption import Attacker, Disruption
 from keyhole.disrupt.registry import ATTACKERS
-from keyhole.disrupt.source import ModelSource
-from keyhole.disrupt.sweep import sweep
+from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
 from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
 
@@ -34,7 +33,7 @@ def run(
     classes: Sequence[str] = (),
     examples: int | None = None,
     task: Task | None = None,
-    longest: int = 128,
+    max_length: int = 128,
     device: str = "cpu",
     allow_pickle: bool = False,
     processes: int = 0,
@@ -58,7 +57,7 @@ def run(
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    expect_count("--longest", longest)
+    expect_count("--max-length", max_length)
     expect_count("target", options.get("target"), 0)
     expect_count("continuation", options.get("continuation"))
     expect_device(device)
@@ -66,7 +65,7 @@ def run(
         raise InputError("expected --processes or --dask, got both")
     if isinstance(method, str):
         method = ATTACKERS.make(method, **options, seed=seed)
-    source = source_of(str(model), task, device, longest, allow_pickle)
+    source = source_of(str(model), task, device, max_length, allow_pickle)
     if options.get("continuation") is not None and source.task not in GENERATES:
         raise InputError(f"continuation is for language models, not for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
@@ -85,7 +84,7 @@ def _digest(data: str | Path | None) -> str:
 
 
 def source_of(
-    model: str, task: Task | None, device: str, longest: int, allow_pickle: bool
+    model: str, task: Task | None, device: str, max_length: int, allow_pickle: bool
 ) -> ModelSource:
     """Where a MODEL of the command line is loaded from, and with which head."""
     name = folder_of(model)
@@ -95,7 +94,7 @@ def source_of(
             f"expected a model with a head, got {model}: name its --task, or train one with "
             "keyhole harden"
         )
-    return ModelSource(name, head, device, longest, allow_pickle)
+    return ModelSource(name, head, device, max_length, allow_pickle)
 
 
 def examples_of(
@@ -111,7 +110,7 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("expected --data with examples, got none")
-        for option, value in (("--text", text), ("--label", label), ("--classes", classes)):
+        for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
             if value:
                 raise InputError(f"expected --data with {option}, got none")
         return list(EXAMPLES[:limit])

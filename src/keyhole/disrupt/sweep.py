@@ -7,6 +7,7 @@ time: an example that never works fails alone after `retries` more attempts, wit
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -25,10 +26,9 @@ from keyhole.core.tasks import Runner, Task
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.batches import grouped
 from keyhole.disrupt.disruption import Attacker, Control, Disruption, Outcome, described
-from keyhole.disrupt.source import ModelSource
 from keyhole.disrupt.tasks import settled
 from keyhole.models.anatomy import fitting
-from keyhole.models.loading import GENERATES, kept_open
+from keyhole.models.loading import GENERATES, kept_open, load_config, load_model
 
 
 def sweep(
@@ -55,7 +55,7 @@ def sweep(
     workers = (cpu_count() or 1) if workers is None else workers
     method, identity = described(attacker), source.identity()
     settings = {"kind": "disruption", "model": identity, "task": source.task,
-                "longest": source.longest, "method": method}  # fmt: skip
+                "max_length": source.max_length, "method": method}  # fmt: skip
     if data:
         settings["data"] = data
     wanted = {key_of(example): example for example in examples}
@@ -93,7 +93,7 @@ def attack(
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
         batch, given = encode(
-            tokenizer, examples, max_length=fitting(model, tokenizer, source.longest)
+            tokenizer, examples, max_length=fitting(model, tokenizer, source.max_length)
         )
         labels = None
         if source.task not in GENERATES:
@@ -172,3 +172,49 @@ class _Outcomes:
         records = [_Record(outcome.to_dict(), result.control, 0.0) for outcome in outcomes.values()]
         records[0] = replace(records[0], seconds=result.seconds)
         self._journal.add(dict(zip(outcomes, map(asdict, records), strict=True)))
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a worker finds the model: it is loaded once a process, not sent."""
+
+    name: str
+    task: str = "classification"
+    device: str = "cpu"
+    max_length: int | None = None
+    allow_pickle: bool = False
+
+    def load(self) -> tuple[Any, Any]:
+        loaded = load_model(
+            self.name, task=self.task, device=self.device, allow_pickle=self.allow_pickle
+        )
+        return loaded.model, loaded.tokenizer
+
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits of the checkpoint's files, or of its commit on the hub.
+
+        Not of the loaded model: with a pool, only the workers load it.
+        """
+        path = Path(self.name)
+        if path.is_file():
+            return digest(_summed(path))
+        if path.is_dir():
+            files = [file for file in sorted(path.iterdir()) if file.is_file()]
+            return digest({file.name: _summed(file) for file in files if _computes(file)})
+        commit = getattr(load_config(self.name), "_commit_hash", None)
+        return digest([self.name, commit])
+
+
+# What a checkpoint computes with; a card or a report next to it changes nothing.
+_PARTS = (".safetensors", ".bin", ".gguf", ".txt", ".model")
+_CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+            "vocab.json", "added_tokens.json")  # fmt: skip
+
+
+def _computes(file: Path) -> bool:
+    return file.suffix in _PARTS or file.name in _CONFIGS
+
+
+def _summed(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -32,7 +32,7 @@ from keyhole.models.loading import Task, head_of
 
 IGNORED = -100  # a label at a position where nothing is predicted
 _BELOW = -1e30
-_LONGEST = 100_000  # tokens of a continuation, where the model itself has no limit
+_MAX_TOKENS = 100_000  # tokens of a continuation, where the model itself has no limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,10 +209,10 @@ def _continued(
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(
             f"expected a continuation that the model has positions for, got {count:,} tokens "
-            f"behind {length} of {most}: try a smaller --longest"
+            f"behind {length} of {most}: try a smaller --max_length"
         )
-    if count > _LONGEST:
-        raise InputError(f"expected a continuation of at most {_LONGEST:,} tokens, got {count}")
+    if count > _MAX_TOKENS:
+        raise InputError(f"expected a continuation of at most {_MAX_TOKENS:,} tokens, got {count}")
     if task == "seq2seq":
         inputs, own = _decoded(model, inputs, labels, count)
         return inputs, special, own
@@ -295,14 +295,12 @@ def _decoded(model: Any, inputs: Batch, labels: Tensor | None, count: int) -> tu
     return inputs, own if mask is None else own.masked_fill(mask == 0, IGNORED)
 
 
-# Labels as an attack needs them: known to the model, and its own answer where there is none.
-#
-# An example without a label is held to be one that the model gets right: what is asked then is not
-# whether a right answer can be made wrong, but whether the answer can be changed.
-
-
 def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None) -> Tensor:
-    """The labels of a classifier's (or a multiple-choice model's) batch, all of them known."""
+    """The labels of a classifier's (or a multiple-choice model's) batch, all of them known.
+
+    An example without a label is held to be one that the model gets right: what is asked then is
+    not whether a right answer can be made wrong, but whether the answer can be changed.
+    """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
     inputs.pop("special_tokens_mask", None)

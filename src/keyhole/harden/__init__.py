@@ -4,6 +4,7 @@ A defence is a frozen dataclass of hyperparameters; `train` trains with it, and 
 that differentiates its `losses`.
 """
 
+from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.asa import ASA
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.combined import Combined, Stages
@@ -13,7 +14,6 @@ from keyhole.harden.defences.r3f import R3F
 from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
 from keyhole.harden.evaluate import Evaluation, Measured, attack, evaluate, standard
-from keyhole.harden.registry import DEFENCES
 from keyhole.harden.run import Hardening, Trained, run
 from keyhole.harden.train import Training, train
 

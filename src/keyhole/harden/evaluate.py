@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,24 +96,9 @@ class Evaluation(Result):
         return f"{'; '.join(shown)} ({self.examples} examples, {self.seconds:.1f} s)"
 
     def contents(self) -> dict[str, Any]:
-        groups = {
-            kind: {name: asdict(measured) for name, measured in getattr(self, kind).items()}
-            for kind in _KINDS
-        }
-        return {name: getattr(self, name) for name in _PLAIN} | groups
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        kinds: dict[str, Any] = {
-            kind: {name: Measured(**measured) for name, measured in data[kind].items()}
-            for kind in _KINDS
-        }
-        return cls(**{name: data[name] for name in _PLAIN}, **kinds)
-
-
-_PLAIN = ("accuracy", "examples", "seconds", "environment")
-_KINDS = ("attacks", "transferred", "wrong_label")
+        data = asdict(replace(self, disruptions={}))
+        del data["disruptions"]
+        return data
 
 
 def standard(share: float = 0.01, **changes: Any) -> dict[str, HackAttend]:
@@ -135,8 +120,8 @@ def evaluate(
     wrong_label: HackAttend | None = None,
     attacked: int | None = None,
     seed: int = 0,
-    together: int = 64,
-    longest: int | None = 128,
+    batch_size: int = 64,
+    max_length: int | None = 128,
     keep: Callable[[Evaluation], object] | None = None,
     track: Track = untracked,
 ) -> Evaluation:
@@ -147,7 +132,7 @@ def evaluate(
     run that is stopped has not been for nothing.
     """
     started = time.perf_counter()
-    everything = Batches(model, tokenizer, examples, together, longest)
+    everything = Batches(model, tokenizer, examples, batch_size, max_length)
 
     def batches(name: str, count: int | None) -> Batches:
         part = everything.first(count)
@@ -177,10 +162,10 @@ def evaluate(
 
 def attack(
     model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
-    together: int = 64, longest: int | None = 128,
+    batch_size: int = 64, max_length: int | None = 128,
 ) -> Disruption:  # fmt: skip
     """An attack in batches of texts of like length; the outcomes in the examples' order."""
-    return Batches(model, tokenizer, examples, together, longest).attack(method)
+    return Batches(model, tokenizer, examples, batch_size, max_length).attack(method)
 
 
 def transferred(batches: Batches, donor: Disruption) -> Measured:

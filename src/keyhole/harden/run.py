@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from keyhole.core import Result, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
@@ -20,10 +19,10 @@ from keyhole.core.machine import expect_device, largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, untracked
 from keyhole.data import Example, read_examples
 from keyhole.disrupt import HackAttend
+from keyhole.harden.defences import DEFENCES
 from keyhole.harden.defences.combined import Stages
 from keyhole.harden.defences.defence import Defence
 from keyhole.harden.evaluate import Evaluation, evaluate, standard
-from keyhole.harden.registry import DEFENCES
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
@@ -31,8 +30,8 @@ from keyhole.models.loading import Task, class_names, expect_names, load_config,
 
 MOST_CLASSES = 65_536  # of a head that is made here: each has a name, and a row of weights
 CARD = "hardening.json"
-_FLIPS = 50  # answers to flip where nothing is said
-_TOGETHER = 16  # examples that are attacked at once: few, so that the bar moves
+_FLIPS = 50  # answers to flip by default
+_BATCH_SIZE = 16  # examples that are attacked at once: few, so that the bar moves
 
 
 def run(
@@ -50,7 +49,7 @@ def run(
     epochs: int = 3,
     batch: int = 32,
     learning_rate: float = 2e-5,
-    longest: int = 128,
+    max_length: int = 128,
     amp: bool = False,
     dev: str | Path | None = None,
     flips: int | None = None,
@@ -78,21 +77,21 @@ def run(
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
     counts = {
-        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "--batch": batch,
-        "--longest": longest, "--examples": examples,
+        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "batch": batch,
+        "--max-length": max_length, "--examples": examples,
     }  # fmt: skip
     for option, value in counts.items():
         expect_count(option, value)
     if flips is not None and dev is None:
         raise InputError("expected --dev with --flips, got none: nothing would be measured")
-    expect_number("--learning-rate", learning_rate, above=0)
+    expect_number("learning_rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
     expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, **options)
-    for option, share in (("--plain-first", plain_first), ("--average", average)):
+    for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:
             raise InputError(f"expected {option} from 0 to below 1, got {share}")
     method = Stages.plain_first(plain_first, method)
@@ -105,13 +104,13 @@ def run(
     read = partial(read_examples, text=text, label=label, names=names)
     chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
     settings: dict[str, Any] = {
-        "epochs": epochs, "rate": learning_rate, "batch": batch, "longest": longest, "amp": amp,
-        "average": average,
+        "epochs": epochs, "rate": learning_rate, "batch": batch, "max_length": max_length,
+        "amp": amp, "average": average,
     }  # fmt: skip
     course = _Course(
         str(model), chosen, method, settings, Path(out), device, allow_pickle,
         None if checkpoint is None else Path(checkpoint),
-        _Measure(held_out, flips or _FLIPS, longest, seed, track), track,
+        _Measure(held_out, flips or _FLIPS, max_length, seed, track), track,
     )  # fmt: skip
     card = Hardening(
         str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
@@ -174,7 +173,7 @@ class _Measure:
 
     held_out: list[Example]
     flips: int
-    longest: int
+    max_length: int
     seed: int
     track: Track
 
@@ -196,7 +195,7 @@ class _Measure:
 
         return evaluate(
             loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=self.seed, together=_TOGETHER, longest=self.longest, track=track, **more,
+            seed=self.seed, batch_size=_BATCH_SIZE, max_length=self.max_length, track=track, **more,
         )  # fmt: skip
 
 
@@ -314,11 +313,6 @@ class _Parts:
         self._progress(self._done, note=f"measured {when}" if self._evaluation else "")
 
 
-# What hardening a model gave: the settings, each seed's training, the figures before and after.
-#
-# It is the card (hardening.json) that stands beside the trained model.
-
-
 @dataclass(frozen=True)
 class Trained:
     """One seed: the folder of its model inside the output, what training cost, what it withstands.
@@ -331,25 +325,13 @@ class Trained:
     training: Training
     after: Evaluation | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "folder": self.folder,
-            "training": self.training.to_dict(),
-            "after": _written(self.after),
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Trained:
-        training = Training.from_dict(data["training"])
-        return cls(data["seed"], data["folder"], training, _read(data["after"]))
-
 
 @dataclass(frozen=True, repr=False)
 class Hardening(Result):
-    """`identity` is the model's before training, `before` what it withstood then.
+    """The settings, each seed's training, the figures before and after: hardening.json.
 
-    The card is written as it grows; `finished` says that it grows no more.
+    `identity` is the model's before training, `before` what it withstood then. The card
+    is written as it grows; `finished` says that it grows no more.
     """
 
     model: str
@@ -396,35 +378,10 @@ class Hardening(Result):
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            **self.settings,
-            "finished": self.finished,
-            "before": _written(self.before),
-            "runs": [trained.to_dict() for trained in self.runs],
-        }
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        return cls(
-            **{name: data[name] for name in _PLAIN},
-            # Weights were not always averaged.
-            settings={"average": 0.0, **{name: data[name] for name in _SETTINGS if name in data}},
-            before=_read(data["before"]),
-            runs=tuple(Trained.from_dict(trained) for trained in data["runs"]),
-            finished=data.get("finished", True),  # cards did not always say so
-        )
-
-
-_PLAIN = ("model", "method", "defence", "data", "examples", "device", "seed", "identity",
-          "environment")  # fmt: skip
-_SETTINGS = ("epochs", "rate", "batch", "longest", "amp", "average")
-
-
-def _written(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    return None if evaluation is None else evaluation.to_dict()
-
-
-def _read(data: dict[str, Any] | None) -> Evaluation | None:
-    return None if data is None else Evaluation.from_dict(data)
+        runs = [
+            {**vars(trained), "training": trained.training.contents(),
+             "after": trained.after and trained.after.contents()}
+            for trained in self.runs
+        ]  # fmt: skip
+        before = self.before and self.before.contents()
+        return {**vars(self), "before": before, "runs": runs}

@@ -12,10 +12,10 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -58,16 +58,6 @@ class Training(Result):
         end = self.reason or (f"loss {self.losses[-1]:.3f}" if self.losses else "no epoch is whole")
         return f"{self.steps} steps in {self.seconds:.1f} s{resumed}; {end}"
 
-    def contents(self) -> dict[str, Any]:
-        return {**asdict(self), "losses": list(self.losses)}
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors
-        settings: dict[str, Any] = {field.name: data[field.name] for field in fields(cls)}
-        settings["losses"] = tuple(data["losses"])
-        return cls(**settings)
-
 
 def train(
     model: nn.Module,
@@ -81,7 +71,7 @@ def train(
     seed: int = 0,
     device: str | torch.device = "cpu",
     amp: bool = False,
-    longest: int | None = 128,
+    max_length: int | None = 128,
     warmup: float = 0.06,
     decay: float = 0.01,
     pool: int = 1,
@@ -94,15 +84,16 @@ def train(
     `average` is how much of their running mean the weights keep at each step; the model ends with
     the mean (0: with the last weights). `amp` runs the passes in bfloat16 where autocast allows.
     `pool` batches at a time are sorted by length, so that little is padding: faster, less random.
-    `progress` is told of every step.
+    `progress` is called after every step.
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
-        repr(defence), epochs, rate, batch, seed, len(examples), longest, warmup, decay, amp, pool,
-        average,
+        repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay,
+        amp, pool, average,
     )  # fmt: skip
     _check(run)
-    cut = replace(run, longest=fitting(model, tokenizer, longest))  # to what the model can take in
+    # Texts are cut to what the model can take in.
+    cut = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = State(model, _optimizer(model, run))
@@ -192,7 +183,7 @@ def _batches(
     order = torch.randperm(len(examples), generator=stream).tolist()
     for numbers in _alike(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
-        inputs, labels = encode(tokenizer, chosen, max_length=run.longest)
+        inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
 
@@ -280,7 +271,7 @@ class Run:
     batch: int
     seed: int
     examples: int
-    longest: int | None
+    max_length: int | None
     warmup: float
     decay: float
     amp: bool

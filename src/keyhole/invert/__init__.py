@@ -11,8 +11,7 @@ from keyhole.invert.derivatives.hessian import gauss_newton_product, hessian, he
 from keyhole.invert.derivatives.hessian_blocks import hessian_blocks
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.krawczyk import Certificate, certify
-from keyhole.invert.planted import plant
-from keyhole.invert.problem import Problem
+from keyhole.invert.problem import Problem, plant
 from keyhole.invert.run import run
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto

@@ -44,7 +44,7 @@ def residual_of(problem: Problem, X: Tensor) -> float:
 def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     """Decide what an input is worth as an answer to a problem.
 
-    `unique`: something beside the output has settled that X is the only one, as leaked maps do;
+    `unique`: something else than the output has settled that X is the only one, as leaked maps do;
     then the Jacobian is not looked at.
     """
     residual = residual_of(problem, X)

@@ -184,10 +184,9 @@ def _preconditioners(problem: Problem, J: Tensor) -> tuple[Tensor, Tensor]:
     """
     V = problem.V.cpu() if problem.V.ndim == 3 else problem.V.cpu().unsqueeze(0)
     m = problem.outputs
-    together = V.sum(0)
     choices = [torch.eye(m, dtype=torch.float64)]
     if m == problem.dim:
-        choices.append(torch.linalg.inv_ex(together)[0])
+        choices.append(torch.linalg.inv_ex(V.sum(0))[0])
     best: list[tuple[float, Tensor, Tensor]] = []
     for M in choices:
         mixed = (M.T @ J.unflatten(0, (-1, m))).flatten(0, 1)

@@ -25,7 +25,7 @@ from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.residual_stream import ResidualStream
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
-STARTS = 256  # of every search from many starts, unless told otherwise
+STARTS = 256  # of every search from many starts, by default
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Row:
 
 
 _OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
-_MAPS = "Do not return attention maps beside outputs: together they are linear equations."
+_MAPS = "Do not return attention maps with outputs: both are linear equations."
 _ROUNDED = "Rounding hides the input of a badly conditioned layer only: keep the outputs inside."
 _output = partial(Exposure, "KH-INPUTS-LAYER-OUTPUT")
+_PUBLISHED = "Gradient descent with a fixed step, as published (Section 3.2)."
 _BRIEF = {"starts": 16, "seconds": 60.0}
 
 
@@ -55,9 +56,9 @@ def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0
     return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
 
 
-def _search(name: str, method: type[Solve]) -> Entry[Solve, Row]:
+def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]:
     """A search from many starts."""
-    return Entry(name, partial(method, starts=STARTS), method=method)
+    return Entry(name, partial(method, starts=STARTS), method=method, note=note)
 
 
 METHODS: Registry[Solve, Row] = Registry(
@@ -74,7 +75,7 @@ METHODS: Registry[Solve, Row] = Registry(
     _search("lbfgs", LBFGS),
     _search("adam", Adam),
     _search("gradient-descent", GradientDescent),
-    _search("gradient-descent-as-published", GradientDescentAsPublished),
+    _search("gradient-descent-as-published", GradientDescentAsPublished, _PUBLISHED),
     Entry("closed-form", closed_form, method=ClosedForm),
     Entry("token-by-token", TokenByToken),
     Entry("residual-stream", ResidualStream),

@@ -79,7 +79,7 @@ def measure_bounds(
     seed: int = 0,
     neighbours: int = 32,
 ) -> Bounds:
-    """The paper's bounds beside what is measured at X, both as they are or from files."""
+    """The paper's bounds and what is measured at X, both as they are or from files."""
     asked = problem if isinstance(problem, Problem) else Problem.load(problem)
     expect_seed(seed)
     inputs = X if isinstance(X, Tensor) else load_inputs(X, asked)
@@ -87,7 +87,7 @@ def measure_bounds(
 
 
 def load_inputs(path: str | Path, problem: Problem) -> Tensor:
-    """The tensor X of a .safetensors file, such as the one beside a saved inversion."""
+    """The tensor X of a .safetensors file, such as that of a saved inversion."""
     _, tensors = read_tensors(path, "a .safetensors file with X")
     if "X" not in tensors:
         raise InputError(

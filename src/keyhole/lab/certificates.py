@@ -208,8 +208,6 @@ class _Proof:
         return margin - float(cost.topk(min(k, len(cost))).values.sum())
 
 
-# `keyhole disrupt --certify K` as a function, and what it gives: one certificate for each text.
-
 MOST = 64  # units: the bound says nothing long before
 
 
@@ -304,26 +302,26 @@ def _restored(data: dict[str, Any]) -> Certificate:
 def certify_all(
     model: str | Path, data: str | Path | None = None, k: int = 1, *,
     spare: Spare | None = None, text: Sequence[str] = (), label: str | None = None,
-    classes: Sequence[str] = (), examples: int | None = None, longest: int = 128,
+    classes: Sequence[str] = (), examples: int | None = None, max_length: int = 128,
     device: str = "cpu", allow_pickle: bool = False, track: Track = untracked,
 ) -> Certification:  # fmt: skip
     """Which predictions stand, whichever units are cut, up to k of them; arguments as of `run`."""
     expect_count("--certify", k, 1, MOST)
-    expect_count("--longest", longest)
+    expect_count("--max-length", max_length)
     expect_device(device)
     spare = "special" if spare is None else spare
     expect_among("spare", spare, Spare)
-    source = source_of(str(model), None, device, longest, allow_pickle)
+    source = source_of(str(model), None, device, max_length, allow_pickle)
     if source.task != "classification":
         raise InputError(f"expected a classifier to certify, got a model for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
     started = time.perf_counter()
     loaded, tokenizer = source.load()
-    longest = fitting(loaded, tokenizer, longest) or longest
+    max_length = fitting(loaded, tokenizer, max_length) or max_length
     progress = track("disrupt", len(chosen))
     proofs: list[Certificate] = []
     for example in chosen:
-        batch, labels = encode(tokenizer, [example], max_length=longest)
+        batch, labels = encode(tokenizer, [example], max_length=max_length)
         answer = int(settled(loaded, batch, labels)[0])
         proofs.append(certify(loaded, batch, answer, k, spare=spare, name=example.id))
         progress(len(proofs), len(chosen))

@@ -35,7 +35,7 @@ from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import Result, typed
-from keyhole.invert import planted
+from keyhole.invert import problem as planted
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
@@ -204,7 +204,7 @@ class StackInversion(Result):
     """The input of a stack, or how far down the search came.
 
     `residual` is of the last layer's output, recomputed from X through all layers. `layers` go
-    from the first to the last; `amplification` is measured through all of them together, `bound`
+    from the first to the last; `amplification` is measured through all of them, `bound`
     the product of their conditions. Where a layer could not be solved, `layers` is empty.
     """
 

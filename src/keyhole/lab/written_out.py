@@ -181,7 +181,7 @@ def _norm(part: Any) -> Norm:
 
 # How far a small change of one layer's input can move its output, token by token.
 #
-# Everything here belongs to one pass (classifier.py) and no change in particular. Sizes are
+# Everything here belongs to one pass and no change in particular. Sizes are
 # spectral norms of exact Jacobians, over-estimated by a Schatten norm, which takes products alone:
 #
 #     ‖M‖₂ ≤ (tr (MᵀM)⁸)^(1/16) ≤ d^(1/16)·‖M‖₂        (a factor of 1.35 for d = 128, mostly less)

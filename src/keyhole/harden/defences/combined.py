@@ -43,16 +43,16 @@ class Combined:
             yield from method.losses(model, batch, labels, stream)
 
 
-# A curriculum: defences one after the other, each from a share of the steps on.
-#
-# A model that has learnt nothing yet learns little from masks that undo its answers: on tasks that
-# are hard for it, it never begins. So it may be trained plainly first, and against growing shares
-# or with growing weights then. The rate rises and falls once, over all stages.
-
-
 @dataclass(frozen=True)
 class Stages:
-    """Each defence with the share of all steps from which on it is used, the first from 0."""
+    """A curriculum: defences one after the other, each from a share of the steps on.
+
+    Each defence with the share of all steps from which on it is used, the first from 0.
+
+    A model that has learnt nothing yet learns little from masks that undo its answers: on tasks
+    that are hard for it, it never begins. So it may be trained plainly first, and against growing
+    shares or with growing weights then. The rate rises and falls once, over all stages.
+    """
 
     stages: tuple[tuple[float, Defence], ...]
 

@@ -128,7 +128,7 @@ def table(model: nn.Module) -> nn.Module:
     return cast("nn.Module", side.get_input_embeddings())
 
 
-def room(model: nn.Module, batch: Batch) -> Tensor:
+def unpadded(model: nn.Module, batch: Batch) -> Tensor:
     """Where a perturbation may be, (rows, n, 1): ones at tokens, zeros at padding."""
     if "input_ids" not in batch:
         raise InputError(f"expected input_ids in the batch, got {', '.join(batch)}")
@@ -139,7 +139,7 @@ def room(model: nn.Module, batch: Batch) -> Tensor:
 
 def noise(model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool) -> Tensor:
     """Standard normal noise, or uniform in [−1, 1], for every token's embedding."""
-    free = room(model, batch)
+    free = unpadded(model, batch)
     width = cast("Tensor", table(model).weight).shape[1]
     shape = (*free.shape[:-1], width)
     own = local(stream, free.device)
@@ -159,14 +159,9 @@ def positive(**values: float) -> None:
         expect_number(name, value, least=0)
 
 
-# Plain fine-tuning: the baseline of every comparison.
-#
-# min_θ  E CE(f_θ(x), y)
-
-
 @dataclass(frozen=True)
 class Plain:
-    """Cross entropy, nothing else."""
+    """Plain fine-tuning, the baseline of every comparison: `min_θ E CE(f_θ(x), y)`."""
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

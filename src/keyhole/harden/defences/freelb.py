@@ -23,7 +23,7 @@ from keyhole.harden.defences.defence import (
     draw,
     noise,
     positive,
-    room,
+    unpadded,
 )
 
 
@@ -48,7 +48,7 @@ class FreeLB:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        lengths = room(model, batch).sum(1, keepdim=True).clamp(min=1)
+        lengths = unpadded(model, batch).sum(1, keepdim=True).clamp(min=1)
         delta = noise(model, batch, stream, normal=False)
         delta = self._inside(delta * self.start / (lengths * delta.shape[-1]).sqrt())
         for step in range(self.steps):

@@ -4,7 +4,7 @@
     z ~ N(0, σ²) or U(−σ, σ)
 
 No ascent: noise alone. Both passes drop the same units: if each dropped its own, their distance
-would be a second regularizer beside the one in the formula.
+would be a second regularizer next to the formula's.
 """
 
 from __future__ import annotations

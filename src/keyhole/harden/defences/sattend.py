@@ -84,7 +84,7 @@ class SAttend:
 
 
 class Drops(Untouched):
-    """The draws of one training run; `step` is its step, where a trainer tells it."""
+    """The draws of one training run; `step` is its step, where a trainer sets it."""
 
     def __init__(self, method: SAttend, model: nn.Module, ids: tuple[int, ...]) -> None:
         self.method = method
@@ -161,8 +161,8 @@ class Drops(Untouched):
 
 def _rank() -> int:
     """Processes that train together must not draw the same."""
-    together = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if together else 0
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if several else 0
 
 
 def _callback(method: SAttend) -> Any:

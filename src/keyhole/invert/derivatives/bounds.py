@@ -1,4 +1,4 @@
-"""The paper's bounds on the Hessian, beside what is measured.
+"""The paper's bounds on the Hessian, and what is measured.
 
 *Unmasking Transformers*, with `‖W‖, ‖V‖, ‖X‖ ≤ R`, `|b_ij| ≤ R`, `R ≥ 1` (spectral norms, which
 are at most the Frobenius norms of Theorem 1.3: what holds with them holds with those):
@@ -28,9 +28,8 @@ mask changes nothing. All values are those of the loss without γ, which adds 2�
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -110,13 +109,6 @@ class Bounds(Result):
 
     def contents(self) -> dict[str, Any]:
         return {**asdict(self), "assumptions": self.assumptions, "gamma": self.gamma}
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        del tensors  # there are none
-        given: dict[str, Any] = {name: data[name] for name in (field.name for field in fields(cls))}
-        given["beyond"] = tuple(data["beyond"])
-        return cls(**given)
 
 
 def _kept(kept: bool) -> str:

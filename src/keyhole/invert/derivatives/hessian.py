@@ -242,8 +242,8 @@ class Expansion:
         if self.bend is not None:
             yield self.bend.N[:, h, rows], layer.equations.W[:, h, None]
         for k in range(V.shape[1]):
-            together = layer.soft[:, h, :, rows].mT @ layer.soft[:, k]
-            yield together, (V[:, h] @ V[:, k].mT).unsqueeze(1)
+            grid = layer.soft[:, h, :, rows].mT @ layer.soft[:, k]
+            yield grid, (V[:, h] @ V[:, k].mT).unsqueeze(1)
 
     def _own_blocks(self) -> Tensor:
         """The last line: (R,l,d,d)."""

@@ -1,7 +1,7 @@
 """The Hessian as the paper writes it: four cases, block by block. For reading and checking.
 
-*Unmasking Transformers*, Definitions 4.2 and 4.3: `∇²c_{i₀j₀}` is an n×n grid of d×d blocks, told
-apart by which of `i₁`, `i₂` is the token `i₀` that asks:
+*Unmasking Transformers*, Definitions 4.2 and 4.3: `∇²c_{i₀j₀}` is an n×n grid of d×d blocks, which
+differ by which of `i₁`, `i₂` is the token `i₀` that asks:
 
     H₁  i₁ = i₀ = i₂       H₂  i₁ = i₀ ≠ i₂       H₃  i₁ ≠ i₀ = i₂       H₄  i₁ ≠ i₀ ≠ i₂
 

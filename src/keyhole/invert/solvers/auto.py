@@ -93,7 +93,7 @@ class Auto:
         self, problem: Problem, began: float, progress: _OneCount
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
-        if problem.fault:  # said once, without the name of a method that was not run
+        if problem.fault:  # once, without the name of a method that was not run
             raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         if problem.maps is not None:
             finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))

@@ -6,7 +6,7 @@
     several:   Σ_h A_h X V_h (+ X) = B          linear in the nd entries of X
 
 The second is solved as one matrix of Kronecker products up to some thousand unknowns, by conjugate
-gradients on the normal equations beyond (leaked_maps.py). A solution of full rank is the only one:
+gradients on the normal equations beyond (`Linear`). A solution of full rank is the only one:
 maps take away the ambiguity that the output alone leaves (inversion.py).
 
 Maps that are singular (equal tokens, uniform attention, a wide head) leave directions open. But
@@ -195,8 +195,6 @@ class _Answer:
 #
 #     Σ_h A_h X V_h (+ X) = B                                  `Linear`
 #     X W_h Xᵀ + X u_h = log A_h + row constants               `fit_scores`
-#
-# closed_form.py makes an attack of them.
 
 _ONE_FACTOR = 8192  # unknowns up to which a single factorisation is affordable
 _ITERATIONS = 5000

@@ -1,4 +1,4 @@
-"""Gradient descent with a step that adapts: ours, beside Section 3.2 of *Unmasking Transformers*.
+"""Gradient descent with a step that adapts: ours, and the fixed step of the paper.
 
 `X ← X − t ∇L(X)`, each start with a stride t of its own: a step that lowers the loss as its slope
 promises (Armijo) is taken and t grows, any other is not taken and t is halved. The paper's step is
@@ -52,22 +52,20 @@ class GradientDescent(Solver):
         )
 
 
-# Gradient descent with a fixed step, as published in *Unmasking Transformers*, Section 3.2.
-#
-#     1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and again.
-#
-# The learning rate η (`rate`) is one number for the whole run; the paper names none, and its reason
-# for convergence, that L is convex in X, does not hold (bounds.py). So nothing sees to it that a
-# step goes down: above 2/λ, λ the greatest eigenvalue of the Hessian at a minimum, it does not
-# converge there, and where the loss overflows the start ends. L is the loss itself: V is not taken
-# out before, as for other solvers (reduce.py), and no Newton step follows for the last digits.
-# Where to start is left open by the paper: at inputs of your own, or as our solvers do (starts.py).
-# gradient_descent.py is ours and adapts its step.
-
-
 @dataclass(frozen=True)
 class GradientDescentAsPublished(Solver):
-    """`X ← X − rate·∇L(X)`, `steps` times, from many starts at once."""
+    """A fixed step, as published in *Unmasking Transformers*, Section 3.2.
+
+        1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and again.
+
+    The learning rate η (`rate`) is one number for the whole run; the paper names none, and its
+    reason for convergence, that L is convex in X, does not hold (bounds.py). So nothing sees to
+    it that a step goes down: above 2/λ, λ the greatest eigenvalue of the Hessian at a minimum, it
+    does not converge there, and where the loss overflows the start ends. L is the loss itself: V
+    is not taken out before, as for other solvers (reduce.py), and no Newton step follows for the
+    last digits. Where to start is left open by the paper: at inputs of your own, or as our
+    solvers do (starts.py).
+    """
 
     starts: int = 64
     steps: int = 5000

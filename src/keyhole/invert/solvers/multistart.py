@@ -123,8 +123,8 @@ class Multistart:
         self.age = torch.empty(0, dtype=torch.long)
         self.history = torch.empty(0, method.steps + 1, dtype=torch.float64)
         unknowns = self.equations.length * self.equations.dim
-        room = _BATCH_BYTES["cuda" if "cuda" in method.device else "cpu"]
-        self.width = max(1, min(4096, room // (32 * unknowns**2)))
+        bytes_ = _BATCH_BYTES["cuda" if "cuda" in method.device else "cpu"]
+        self.width = max(1, min(4096, bytes_ // (32 * unknowns**2)))
 
     def run(self) -> bool:
         """True if a person stopped it."""
@@ -145,11 +145,11 @@ class Multistart:
 
     def _fill(self) -> bool:
         """Take waiting starts into the batch; False when nothing is left to do."""
-        room = self.width - len(self.owner)
+        places = self.width - len(self.owner)
         taken: list[tuple[int, int]] = []
         # In handfuls: a start is one small tensor, and joining the batch copies all of it.
-        if room >= max(1, self.width // 8) or not len(self.owner):
-            while self.waiting and len(taken) < room:
+        if places >= max(1, self.width // 8) or not len(self.owner):
+            while self.waiting and len(taken) < places:
                 p, k = self.waiting.pop()
                 if not self._done(p):
                     taken.append((p, k))
@@ -270,7 +270,7 @@ def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
 
 # What surrounds a search from many starts: problems are made simpler, results are written out.
 #
-# A solver is `begin` and `step` on a batch of inputs (multistart.py); which problems can share one,
+# A solver is `begin` and `step` on a batch of inputs ; which problems can share one,
 # what a person's Ctrl-C leaves, and what a result says is decided here, once for all solvers.
 
 

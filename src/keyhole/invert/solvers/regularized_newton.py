@@ -95,7 +95,7 @@ class RegularizedNewton:
         return replace(problem, gamma=self.gamma)
 
     def _radius(self, problem: Problem, start: Tensor | None) -> float:
-        """R: over the weights, the output and the start, with room beside what is known of X."""
+        """R: over the weights, the output and the start, with a margin for what is known of X."""
         least = max(radius(problem), 2 * _known_norm(problem.known))
         size = 0.0 if start is None else float(torch.linalg.matrix_norm(start, 2).max())
         if self.radius is None:
@@ -184,8 +184,8 @@ def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
     """Inputs shortened until ‖X‖ ≤ R, their known entries left as they are."""
     known = torch.zeros_like(X) if fixed is None else fixed.nan_to_num(nan=0.0).expand_as(X)
     free = X - known
-    room = R - torch.linalg.matrix_norm(known, 2)
+    left = R - torch.linalg.matrix_norm(known, 2)
     size = torch.linalg.matrix_norm(free, 2).clamp(min=1e-300)
-    shorter = known + (room / size)[:, None, None] * free
+    shorter = known + (left / size)[:, None, None] * free
     outside = torch.linalg.matrix_norm(X, 2) > R
     return torch.where(outside[:, None, None], shorter, X)

@@ -73,30 +73,29 @@ def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
     return X if float(equations.residuals(X).abs().max()) <= 1e-8 * scale else None
 
 
-# A start without a prior: attention to first order in its scores has exactly one inverse.
-#
-# Ours; the paper asks for a start close to the truth and is silent about finding one. Let the
-# scores be small, so that `softmax(s) ≈ (1 + s − mean s)/n`. With the mean m of the tokens, the
-# centred tokens D and their covariance `Σ = DᵀD/n`, attention (with V taken out, reduce.py) is
-#
-#     y_i = m + Σ (Wᵀx_i + u)          so, centred,        E = D W Σ
-#
-# E is known, hence `S = EᵀE/n`, and Σ satisfies `Σ (WᵀΣW) Σ = S`. For a given middle factor P the
-# solution of `ΣPΣ = S` is the geometric mean `Σ = P⁻¹ # S`. The iteration
-#
-#     Σ ← (Wᵀ Σ W)⁻¹ # S
-#
-# halves distances in Thompson's metric, in which congruence by W and inversion are isometries and
-# `·# S` contracts by ½. So for invertible W there is exactly one positive Σ, it is found from
-# anywhere, one bit a step, and `D = E (WΣ)⁻¹`, `m = (I + ΣWᵀ)⁻¹(ȳ − Σu)`. Where the tokens span
-# fewer directions than d, all of this happens inside their span.
-
 _ROUNDS = 60  # one bit a step
 _NEGLIGIBLE = 1e-10  # directions in which the tokens vary less than this do not count
 
 
 def mean_field(problem: Problem) -> Tensor | None:
-    """The input (n×d) that has this output to first order in the scores; None if there is none."""
+    """The input (n×d) that has this output to first order in the scores; None if there is none.
+
+    Ours; the paper asks for a start close to the truth and is silent about finding one. Let the
+    scores be small, so that `softmax(s) ≈ (1 + s − mean s)/n`. With the mean m of the tokens, the
+    centred tokens D and their covariance `Σ = DᵀD/n`, attention (with V taken out, reduce.py) is
+
+        y_i = m + Σ (Wᵀx_i + u)          so, centred,        E = D W Σ
+
+    E is known, hence `S = EᵀE/n`, and Σ satisfies `Σ (WᵀΣW) Σ = S`. For a given middle factor P
+    the solution of `ΣPΣ = S` is the geometric mean `Σ = P⁻¹ # S`. The iteration
+
+        Σ ← (Wᵀ Σ W)⁻¹ # S
+
+    halves distances in Thompson's metric, in which congruence by W and inversion are isometries
+    and `·# S` contracts by ½. So for invertible W there is exactly one positive Σ, it is found
+    from anywhere, one bit a step, and `D = E (WΣ)⁻¹`, `m = (I + ΣWᵀ)⁻¹(ȳ − Σu)`. Where the tokens
+    span fewer directions than d, all of this happens inside their span.
+    """
     if problem.causal or problem.residual or problem.known is not None or problem.heads > 1:
         return None
     if problem.outputs != problem.dim or problem.length == 1:

@@ -233,19 +233,16 @@ def first_of_each(x: Tensor, good: Tensor) -> Tensor:
     return good & ~same.tril(-1).any(-1)
 
 
-# The equations of one token of a causal layer, everything before it known: d unknowns.
-#
-#     Σ_h softmax(xᵀ W_h [x_1 … x_k x]) [x_1 … x_k x]ᵀ V_h (+ x) = b
-#
-# The derivative is that of equations.py with all tokens but the last held still.
-
-
 @dataclass(frozen=True, eq=False)
 class TokenEquations:
-    """The last row of the equations, for the last token; everything before it is known.
+    """The equations of one token of a causal layer, everything before it known: d unknowns.
+
+        Σ_h softmax(xᵀ W_h [x_1 … x_k x]) [x_1 … x_k x]ᵀ V_h (+ x) = b
 
     Weights are those of the layer, `B` is (1,1,m), `before` (R,k,d), `fixed` (1,1,d). The unknown
     is X (R,1,d).
+
+    The derivative is that of equations.py with all tokens but the last held still.
     """
 
     W: Tensor
