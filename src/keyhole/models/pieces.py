@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _MAX_BYTES = 4  # bytes of a character, and so tokens
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
