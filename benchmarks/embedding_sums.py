@@ -5,7 +5,7 @@ training set at random. The first row says how many of a sentence's tokens the b
 20 best, and so on). Putting one of them right moves the vector; rows say how well the sum of
 these moves points to the vector of the sentence itself. Other rows say on which rank of the
 vocabulary the right token of a wrong place stands: by the gradient of the cosine, and by what the
-search takes (bag, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
+search takes (token odds, what is missing, bigrams). Vectors are whitened in both. `--quick` takes a
 random-weight model.
 """
 

@@ -146,7 +146,7 @@ def _message(error: BaseException) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """What a terminal can show, whatever people gave or a library said."""
+    """What a terminal can show, whatever people or a library wrote."""
     line = " ".join(text.split())
     safe = "".join(letter if letter.isprintable() else "�" for letter in line)
     half = _MAX_LETTERS // 2

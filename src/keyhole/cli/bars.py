@@ -24,7 +24,7 @@ EVERY = 30.0  # seconds between lines where there is no terminal and no part end
 
 
 class _Bar:
-    """A `Progress`, which may also be told the time that is left."""
+    """A `Progress`, which also takes the time that is left."""
 
     def __init__(self, standing: Standing, changed: Callable[[bool], None]) -> None:
         self._standing, self._changed = standing, changed
@@ -116,7 +116,7 @@ def _view(command: str, each: bool) -> _View:
 
 
 class _View:
-    """Where it is shown how a command and its running part stand: nowhere, unless said below."""
+    """Where it is shown how a command and its running part stand; this one shows nothing."""
 
     def __init__(self) -> None:
         self.overall: Standing | None = None
@@ -161,7 +161,7 @@ class _Screen(_View):
             BarColumn(24 if wide else 12),
             _Words("count"),
             _Words("time"),
-            _Words("note", Column(ratio=1, no_wrap=True)),  # what room is left
+            _Words("note", Column(ratio=1, no_wrap=True)),  # what width is left
             console=console.people,
             transient=True,
             redirect_stdout=False,  # it is the answer's, wherever it goes
@@ -203,27 +203,27 @@ class _Lines(_View):
     def __init__(self, command: str, each: bool) -> None:
         super().__init__()
         self._command, self._each = command, each
-        self._told, self._over = threading.Event(), False
-        self._watch = threading.Thread(target=self._tell_now_and_then, daemon=True)
+        self._reported, self._over = threading.Event(), False
+        self._watch = threading.Thread(target=self._report_now_and_then, daemon=True)
         self._watch.start()
 
     def change(self, standing: Standing, rose: bool) -> None:
-        # The last step is told at the end, with the time that all of it took.
+        # The last step is reported at the end, with the time that all of it took.
         if standing is self.overall and rose and self._each and not standing.complete:
-            self._told.set()
+            self._reported.set()
             say(standing.words())
 
     def close(self, finished: bool) -> None:
         self._over = True
-        self._told.set()
+        self._reported.set()
         self._watch.join()
         if self.overall is not None and finished:
             say(self.overall.words())
 
-    def _tell_now_and_then(self) -> None:
+    def _report_now_and_then(self) -> None:
         while not self._over:
-            if self._told.wait(EVERY):
-                self._told.clear()
+            if self._reported.wait(EVERY):
+                self._reported.clear()
                 continue
             overall, part = self.overall, self.part
             now = "" if part is None else f"now {part.words()}"

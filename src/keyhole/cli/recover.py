@@ -155,8 +155,8 @@ def _recover_updates(
 
     loaded = opened(model, device, allow_pickle)
     true = [] if truth is None else read_texts(truth)
-    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
-    originals = [Original.of(loaded.tokenizer, text, longest) for text in true]
+    length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
+    originals = [Original.of(loaded.tokenizer, text, length) for text in true]
     shown: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
     with bars("recover", "batches") as track:
@@ -180,7 +180,7 @@ def _recover_updates(
 
 
 def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
-    from keyhole.recover.pieces import written
+    from keyhole.models.pieces import written
 
     line = Text(f"{file.name}: {batch.status} ({batch.reason})")
     for number, text in enumerate(batch.texts):

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Option:
-    """What people are told about a field.
+    """What help shows about a field.
 
     `file` says that it names a file, which a fleet file means relative to its own folder; `parse`
     makes the value of a word where the field's type does not say how.
@@ -56,7 +56,7 @@ def option(
 
 @dataclass(frozen=True)
 class Declared:
-    """A field that people may set: its type and default, and what they are told about it."""
+    """A field that people may set: its type and default, and its help."""
 
     name: str
     type: Any

@@ -77,21 +77,21 @@ def run(
     A folder `out` of another run, or of one that is finished, is refused unless `force` is given.
     """
     counts = {
-        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "--batch": batch,
-        "--max_length": max_length, "--examples": examples,
+        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "batch": batch,
+        "--max-length": max_length, "--examples": examples,
     }  # fmt: skip
     for option, value in counts.items():
         expect_count(option, value)
     if flips is not None and dev is None:
         raise InputError("expected --dev with --flips, got none: nothing would be measured")
-    expect_number("--learning-rate", learning_rate, above=0)
+    expect_number("learning_rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
     expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
     if isinstance(method, str):
         method = DEFENCES.make(method, **options)
-    for option, share in (("--plain-first", plain_first), ("--average", average)):
+    for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:
             raise InputError(f"expected {option} from 0 to below 1, got {share}")
     method = Stages.plain_first(plain_first, method)

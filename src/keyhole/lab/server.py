@@ -153,7 +153,7 @@ async def _run(settings: Any, model: Any) -> None:
 
 
 def _expect_free(host: str, port: int) -> None:
-    """MLServer's own server ends the process where it cannot listen, with nothing said."""
+    """MLServer's own server ends the process where it cannot listen, without a message."""
     if not 0 < port < 2**16:
         raise InputError(f"expected a port from 1 to {2**16 - 1}, got {port}")
     try:

@@ -58,9 +58,6 @@ class Texts:
         ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
         return Texts(ids, self.lengths.clamp(max=width))
 
-    def to(self, device: Any) -> Texts:
-        return Texts(self.ids.to(device), self.lengths.to(device))
-
     def tokens(self, row: int) -> list[int]:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
