@@ -251,7 +251,8 @@ class Faulty(BaseHTTPRequestHandler):
         output = {
             "name": "y", "datatype": "FP64", "shape": [len(answers)], "data": answers.tolist(),
         }  # fmt: skip
-        self._send(200, {"model_name": "head", "outputs": [output]}, fault)
+        body = {"model_name": "head", "id": content.get("id"), "outputs": [output]}
+        self._send(200, body, fault)
         if fault not in ("cut", "garbage") and not self.stale:
             self._note("sent", questions)
         self.stale = self.stale or fault == "duplicate"
