@@ -1,4 +1,4 @@
-"""`keyhole capture --expose gradient` and `keyhole invert text`: a batch handed over and read."""
+"""`keyhole lab capture --expose gradient` and `keyhole recover`: a batch handed over and read."""
 
 from __future__ import annotations
 

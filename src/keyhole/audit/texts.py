@@ -330,7 +330,7 @@ def _untried(exposure: Exposure, kind: str, tried: set[int], parts: Anatomy) -> 
     every = _every_layer(kind, parts)
     missing = [layer for layer in every if layer not in tried]
     inside = sum(layer in every for layer in tried)  # hidden states of layer 0 are the embeddings
-    other = f"keyhole capture --expose {kind}:{missing[0]}, then keyhole invert text"
+    other = f"keyhole lab capture --expose {kind}:{missing[0]}, then keyhole recover"
     how = "--layers all tries every one" if kind in _CHOSEN else f"these take longer: {other}"
     reason = f"{inside} of {parts.layers} layers were tried; {how}"
     return Skip(exposure, "none", reason, layers=tuple(missing))
