@@ -83,7 +83,7 @@ def _section(title: str, command: Any, parameters: list[tuple[str, str]], shared
     context = command.context_class(command, info_name=title)
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
-    for name in _names(command):
+    for name in _names(command) if title == "keyhole" else ():  # those of the lab follow it
         inner = command.commands[name]
         parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
     groups: dict[str, list[str]] = {}
