@@ -8,12 +8,12 @@ vocabulary.
 Layer 1 is closed form: the hidden states below it are the embeddings, which depend on the token and
 its position only, so the whole vocabulary is measured at every position in a few matrix products,
 for all texts of one length together. Beyond the plain look-up, each number is weighed by what
-rounding left of it (search/map_scores.py), and further rounds use the tokens found so far as
+rounding left of it (map_scores.py), and further rounds use the tokens found so far as
 anchors too, which measures each position 2nH times instead of 3H and settles what rounding left
 open.
 
 Deeper layers have no closed form: the states below them depend on the whole text. They go through
-search/token_search.py, on the scores `q·k` that the maps give away.
+token_search.py, on the scores `q·k` that the maps give away.
 """
 
 from __future__ import annotations
