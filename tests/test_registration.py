@@ -171,7 +171,5 @@ def test_it_stands_in_the_documents(dummy, root):
 
 
 def test_an_option_that_it_does_not_have_is_refused(dummy):
-    with pytest.raises(
-        keyhole.core.errors.InputError, match=r"expected --colour with no .*, got dummy"
-    ):
+    with pytest.raises(keyhole.core.errors.InputError, match="dummy has no option colour"):
         dummy.registry.make("dummy", colour="blue")

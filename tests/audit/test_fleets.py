@@ -196,19 +196,13 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
     (tmp_path / "out" / "fleet.journal").unlink()
     refused = here("--targets", place / "fleet.toml", "--out", "out")
     assert refused.returncode == 2
-    assert "expected a new file, got out/index.html" in refused.stderr
+    assert "out/index.html exists: give --force to replace it" in refused.stderr
     for words, line in {
-        ("demo", "--targets", "x"): "expected TARGET without --targets, got both",
-        (
-            "--targets",
-            "x",
-            "--output",
-            "html=y",
-        ): "expected --output html=without --targets, got both",
-        ("demo", "--out", "x"): "expected --out with --targets, got demo",
-        (): "expected TARGET, --targets FILE, or a policy with targets, got none",
-        ("--targets", "missing.toml"): "expected a fleet file, got missing.toml",
-        ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "expected --out as a",
+        ("demo", "--targets", "x"): "TARGET is for one target",
+        ("demo", "--out", "x"): "--out is for --targets",
+        (): "name a TARGET, a file of them with --targets, or a policy with targets",
+        ("--targets", "missing.toml"): "missing.toml",
+        ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "--out",
     }.items():
         done = here(*words)
         assert done.returncode == 2

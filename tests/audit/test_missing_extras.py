@@ -43,8 +43,8 @@ def extras(root):
 
 # What the audit of the demo says where an extra is missing; the others it can do without.
 SAID = {
-    "models": "expected transformers to be installed, got none: pip install 'keyhole[models]'",
-    "proofs": "not proved: expected python-flint",
+    "models": "transformers is not installed: pip install 'keyhole[models]'",
+    "proofs": "not proved: certificates need python-flint",
 }
 EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "serve", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
@@ -64,7 +64,7 @@ def small_demo(monkeypatch):
     def small(part):
         subject = part.target
         return replace(part, target=replace(
-            subject, texts=subject.notes[:1], examples=subject.examples[:1], twin=None,
+            subject, texts=subject.notes[:1], examples=subject.examples[:1], hardened=None,
             precisions=("float32",), notes=(),
         ))  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_an_audit_without_flint_has_findings_without_proofs(without):
     without("flint")
     inputs = [finding for finding in keyhole.audit(LAYER).findings if finding.sought == "input"]
     assert inputs[0].status is Status.RECOVERED
-    assert "not proved: expected python-flint" in inputs[0].reason
+    assert "not proved: certificates need python-flint" in inputs[0].reason
     assert "pip install 'keyhole[proofs]'" in inputs[0].reason
 
 

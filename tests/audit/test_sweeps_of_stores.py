@@ -118,10 +118,10 @@ def test_processes_count_the_corpus_themselves(opened, tmp_path):
 
 def test_workers_need_the_name_of_the_encoder(opened):
     target = opened(2, BRIEF)
-    nameless = {name: replace(store, encoder=None) for name, store in target.stores.items()}
+    nameless = tuple(replace(part, encoder=None) for part in target.parts)
     with pytest.raises(InputError, match="expected the name of the encoder"):
-        audit(replace(target, stores=nameless), processes=1)
-    with pytest.raises(InputError, match="expected a target by its name with --processes and"):
+        audit(replace(target, parts=nameless), processes=1)
+    with pytest.raises(InputError, match="--processes and --dask need a target by its name"):
         audit(oracle.plant(dim=3), processes=1)
 
 
@@ -137,7 +137,7 @@ def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, c
     assert len(finding.texts[0].readings) == 4
     done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "some")
     assert done.returncode == 2
-    assert "expected --texts as a number or all, got some" in done.stderr
+    assert "--texts" in done.stderr
 
 
 def briefly(read, loaded, part, track):

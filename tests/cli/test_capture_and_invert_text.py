@@ -73,7 +73,7 @@ def test_the_truth_and_the_noise_may_be_stated(keyhole, tmp_path):
     (tmp_path / "truth.txt").write_text(f"{TEXT}\nanother\n")
     wrong = keyhole("recover", "demo", *stated)
     assert wrong.returncode == 2
-    assert "expected 1 texts in truth.txt, one for each leak, got 2" in wrong.stderr
+    assert "expected 1 true texts, one for each leak, got 2" in wrong.stderr
     wrong = keyhole("recover", "demo", "leak.safetensors", "--noise", "-1")
     assert wrong.returncode == 2
     assert "expected noise of 0 or more, got -1" in wrong.stderr
@@ -116,7 +116,7 @@ def test_a_method_by_name(keyhole):
     assert json.loads(done.stdout)["method"] == "EncoderStates"
     wrong = keyhole(*leak, "encoder-maps")
     assert wrong.returncode == 2
-    assert "expected --method encoder-states for hidden:1 of an encoder, got encoder-maps" in (
+    assert "encoder-maps does not read hidden:1 of an encoder: choose encoder-states" in (
         wrong.stderr
     )
     unknown = keyhole(*leak, "magic")
@@ -145,7 +145,7 @@ def test_a_leak_that_is_not_this_models(keyhole, tmp_path):
     (tmp_path / "cut.safetensors").write_bytes(cut)
     invert.HiddenStates(torch.ones(4, 128), 9).save(tmp_path / "deep.safetensors")
     wrong = {
-        "other": "expected a leak of the model",
+        "other": "the leak is of the model",
         "anonymous": "is it another model's",
         "cut": "expected a leak file",
         "deep": "expected a layer from 0 to 4",

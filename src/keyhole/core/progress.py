@@ -1,4 +1,4 @@
-"""How long work says where it stands: one shape for attacks, searches, sweeps and trainings.
+"""How long work reports its progress: one shape for attacks, searches, sweeps and trainings.
 
 Whoever works takes `progress` and calls it with what is done, of how much, and a word about it;
 whoever has several parts takes `track` and asks it for a `progress` of each part. The defaults
@@ -17,14 +17,14 @@ from typing import Protocol, runtime_checkable
 
 
 class Progress(Protocol):
-    """Told where one piece of work stands; `total` is None where nobody knows."""
+    """Called with how much of one piece of work is done; `total` is None where nobody knows."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 @runtime_checkable
 class Expecting(Protocol):
-    """A progress that may also be told the seconds to come, where a count says little of them."""
+    """A progress that also takes the seconds to come, where a count says little of them."""
 
     def expect(self, left: float) -> None: ...
 
@@ -61,14 +61,14 @@ class Standing:
         self.done, self.note, self.ended = 0, "", False
         self._clock, self._began, self._share = clock, clock(), 0.0
         self._first: tuple[float, int] | None = None
-        self._left: tuple[float, float] | None = None  # when it was told, and what
+        self._left: tuple[float, float] | None = None  # when it was reported, and what
 
     def expect(self, left: float) -> None:
         """Whoever works knows better than a count tells how many seconds are to come."""
         self._left = self._clock(), left
 
     def report(self, done: int, total: int | None = None, note: str = "") -> bool:
-        """Take in what was told; says whether more is done than before."""
+        """Take in a report; True if more is done than before."""
         rose = done > self.done
         self.done, self.note = max(done, self.done), note or self.note
         self.total = self.total if total is None else total
@@ -118,8 +118,8 @@ class Standing:
     def words(self, now: str = "") -> str:
         """All of it in one line; `now` is what runs at the moment."""
         # Where a count has no unit of its own, the note begins with it: 12 of 256 starts.
-        told = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
-        parts = ", ".join(part for part in (*told, now, self.time) if part)
+        counted = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
+        parts = ", ".join(part for part in (*counted, now, self.time) if part)
         return f"{self.name}: {parts}" if parts else self.name
 
 

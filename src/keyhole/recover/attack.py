@@ -20,8 +20,8 @@ from keyhole.core.numerics import LinAlgError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
+from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
-from keyhole.recover.pieces import decoded, written
 
 
 class TokenCount:
@@ -148,15 +148,13 @@ class Counts(Attack, Protocol):
         ...
 
 
-# Where a model's numbers leave the equations of an attack without a solution, it ends in a status.
-#
-# Weights that overflow or are no numbers make decompositions fail, and torch then raises. It is the
-# model that makes this attack impossible, not a fault here, and nothing follows for the exposure.
-
-
 @contextmanager
 def solvable(model: nn.Module) -> Generator[None]:
-    """Ends the attack inside with a status where an equation has no solution."""
+    """Ends the attack inside with a status where an equation has no solution.
+
+    Weights that overflow or are no numbers make decompositions fail, and torch then raises. It is
+    the model that makes this attack impossible, and nothing follows for the exposure.
+    """
     try:
         yield
     except LinAlgError as error:

@@ -1,4 +1,9 @@
-"""What every leak of one text has: checks on the way in; names, shapes and a digest after that."""
+"""What leaked, of one text: six frozen types, and the files they travel in.
+
+A leak holds the leaked numbers as float32 and says what is known about them: the layer, the model,
+how they were rounded, what noise they carry, which positions are padding. It has no field for the
+text. A position that did not leak is a row of NaN.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,8 @@ from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
+_UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
+_CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,8 +59,8 @@ class BaseLeak(About):
 
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
-    beside: ClassVar[tuple[str, ...]] = ("mask",)
-    usual: ClassVar[dict[str, Any]] = {}  # what files said nothing of before it could be otherwise
+    more: ClassVar[tuple[str, ...]] = ("mask",)
+    usual: ClassVar[dict[str, Any]] = {}  # what older files do not mention it could be otherwise
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -131,16 +138,16 @@ class BaseLeak(About):
     def known(self) -> dict[str, Any]:
         """What is known about the leak besides its tensors; what is usual is not remarked on."""
         names = [field.name for field in fields(self)]
-        tensors = {*self.names, *self.beside}
+        tensors = {*self.names, *self.more}
         known = {name: getattr(self, name) for name in names if name not in tensors}
         usual = self.usual.items()
         return {name: value for name, value in known.items() if (name, value) not in usual}
 
     @property
     def stored(self) -> dict[str, Tensor]:
-        """All tensors of the leak's file: what leaked, and what is known beside it."""
-        beside = {name: getattr(self, name) for name in self.beside}
-        return {**self.tensors, **{name: each for name, each in beside.items() if each is not None}}
+        """All tensors of the leak's file: what leaked, and what is known with it."""
+        more = {name: getattr(self, name) for name in self.more}
+        return {**self.tensors, **{name: each for name, each in more.items() if each is not None}}
 
     @property
     def digest(self) -> str:
@@ -157,17 +164,14 @@ class BaseLeak(About):
         write_tensors(path, self.stored, about)
 
 
-# What a store may say of how a vector's numbers were rounded: checked where it comes in.
-
-
-def expect_cells(
+def _expect_stored_form(
     values: Tensor,
     width: int | None,
     steps: Tensor | None,
     ends: Tensor | None,
     codebook: Tensor | None,
 ) -> None:
-    """Refuse what does not go with a vector (d,)."""
+    """Refuse a description of how a vector (d,) was rounded that does not go with it."""
     if width not in (None, len(values)):
         raise InputError(f"expected {width} numbers, the width that is stated, got {len(values)}")
     if steps is not None and codebook is not None:
@@ -188,16 +192,6 @@ def expect_cells(
             f"expected a codebook of (blocks, codes, numbers) for {len(values)} numbers, "
             f"got {tuple(codebook.shape)}"
         )
-
-
-# What leaked, of one text: six frozen types, and the files they travel in.
-#
-# A leak holds the leaked numbers as float32 and says what is known about them: the layer, the
-# model, how they were rounded, what noise they carry, which positions are padding. It has no field
-# for the text. A position that did not leak is a row of NaN.
-
-_UNIT = 0.01  # how far from 1 rounding may put the length of a normalised row
-_CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,7 +298,7 @@ class Pooled(BaseLeak):
     codebook: Tensor | None = None
     unit: bool | None = None
     kind: ClassVar[str] = "pooled"
-    beside: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
+    more: ClassVar[tuple[str, ...]] = ("mask", "steps", "ends", "codebook")
     usual: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
     rank: ClassVar[int] = 1
 
@@ -312,7 +306,7 @@ class Pooled(BaseLeak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("expected normalised to be true or false, got another kind")
-        expect_cells(self.values, self.width, self.steps, self.ends, self.codebook)
+        _expect_stored_form(self.values, self.width, self.steps, self.ends, self.codebook)
 
     @property
     def exposure(self) -> Exposure:

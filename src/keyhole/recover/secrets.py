@@ -48,6 +48,11 @@ from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 FORMS = ("rotated", "scrambled", "mixed")
 BLOCK = 16  # tokens
 _STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
+_ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
+_AT_ONCE = 4096  # tokens of the vocabulary in one pass
+_ELSEWHERE = 1e30  # the cost of a place in another block
+_SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
+_OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
 
 
 def matrices_of(leak: Leak) -> list[Tensor]:
@@ -114,9 +119,6 @@ def _map(size: int, stream: torch.Generator, orthogonal: bool = False) -> Tensor
     return rotation() * _STRETCH**sizes @ rotation()
 
 
-_ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
-
-
 @dataclass(frozen=True, eq=False)
 class Alignment:
     """Directions (d, r) of stored vectors y and of those behind them, f: y `stored` = f `own`."""
@@ -156,11 +158,6 @@ def _expect_pairs(known: Tensor, stored: Tensor) -> None:
     if not bool((known.isfinite() & stored.isfinite()).all()):
         raise InputError("expected finite vectors, got infinity or NaN")
 
-
-_AT_ONCE = 4096  # tokens of the vocabulary in one pass
-_ELSEWHERE = 1e30  # the cost of a place in another block
-_SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
-_OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
 
 Pairs = Sequence[tuple[Leak, Leak]]  # of a known text: its leak as it would be, and as it is
 

@@ -9,7 +9,7 @@ import torch
 import reference
 from keyhole.core.errors import InputError
 from keyhole.recover.embeddings.stored import Stored
-from keyhole.recover.layers.precision import FLOOR
+from keyhole.recover.layers.precision import FLOAT32
 from keyhole.recover.leaks import Pooled
 
 STREAM = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def test_a_step_short_beside_the_error_only_adds_to_it():
     leak = Pooled(in_steps(f), noise=noise)
     stored = Stored.of(leak, f)
     step = float(f.abs().max()) / 127
-    unit_ = noise**2 + step**2 / 12 + (FLOOR * float(f.square().mean().sqrt())) ** 2
+    unit_ = noise**2 + step**2 / 12 + (FLOAT32 * float(f.square().mean().sqrt())) ** 2
     truth = sum((float(y) - float(x)) ** 2 / unit_ for y, x in zip(leak.values, f, strict=True))
     assert float(stored.misfit(f[None])) == pytest.approx(truth, rel=1e-3)
 

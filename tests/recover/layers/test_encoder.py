@@ -158,7 +158,7 @@ def test_leaks_that_cannot_be_this_models():
     ids = tiny.ids(texts=1, length=8)
     good = leaks("bert", 2, ids, model=identity(model()))[0]
     assert invert.recover_text(model(), WORDS, good).verified
-    with pytest.raises(InputError, match="expected a leak of the model"):
+    with pytest.raises(InputError, match="the leak is of the model"):
         invert.recover_text(model("roberta"), WORDS, good)
     with pytest.raises(InputError, match="a layer from 0 to 3"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values, 9))
@@ -171,7 +171,7 @@ def test_leaks_that_cannot_be_this_models():
     assert invert.recover_text(model(), WORDS, good.values).ids == ids[0].tolist()  # layer unsaid
     with pytest.raises(InputError, match="expected a tokenizer"):
         invert.recover_text(model(), None, good)
-    with pytest.raises(InputError, match="leaks of one exposure"):
+    with pytest.raises(InputError, match="leaks are of several exposures"):
         invert.recover_texts(model(), WORDS, [good, leaks("bert", 1, ids)[0]])
     for wrong in ({"steps": 0}, {"opening": 0}, {"stage": 0}, {"trials": -1}):
         with pytest.raises(InputError, match="steps and batch"):
@@ -249,15 +249,6 @@ def test_lbfgs_solves_many_problems_at_once():
     assert torch.allclose(search.z, best, atol=1e-3)
 
 
-def test_the_search_finds_what_feedback_does_not():
-    """Without forward-only passes at all, gradients alone lead there."""
-    ids = tiny.ids(texts=2, length=10, seed=5)
-    method = EncoderStates(feedback=0, samples=300)
-    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
-    assert [result.ids for result in results] == ids.tolist()
-    assert all(result.passes > result.forwards for result in results)
-
-
 def test_what_was_taken_for_right_by_mistake_becomes_open():
     """Clear tokens are fixed; one that is wrong has the largest residual, and is not."""
     ids = tiny.ids(texts=1, length=14, seed=8)
@@ -281,11 +272,13 @@ def test_what_was_taken_for_right_by_mistake_becomes_open():
 
 @pytest.mark.parametrize("settings", [{"trials": 0}, {"opening": 1, "stage": 1, "trials": 4}])
 def test_stages_of_any_length_lead_there(settings):
-    ids = tiny.ids(texts=1, length=16, seed=5)
+    """Without forward-only passes, gradients alone find the text."""
+    ids = tiny.ids(texts=1, length=10, seed=5)
     method = EncoderStates(feedback=0, samples=300, **settings)
     results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
+    assert all(result.passes > result.forwards for result in results)
 
 
 def test_the_leak_survives_a_file(tmp_path):

@@ -141,7 +141,7 @@ def test_another_models_maps_are_never_verified(bert):
     results = recover_texts(bert, TOKENIZER, leaks)
     assert not any(result.verified or result.status is Status.RECOVERED for result in results)
     named = AttentionMaps(maps_of(other, ids)[0], 1, model=identity(other))
-    with pytest.raises(InputError, match="expected a leak of the model"):
+    with pytest.raises(InputError, match="the leak is of the model"):
         recover_text(bert, TOKENIZER, named)
     deeper = AttentionMaps(maps_of(other, ids[:1, :6], 2)[0], 2)
     brief = EncoderMaps(deeper=TokenSearch(rounds=1, passes=10, candidates=4))

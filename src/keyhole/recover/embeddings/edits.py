@@ -41,7 +41,7 @@ class Vectors:
     """The vectors of texts, each run once: `passes` counts them.
 
     A text here is its tokens without the special ones around it. `seen` (d, k) are the directions
-    of a vector that are known, where not all are (rotation.py).
+    of a vector that are known, where not all are (secrets.py).
     """
 
     def __init__(

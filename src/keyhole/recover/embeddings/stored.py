@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.recover.layers.precision import FLOOR, rounding_of
+from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
 
 _SHORT = 4.0  # standard deviations of the error: a step up to that has no sharp borders
@@ -70,7 +70,7 @@ class Stored:
     def of(cls, leak: Pooled, own: Tensor) -> Stored:
         """Read off the leak; `own` (k,) is a text's vector, whose size tells what float32 gives."""
         values = leak.values.to(own.device, torch.float64)
-        least = FLOOR * float(own.double().square().mean().sqrt())
+        least = FLOAT32 * float(own.double().square().mean().sqrt())
         noise = leak.noise if leak.noise and leak.noise > least else None
         error = math.hypot(least, noise or 0.0)
         if leak.codebook is not None:

@@ -128,12 +128,6 @@ def _first_line(error: Exception) -> Exception:
     return error if isinstance(error, OSError) else ValueError(str(error).splitlines()[0])
 
 
-# Files of `torch.save`, read without running any of the code that a pickle may ask for.
-#
-# torch's weights-only loading knows tensors, lists and dictionaries. Caches and outputs of
-# transformers are objects of its classes: they are read as plain objects that have their attributes
-# and do nothing, so no code of any library runs either.
-
 _CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")
 
 
@@ -147,7 +141,12 @@ def plain_output(*_: Any) -> OrderedDict[str, Any]:
 
 
 def read_pickled(path: str | Path) -> Any:
-    """What torch.save wrote, or one line on what in it is no data."""
+    """What torch.save wrote, without running any of the code that a pickle may ask for.
+
+    torch's weights-only loading knows tensors, lists and dictionaries. Caches and outputs of
+    transformers are objects of its classes: they are read as plain objects that have their
+    attributes and do nothing, so no code of any library runs either.
+    """
     what = "tensors saved with torch.save"
     try:
         asked: list[str] = []

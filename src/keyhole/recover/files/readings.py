@@ -39,6 +39,8 @@ from keyhole.models.capture import Exposure
 
 MASKS = ("attention_mask", "mask")
 IDS = ("input_ids", "token_ids", "tokens")
+_ENTERS, _MAKES = 0, 1
+_LENS = r"(?:^|\.)blocks\.(\d+)\."
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,8 +298,6 @@ class Slot:
 
 
 # Pattern, kind, part, how the number counts: the state that enters a block, or what a block makes.
-_ENTERS, _MAKES = 0, 1
-_LENS = r"(?:^|\.)blocks\.(\d+)\."
 _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
     (r"(?:^|\.)hidden_states\.(\d+)$", "hidden", "values", _ENTERS),
     (r"(?:^|\.)attentions\.(\d+)$", "maps", "values", _MAKES),

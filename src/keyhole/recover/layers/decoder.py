@@ -4,14 +4,14 @@ The SipIt idea (*Language Models are Injective and Hence Invertible*, arXiv 2510
 depends on tokens ≤ t only, so behind the true prefix the right token reproduces what leaked at t
 and is recognised at once; the cost is linear in the length. Departures:
 
-- A candidate costs one token through the layers below the leak: the prefix stays in a cache from
+- A candidate costs one token through the layers below the leak: the prefix is kept in a cache from
   which all candidates branch (models/branches.py), so a thousand tokens need no more than their
   own cache.
-- Candidates are ordered by a likelihood that is fitted on random tokens (search/ordering.py)
+- Candidates are ordered by a likelihood that is fitted on random tokens (ordering.py)
   instead of by gradient steps, which cost a backward pass each and find one candidate.
 - The first guesses of the next positions are tried as one chain: all that are right are accepted in
   one pass.
-- Leaks that are rounded or noisy are accepted by a test against their own error (tolerance.py).
+- Leaks that are rounded or noisy are accepted by a test against their own error (Tolerance).
   Where noise is stated that is more than 1% of the leak's spread, the first token that passes need
   not be the best (states of the first position hardly differ at the last layer): several are
   compared at each position.
@@ -37,7 +37,7 @@ from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import Leak
 
-_COARSE = 0.01  # of the leak's spread: stated noise above it leaves room for several tokens
+_COARSE = 0.01  # of the leak's spread: with stated noise above it several tokens may pass
 _ARITHMETIC = 1e-4
 _ACCEPTED = 6.0
 _BELIEVED = 1.5  # how much worse random tokens must do before an unknown error is believed
@@ -50,9 +50,9 @@ class DecoderStates:
     `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
     candidates in the first fan of a position; each next one is four times as large, up to `widest`,
     until `most` have been tried. `compared`: candidates at each position of a leak whose stated
-    noise is coarse (at the first `widest`). `draft`: the longest chain. `failures`: positions in a
-    row that nothing explains before the search ends. `batch`: texts at a time (None: one on a CPU,
-    sixteen elsewhere).
+    noise is coarse (at the first `widest`). `draft`: tokens of a chain, at most. `failures`:
+    positions in a row that nothing explains before the search ends. `batch`: texts at a time (None:
+    one on a CPU, sixteen on a GPU).
     """
 
     samples: int | None = None
@@ -147,25 +147,23 @@ class Text:
         )
 
 
-# Does a tried token explain what leaked at its position? A test against the leak's own error.
-#
-# Behind the true prefix, the right token leaves exactly the leak's error: what rounding and noise
-# put there, nothing of it grows from position to position. With `u_j` the standard deviation of
-# that error for each number, `q = mean_j (difference_j / u_j)²` is near 1 for the right token and
-# larger for any other, by the squared distance of the two tokens' rows. A token is accepted when `q
-# ≤ 1 + 6 √(2/f)`, six deviations of a chi-square over `f` numbers.
-#
-# `u² = rounding² + noise² + (κ s)²`: the rounding that is stated or visible in the numbers, the
-# noise that is stated or learnt, and a share `κ` of each number's spread `s` over tokens for
-# arithmetic in another order or on another machine. Where nothing is accepted, the best of the
-# tried tokens tells what the error would have to be (the same for all numbers, or in proportion to
-# their spread, whichever is likelier); it is believed if random tokens would do much worse, and
-# kept for what follows.
-
-
 @dataclass(frozen=True, eq=False)
 class Tolerance:
-    """The error expected in each number of a leak's rows: `rounding` (n, f), `noise`, `share`."""
+    """Does a tried token explain what leaked at its position? A test against the leak's own error.
+
+    Behind the true prefix, the right token leaves exactly that error: what rounding and noise put
+    there, nothing of it grows from position to position. With `u_j` its standard deviation for each
+    number, `q = mean_j (difference_j / u_j)²` is near 1 for the right token and larger for any
+    other, by the squared distance of the two tokens' rows. A token is accepted when
+    `q ≤ 1 + 6 √(2/f)`, six deviations of a chi-square over `f` numbers.
+
+    `u² = rounding² + noise² + (κ s)²`: the `rounding` (n, f) that is stated or visible in the
+    numbers, the `noise` that is stated or learnt, and a `share` κ of each number's spread `s` over
+    tokens for arithmetic in another order or on another machine. Where nothing is accepted, the
+    best of the tried tokens tells what the error would have to be (the same for all numbers, or in
+    proportion to their spread, whichever is likelier); it is believed if random tokens would do
+    much worse, and kept for what follows.
+    """
 
     rounding: Tensor
     noise: float

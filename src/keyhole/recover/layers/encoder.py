@@ -4,16 +4,16 @@ The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e 
 to snap to the token table, substitute and verify. Here, cheapest first:
 
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
-   off by cosine (token_table.py). One forward pass says whether they are right.
+   off by cosine (TokenTable). One forward pass says whether they are right.
 2. Error feedback: run the model on the snapped tokens and push the estimate by what is missing,
    e ← e + (h − f_ℓ(snap(e))) M, forward passes only. At the lower layers this ends the search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
    a snap and one step of feedback after every few steps. Deeper layers need it. It goes in stages.
-   All tokens of a long text converge slowly together, though most are clear early; so after each
+   All tokens of a long text converge slowly, though most are clear early; so after each
    stage candidates are tried at the positions that fit worst, each judged by its own row
-   (row_trials.py), what is clear is fixed, and the next stage moves only the rest.
+   (trials.py), what is clear is fixed, and the next stage moves only the rest.
 4. Substitution: where the search came near and stopped, a few tokens of many are wrong. The tokens
-   nearest to the estimates are tried at each position (substitution.py).
+   nearest to the estimates are tried at each position (trials.py).
 
 Special tokens of the tokenizer's frame are fixed at first; a text that is not found so is tried
 again without. Of rows that leaked as directions the length comes first (row_length.py). Texts go
@@ -132,11 +132,11 @@ class EncoderStates:
             texts.snap()
             done = texts.check()
             for flips in range(self.flips + 1):
-                stays = torch.ones(len(texts), dtype=torch.bool, device=start.device)
-                stays[done] = False
+                kept = torch.ones(len(texts), dtype=torch.bool, device=start.device)
+                kept[done] = False
                 yield from texts.leave(done)
-                search.keep(stays)
-                start = start[stays]
+                search.keep(kept)
+                start = start[kept]
                 if not len(texts):
                     return
                 if flips == self.flips or not texts.improving(1):
@@ -149,8 +149,8 @@ def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
     order = sorted(range(len(leaks)), key=lambda number: leaks[number].length or 0)
     batch: list[int] = []
     for number in order:
-        longest = leaks[number].length or 0
-        if batch and longest * (len(batch) + 1) > tokens:
+        length = leaks[number].length or 0
+        if batch and length * (len(batch) + 1) > tokens:
             yield batch
             batch = []
         batch.append(number)
@@ -158,23 +158,17 @@ def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-# Text from the attention sub-layer's output, before the residual, of one layer of an encoder.
-#
-# The inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At layer 1
-# that is `B = Σ_h softmax(X W_h Xᵀ) X V_h`: as many numbers as the embeddings have, but each
-# position's output is a mixture of all tokens and holds little of its own. Levenberg–Marquardt from
-# many starts alone would not know which of the solutions is a text. So the vocabulary is the prior,
-# in two ways, the cheaper first:
-#
-# 1. as for hidden states (encoder.py): a linear map from outputs to embeddings, learnt from the
-#    weights, is a start from which gradients find the text. On MiniLM that reads layer 1.
-# 2. the search from the vocabulary's mean, whose prior narrows (search/token_search.py), for
-#    the rest.
-
-
 @dataclass(frozen=True)
 class SubLayerOutput:
-    """Search the text whose attention gives these outputs; `search` takes what `states` leaves."""
+    """Text from the attention sub-layer's output, before the residual, of one layer of an encoder.
+
+    The inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At layer 1
+    that is `B = Σ_h softmax(X W_h Xᵀ) X V_h`: as many numbers as the embeddings have, but each
+    position's output is a mixture of all tokens and holds little of its own. Levenberg–Marquardt
+    alone would not know which of the solutions is a text. So first `states`, as for hidden states:
+    a linear map learnt from the weights is a start from which gradients find the text (on MiniLM
+    that reads layer 1). `search`, from the vocabulary's mean, takes what is left.
+    """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     states: EncoderStates = field(default_factory=EncoderStates)

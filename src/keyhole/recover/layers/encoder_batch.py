@@ -1,7 +1,10 @@
 """A batch of texts on their way back: what is known of each, and what it has cost so far.
 
-The working state of attacks/encoder.py. Texts of different lengths are padded and masked as the
-model expects; a text leaves the batch as soon as it fits its leak.
+The working state of encoder.py. Texts of different lengths are padded and masked as the model
+expects; a text leaves the batch as soon as it fits its leak. Of texts that are nearly right other
+tokens are tried, in three ways, the cheapest first: the token that the residual asks for at the
+positions that fit worst (`flip`), a few candidates at those positions, judged row by row and then
+by sums of what they do (`replace`), and all positions one at a time (`substitute`; trials.py).
 """
 
 from __future__ import annotations
@@ -25,6 +28,14 @@ _PATIENCE = 2  # … within so many passes
 _DOUBT = 0.94  # of the second token's squared distance: a token that is nearer is meant …
 _MISFIT = 4.0  # … unless its row fits so many times worse than half of the text's rows do …
 _PART = 0.02  # … and its squared residual is so much of the largest
+_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
+_ROUGHLY = 0.5  # of the leak's variance left unexplained: rows say something of their own tokens
+_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
+_PLACES, _IN_A_PASS = 40, 8  # positions tried in a sweep, and in one pass, …
+_ALONE = 8  # … and positions tried one by one, once that has nothing more to give
+_SWEEPS = 12
+_MORE = 3  # times as many candidates where sums of them are looked at
+_AT_ONCE = 4096  # tokens in one pass
 
 
 @dataclass(eq=False)
@@ -215,7 +226,7 @@ class EncoderBatch:
         return torch.where(known, self.table.vectors[self.ids], self.estimates)
 
     def objective(self, start: Tensor, root: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """The loss at embeddings start + z·root, and its gradient in z; what is known stays."""
+        """The loss at embeddings start + z·root, and its gradient in z; what is known is fixed."""
         moves = self.open[..., None]
         sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
 
@@ -249,29 +260,12 @@ class EncoderBatch:
                 ),
             )
         gone = set(rows)
-        stays = [row for row in range(len(self)) if row not in gone]
+        kept = [row for row in range(len(self)) if row not in gone]
         for name in self._ROWS:
-            setattr(self, name, getattr(self, name)[stays])
-        self.numbers = [self.numbers[row] for row in stays]
-        self.leaks = [self.leaks[row] for row in stays]
-        self.precisions = [self.precisions[row] for row in stays]
-
-
-# Other tokens for texts that are nearly right: what attacks/encoder.py tries by running the model.
-#
-# Three ways, from the cheapest: the token that the residual asks for at the positions that fit
-# worst (`flip`), a few candidates at those positions, judged row by row and then by sums of what
-# they do (`replace`, row_trials.py, sum_trials.py), and all positions one at a time (`substitute`,
-# substitution.py).
-
-_WORST = (0.8, 0.4, 0.2)  # of the largest squared residual: positions given another token
-_ROUGHLY = 0.5  # of the leak's variance left unexplained: rows say something of their own tokens
-_NEAR = 0.1  # of the leak's variance left unexplained: a few tokens are wrong, no more
-_PLACES, _TOGETHER = 40, 8  # positions tried in a sweep, and in one pass, …
-_ALONE = 8  # … and positions tried one by one, once that has nothing more to give
-_SWEEPS = 12
-_MORE = 3  # times as many candidates where sums of them are looked at
-_AT_ONCE = 4096  # tokens in one pass
+            setattr(self, name, getattr(self, name)[kept])
+        self.numbers = [self.numbers[row] for row in kept]
+        self.leaks = [self.leaks[row] for row in kept]
+        self.precisions = [self.precisions[row] for row in kept]
 
 
 def flip(texts: EncoderBatch) -> list[int]:
@@ -310,7 +304,7 @@ def replace(texts: EncoderBatch, candidates: int) -> list[int]:
 
     Many positions at once first; what they do to each other hides the last few wrong tokens, so
     then the worst positions one by one, with twice the candidates; and where no single token helps
-    any more, several of them together.
+    any more, several of them at once.
     """
     done: list[int] = []
     for row in _within(texts, _ROUGHLY):
@@ -322,9 +316,9 @@ def replace(texts: EncoderBatch, candidates: int) -> list[int]:
             places = _worst_places(texts, row, alone)
             if fits or (alone and len(places) == 0):
                 break
-            count, together = (2 * candidates, 1) if alone else (candidates, _TOGETHER)
+            count, batch_size = (2 * candidates, 1) if alone else (candidates, _IN_A_PASS)
             proposed = _proposed(texts, row, places, count)
-            tried = try_rows(_misfits(texts, row), ids[:n], places, proposed, together)
+            tried = try_rows(_misfits(texts, row), ids[:n], places, proposed, batch_size)
             helped = not torch.equal(tried.ids, ids[:n])
             ids[:n] = tried.ids
             fits = texts.note(rows, ids[None], texts.run(rows, ids[None]), tried.forwards + 1)
@@ -374,7 +368,7 @@ def _misfits(texts: EncoderBatch, row: int) -> Misfits:
 
 
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
-    """Where tokens are tried: the rows that fit worst; together, only where none is clear."""
+    """Where tokens are tried: the rows that fit worst; unless `alone`, those that are not clear."""
     open_ = texts.free[row] & texts.seen[row] & ~texts.good[row]
     if not alone:
         open_ &= ~texts.clear(row)
@@ -386,8 +380,8 @@ def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tens
     """The candidates (m, count) for some positions: five lists, the best of each first.
 
     Nearest to the estimate, and to the estimate moved by what its row leaves unexplained; of all
-    tokens, and of those that the text has elsewhere: a long text repeats its words. And nearest to
-    the token that is there, moved likewise: what a trial chose wrongly is often akin to the truth.
+    tokens, and of those the text has already: a long text repeats its words. And nearest to the
+    token that is there, moved likewise: what a trial chose wrongly is often akin to the truth.
     """
     estimates, nearest = texts.estimates[row, places], texts.table.nearest
     push = texts.missing[row, places] @ texts.back.M

@@ -6,7 +6,7 @@ token sequences can be run through the very model, and ridge regression over the
     e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
 
 Half of the random tokens are uniform over the vocabulary, half log-uniform over the ids: tokenizers
-number frequent tokens first, and text is mostly made of those. Read by cosine (token_table.py) the
+number frequent tokens first, and text is mostly made of those. Read by cosine (TokenTable) the
 estimates name most tokens before any pass over the text itself, the more the lower the layer. The
 covariance of the regression's error says in which directions an estimate may still be wrong: its
 root is the preconditioner of the search.
@@ -35,7 +35,9 @@ _BATCH = 2048  # tokens run at once
 _KEPT: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Exposure, int, int], InverseMap]] = (
     weakref.WeakKeyDictionary()
 )
-_SIMILAR = 4  # rivals of each token by its embedding,
+_SIMILAR = 4  # others of each token by its embedding,
+_CHUNK = 2**25  # similarities held at once
+_ROUNDING = 1e-7  # of a cosine in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,19 +115,14 @@ def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: in
     return InverseMap(weights[:-1].float(), weights[-1].float(), root.float(), passes)
 
 
-# Which token is meant by a vector that is near its embedding: the largest cosine.
-#
-# Encoders normalise their embeddings (LayerNorm) before anything else sees them, so what comes back
-# from a hidden state is a token's direction; its length is hardly determined, and a distance would
-# let it decide.
-
-_CHUNK = 2**25  # similarities held at once
-_ROUNDING = 1e-7  # of a cosine in float32
-
-
 @dataclass(frozen=True, eq=False)
 class TokenTable:
-    """The token table with its mean removed, each row of length one."""
+    """Which token is meant by a vector that is near its embedding: the largest cosine.
+
+    Encoders normalise their embeddings (LayerNorm) before anything else sees them, so what comes
+    back from a hidden state is a token's direction; its length is hardly determined, and a distance
+    would let it decide. `directions` are the table's with its mean removed, of length one.
+    """
 
     vectors: Tensor
     centre: Tensor
@@ -170,8 +167,8 @@ def most_similar(table: Tensor, text: Tensor) -> Tensor:
     """For each token the others (k, n) whose embeddings point most nearly the same way."""
     directions = torch.nn.functional.normalize(table.float(), dim=-1)
     count = min(_SIMILAR, len(table) - 1)
-    rivals: list[Tensor] = []
+    others: list[Tensor] = []
     for part in text.split(64):
         likeness = directions[part] @ directions.T
-        rivals.append(likeness.scatter_(1, part[:, None], -2.0).topk(count).indices)
-    return torch.cat(rivals).T
+        others.append(likeness.scatter_(1, part[:, None], -2.0).topk(count).indices)
+    return torch.cat(others).T

@@ -101,8 +101,8 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
     coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
     if coarse or bool(_duplicates(target)[text].any()):
-        alternatives = _alternatives(target, leak, text, given, misfits, hidden, fit.level > _NOISY)
-        margin, more = _margins(target, leak, text, misfits, hidden, odds, alternatives)
+        others = alternatives(target, leak, text, given, misfits, hidden, fit.level > _NOISY)
+        margin, more = _margins(target, leak, text, misfits, hidden, odds, others)
         margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
     doubt = ""
     if matched is not None:
@@ -209,9 +209,9 @@ def _margins(
     misfits: Misfits,
     hidden: Tensor,
     enough: float,
-    alternatives: Tensor,
+    others: Tensor,
 ) -> tuple[Tensor, int]:
-    """The margin (n,) of each token over its nearest alternative (k, n); the passes that took.
+    """The margin (n,) of each token over the nearest of others (k, n); the passes that took.
 
     The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
     lower layers of MiniLM), while all others do. So an alternative is tried alone. In a
@@ -233,11 +233,11 @@ def _margins(
         return torch.cat(rows) - before
 
     if len(text) <= _ALONE:  # each alone, in as few passes as hold them
-        alone = (places == places[:, None]).repeat(len(alternatives), 1)
-        each = alternatives.repeat_interleave(len(text), 0)
-        return gains(each, alone).sum(-1).view_as(alternatives).amin(0), 3 + len(alone)
+        alone = (places == places[:, None]).repeat(len(others), 1)
+        each = others.repeat_interleave(len(text), 0)
+        return gains(each, alone).sum(-1).view_as(others).amin(0), 3 + len(alone)
     least, spent = torch.full(text.shape, torch.inf, device=text.device), 3
-    for tokens in alternatives:
+    for tokens in others:
         groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
         margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
         spent += len(groups)
@@ -250,7 +250,7 @@ def _margins(
     return least, spent
 
 
-def _alternatives(
+def alternatives(
     target: Target,
     leak: Leak,
     text: Tensor,

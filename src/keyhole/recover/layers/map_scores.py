@@ -48,15 +48,15 @@ class LogMaps:
         maps = torch.where(known, maps, 1.0)
         error = resolution(leak, maps)
         # Below its own error a probability says only that it is small.
-        floor = torch.maximum(maps, error).clamp(min=torch.finfo(maps.dtype).tiny)
-        spread = (error / floor).square() + _ARITHMETIC**2
-        return cls(floor.log(), torch.where(known, 1.0 / spread, 0.0))
+        least = torch.maximum(maps, error).clamp(min=torch.finfo(maps.dtype).tiny)
+        spread = (error / least).square() + _ARITHMETIC**2
+        return cls(least.log(), torch.where(known, 1.0 / spread, 0.0))
 
 
 def resolution(leak: AttentionMaps, maps: Tensor) -> Tensor:
     """The standard deviation of each probability's rounding and noise, as stated or as seen.
 
-    Not the judge's (precision.py), whose floor is one for all numbers: small probabilities of a
+    Not the judge's (precision.py), where the least error is one for all: small probabilities of a
     float32 map are as exact, relatively, as large ones, and their logarithms are what is read.
     """
     kind = leak.precision or "float32"

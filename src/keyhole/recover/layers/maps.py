@@ -8,12 +8,12 @@ vocabulary.
 Layer 1 is closed form: the hidden states below it are the embeddings, which depend on the token and
 its position only, so the whole vocabulary is measured at every position in a few matrix products,
 for all texts of one length together. Beyond the plain look-up, each number is weighed by what
-rounding left of it (search/map_scores.py), and further rounds use the tokens found so far as
+rounding left of it (map_scores.py), and further rounds use the tokens found so far as
 anchors too, which measures each position 2nH times instead of 3H and settles what rounding left
 open.
 
 Deeper layers have no closed form: the states below them depend on the whole text. They go through
-search/token_search.py, on the scores `q·k` that the maps give away.
+token_search.py, on the scores `q·k` that the maps give away.
 """
 
 from __future__ import annotations
@@ -139,6 +139,6 @@ def _spread(places: list[int], most: int, frame: Tensor) -> list[int]:
     """At most `most` anchors, the special tokens always among them, the others evenly taken."""
     fixed = (frame >= 0).nonzero().flatten().tolist()
     others = [place for place in places if place not in fixed]
-    room = max(1, most - len(fixed))
-    step = -(-len(others) // room) if others else 1
+    left = max(1, most - len(fixed))
+    step = -(-len(others) // left) if others else 1
     return sorted(fixed + others[::step])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keyhole.recover.leaks import Leak
 
-FLOOR = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
+FLOAT32 = 3e-5  # of the leak's root mean square: what float32 may differ by between machines
 _GRID = 5e-3  # how far from a whole multiple of the step a number may lie, in steps
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 NOISE = 0.5  # of the leak's spread: noise above it may be a misfit as well
@@ -49,14 +49,14 @@ def precision_of(leak: Leak) -> Precision:
     rows = leak.rows(leak.tensors).float()
     seen = rows[rows.isfinite()]
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=1e-30))
-    floor = FLOOR * float(seen.square().mean().sqrt())
+    arithmetic = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
     if name == "float32" and leak.rank > 2:  # heads may have a scale each
         each = {name: rounding_of(part.flatten(0, -2), None) for name, part in leak.tensors.items()}
         steps = {name: each[name][1].view_as(part) for name, part in leak.tensors.items()}
         name, step = min(grid for grid, _ in each.values()), leak.rows(steps)
     noise = leak.noise or 0.0
-    sigma = (step.square() / 12 + floor**2 + noise**2).sqrt()
+    sigma = (step.square() / 12 + arithmetic**2 + noise**2).sqrt()
     return Precision(name, sigma, scale, leak.noise)
 
 

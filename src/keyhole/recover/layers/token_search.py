@@ -1,8 +1,16 @@
 """Relax, snap, try: text from a leak that no closed form reads.
 
-The embeddings are found by `relaxation`, the tokens that agree best are tried by `substitution`,
-and where the text so found does not explain the leak, the prior narrows to the candidates and it
-begins again. Bounded: `rounds` times at most `passes` passes and `sweeps` sweeps.
+A leak such as the maps of one layer holds fewer numbers than the embeddings have, so what decides
+is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
+every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
+whole vocabulary. Tables of tokens are sorted by frequency in every tokenizer that is in use, so a
+token counts `1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made of.
+
+The result is short of the truth (the prior pulls), so tokens are compared by direction, in the
+prior's own coordinates; those that agree best are tried (trials.py). Where the text so found does
+not explain the leak, the prior narrows to mean and covariance of the candidates at each position,
+weighed by how well they agree, and it begins again. Bounded: `rounds` times at most `passes` passes
+and `sweeps` sweeps.
 """
 
 from __future__ import annotations
@@ -17,6 +25,11 @@ from keyhole.core.numerics import LinAlgError
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.trials import Comparison, Tried, substitute
 from keyhole.recover.leaks import Leak
+
+_FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
+_THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
+_DOUBT = 0.2  # of the vocabulary's spread, left beside the candidates
+_PULL = 1e-4  # the prior's weight in the loss
 
 
 @dataclass(frozen=True)
@@ -70,26 +83,6 @@ class TokenSearch:
             note=f"loss {best.loss:.1e} in {passes} passes and {forwards} trials",
             loss=best.loss,
         )
-
-
-# Embeddings that explain a leak, with the vocabulary as a prior that narrows.
-#
-# A leak such as the maps of one layer holds fewer numbers than the embeddings have, so what decides
-# is the prior: `e = mean + a·factor`, with a standard normal `a`, is minimised over `a` (L-BFGS,
-# every pass one forward and one backward), from `a = 0`. At first mean and factor are those of the
-# whole vocabulary. Tables of tokens are sorted by frequency in every tokenizer that is in use, so a
-# token counts `1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made
-# of.
-#
-# The result is short of the truth (the prior pulls), so tokens are compared by direction, in the
-# prior's own coordinates. Then the prior narrows to the tokens that are left: mean and covariance
-# of the candidates at each position, weighed by how well they agree, and the search goes on from
-# there.
-
-_FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
-_THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
-_DOUBT = 0.2  # of the vocabulary's spread, left beside the candidates
-_PULL = 1e-4  # the prior's weight in the loss
 
 
 @dataclass(frozen=True, eq=False)

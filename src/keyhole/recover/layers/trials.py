@@ -1,8 +1,23 @@
-"""How far what a model exposes for some embeddings is from a leak: one number per text.
+"""Texts improved by trying other tokens: three ways, all by running the model.
 
-Hidden states, attention outputs and pooled embeddings are compared in units of the leak's standard
-deviation. Maps are compared by their logarithms, less each row's mean: those are the scores
-`q·k`, which are nearly linear in the hidden states where the probabilities are not.
+- `substitute`: one position at a time. Each candidate at each position is put into the text as it
+  stands, and the best of each position are put in one after another, the best first; the prefix
+  with the smallest loss is kept.
+- `try_rows`: many positions in a pass. A wrong token shows most in its own row: once most of a text
+  is right, putting the right one in takes that row's residual to nearly nothing, whatever is still
+  wrong at other positions. Positions are dealt to a few groups, neighbours to different ones; a
+  pass puts one candidate at every position of a group, and each is judged by its own row. What won
+  is put in, the largest gain first, as far as the whole text fits better.
+- `try_sums`: several wrong tokens at once, by what each change does alone (ours). Where two tokens
+  near each other are wrong, neither right one by itself takes much of the residual away, and a
+  wrong one may take more. But what changes at different positions do to the leaked rows nearly adds
+  up (embeddings/sums.py): every candidate is run once, alone; sets of them whose effects add up to
+  what is missing are found without the model, and the best of those are run.
+
+`Comparison` says how far a text is from a leak, as one number. Hidden states, attention outputs and
+pooled embeddings are compared in units of the leak's standard deviation. Maps are compared by their
+logarithms, less each row's mean: those are the scores `q·k`, which are nearly linear in the hidden
+states where the probabilities are not.
 """
 
 from __future__ import annotations
@@ -23,6 +38,14 @@ from keyhole.recover.leaks import AttentionMaps, Leak
 _BLURRED = 0.1  # the error of a score above which it counts less: scores of tokens differ by more
 _SMALLEST = 1e-30
 _ARITHMETIC = 1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
+
+Misfits = Callable[[Tensor], Tensor]
+_TEXTS = 4096  # tried in one sweep at most: long texts get fewer candidates for each position
+_WORTH = 0.8  # a further sweep is worth it while the loss falls by a fifth
+_WON = 0.5  # of a row's squared residual, or less, must be left for a candidate to count
+_WIDTH = 32  # of the beam over sets
+_DEPTH = 4  # tokens of a set, at most
+_RUN = 16  # sets that are run
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,17 +98,6 @@ def _centred(scores: Tensor, weights: Tensor) -> Tensor:
     return scores - (scores * weights).sum(-1, keepdim=True) / total
 
 
-# Candidates tried by running the model: one position at a time, all positions side by side.
-#
-# Each candidate at each position is put into the text as it stands, the model runs on all of them
-# in batches, and the best of each position are taken over together as far as that helps: they are
-# put in one after another, the best first, and the prefix with the smallest loss stays (one batch
-# more).
-
-_TEXTS = 4096  # tried in one sweep at most: long texts get fewer candidates for each position
-_WORTH = 0.8  # a further sweep is worth it while the loss falls by a fifth
-
-
 @dataclass(frozen=True, eq=False)
 class Tried:
     """A text, its loss, and the forward passes that finding it took."""
@@ -135,24 +147,10 @@ def _sweep(
     return Tried(prefixes[kept], float(joint[kept]), spent + len(order))
 
 
-# Tokens tried at many positions in one pass, each judged by the row of its own position.
-#
-# A wrong token shows most in its own row: once most of a text is right, putting the right one in
-# takes that row's residual to nearly nothing, whatever is still wrong elsewhere. So candidates need
-# not be tried one position at a time (substitution.py, which costs a pass for each candidate at
-# each position). Positions are dealt to a few groups, neighbours to different ones; a pass puts one
-# candidate at every position of a group, and each is judged by its own row. What won is put in, the
-# largest gain first, as far as the whole text fits better.
-
-_WON = 0.5  # of a row's squared residual, or less, must be left for a candidate to count
-
-Misfits = Callable[[Tensor], Tensor]
-
-
 def try_rows(
-    misfits: Misfits, ids: Tensor, places: Tensor, candidates: Tensor, together: int
+    misfits: Misfits, ids: Tensor, places: Tensor, candidates: Tensor, batch_size: int
 ) -> Tried:
-    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), so many `together` in a pass.
+    """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), `batch_size` in a pass.
 
     `misfits` gives the squared residual of each row, (b, n), for texts (b, n).
     """
@@ -160,7 +158,7 @@ def try_rows(
     order = places.argsort()
     places, candidates = places[order], candidates[order]
     own = torch.full(candidates.shape, torch.inf, dtype=before.dtype, device=ids.device)
-    groups = -(-len(places) // together)
+    groups = -(-len(places) // batch_size)
     for group in range(groups):
         chosen = torch.arange(group, len(places), groups, device=ids.device)
         texts = ids.repeat(candidates.shape[1], 1)
@@ -183,37 +181,22 @@ def try_rows(
     return Tried(prefixes[best], float(joint[best]), spent + len(won))
 
 
-# The last wrong tokens of a text, several at once, by what each change does alone (ours).
-#
-# A trial at one position is judged by what is left of the residual (row_trials.py). Where two
-# tokens near each other are wrong, neither right one by itself takes much of it away, and a wrong
-# one may take more. But what changes at different positions do to the leaked rows nearly adds up
-# (embeddings/sums.py): so every candidate is run once, alone; sets of them whose effects add up to
-# what is missing are found without the model, and the best of those are run.
-
-_WIDTH = 32  # of the beam over sets
-_DEPTH = 4  # tokens of a set, at most
-_RUN = 16  # sets that are run
-
-Missing = Callable[[Tensor], Tensor]
-
-
-def try_sums(missing: Missing, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:
+def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:
     """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k).
 
     `missing` gives what texts (b, n) leave unexplained, (b, numbers).
     """
     m, k = candidates.shape
     off = missing(ids[None])[0]
-    singles = ids.repeat(m * k, 1)
+    changed = ids.repeat(m * k, 1)
     slots = torch.arange(m, device=ids.device).repeat_interleave(k)
-    singles[torch.arange(m * k, device=ids.device), places[slots]] = candidates.flatten()
-    left = missing(singles)
+    changed[torch.arange(m * k, device=ids.device), places[slots]] = candidates.flatten()
+    left = missing(changed)
     moves = off - left
     effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
     depth = min(_DEPTH, m)
     sets = effects.grown(Sets.none(off[None]), _WIDTH, depth, _RUN)[0] if depth > 1 else None
-    texts, losses, spent = singles, left.square().sum(-1), 1 + m * k
+    texts, losses, spent = changed, left.square().sum(-1), 1 + m * k
     if sets is not None:
         sets = sets[(sets >= 0).any(-1)]
         several = ids.repeat(len(sets), 1)

@@ -1,11 +1,32 @@
-"""Text from an encoder's hidden states in random order.
+"""Text from hidden states in random order: of an encoder, and of a causal decoder.
 
-What a row says about its own token it says in any order; where it stood it says too, in part
-(search/row_order.py). So rows are put into the likeliest order and read as if it were theirs
-(encoder.py, forward passes only). The right order fits as a whole. In another one the model's own
-answer for the tokens shows which rows stand wrong: the order is corrected by it, and the likeliest
-exchanges of two neighbours are tried, all by running the model, until an order fits or none is left
-to try. What has not come back by then is searched for in the best order of all.
+**An encoder.** What a row says about its own token it says in any order; where it stood it says
+too, in part. The attacker runs random texts through the model; with μ_p the mean of the rows at
+position p and C the covariance of rows around the mean of their position, a row h is at p with
+likelihood N(h; μ_p, C) (Fisher's linear discriminant), and the order is the assignment of least
+total
+
+    D(i, p) = (h_i − μ_p)ᵀ C⁻¹ (h_i − μ_p).
+
+C⁻¹ looks past the directions in which tokens differ. In that order rows are read as if it were
+theirs (encoder.py, forward passes only). The right order fits as a whole. In another one the
+model's own answer shows which rows stand wrong: with f_i what it gives for row i's token at the
+position q_i that the row was put to,
+
+    D(i, p) = r ᵀ R⁻¹ r,   r = (h_i − μ_p) − (f_i − μ_{q_i}),
+
+where the token is gone from the difference. R is the covariance of such r between random texts and
+the same with tokens exchanged, and a small part of C for tokens that are wrong. The order is
+corrected by it, and the likeliest exchanges of two neighbours are tried, until an order fits or
+none is left to try. What has not come back by then is searched for in the best order of all.
+
+**A decoder**, left to right. Position t depends on tokens ≤ t only (decoder.py), so behind the true
+prefix one token and one row belong to each other: the token reproduces the row exactly, and all
+other pairs do not. What a row says about its token needs no position (ordering.py). So at each
+position the likeliest tokens of all rows that are left are run as one fan behind the prefix, and
+each answer is compared with each of those rows. The pair that fits extends the prefix and takes its
+row out; where none does, the fan is widened. A text of n tokens costs about n²/2 tokens through the
+model where first guesses are right.
 """
 
 from __future__ import annotations
@@ -29,6 +50,13 @@ from keyhole.recover.layers.ordering import Orderings, fit
 from keyhole.recover.layers.precision import compare, precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import HiddenStates, Leak
+
+_RIDGE = 1e-5
+_AT_ONCE = 2048  # tokens in one pass
+_INSIDE = 4  # tokens of the shortest random text between what opens and what closes it
+_SHORTER = 16  # random texts of each of three lengths
+_EXCHANGED = 0.3  # of the tokens of a random text change places with one that is near
+_WRONG = 0.01  # of C that is added to R
 
 
 @dataclass(frozen=True)
@@ -56,8 +84,8 @@ class UnorderedStates:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         rows = [cast("HiddenStates", leak) for leak in whole_rows(target, leaks)]
         samples = self.samples or max(4000, 128 * target.parts.width)
-        longest = max(len(leak.values) for leak in rows)
-        marks = places(target, rows[0].exposure, longest, samples, self.seed)
+        max_length = max(len(leak.values) for leak in rows)
+        marks = places(target, rows[0].exposure, max_length, samples, self.seed)
         texts = [_Text(number, leak, marks) for number, leak in enumerate(rows)]
         brief = replace(self.states, rounds=0, sweeps=0)
         for _ in range(self.rounds + 1):
@@ -130,17 +158,6 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
         text, order = trials[number]
         ids = torch.tensor([read.ids], device=target.parts.device)
         text.note(order, read, leaks[number].rows(target.expose(leaks[number], ids))[0])
-
-
-# Text from a causal decoder's hidden states in random order, left to right.
-#
-# Position t depends on tokens ≤ t only (decoder.py), so behind the true prefix one token and one
-# row belong together: the token reproduces the row exactly, and all other pairs do not. What a row
-# says about its token needs no position (search/ordering.py). So at each position the likeliest
-# tokens of all rows that are left are run as one fan behind the prefix, and each answer is compared
-# with each of those rows. The pair that fits extends the prefix and takes its row out; where none
-# does, the fan is widened. A text of n tokens costs about n²/2 tokens through the model where first
-# guesses are right.
 
 
 @dataclass(frozen=True)
@@ -224,32 +241,6 @@ class UnorderedPrefixes:
         return None
 
 
-# Which position a row of hidden states belongs to, where rows leaked in no order.
-#
-# A position leaves its mark on a row, whatever stands there. The attacker runs random texts through
-# the model; with μ_p the mean of the rows at position p and C the covariance of rows around the
-# mean of their position, a row h is at p with likelihood N(h; μ_p, C) (Fisher's linear
-# discriminant), and the order is the assignment of rows to positions of least total
-#
-#     D(i, p) = (h_i − μ_p)ᵀ C⁻¹ (h_i − μ_p).
-#
-# C⁻¹ looks past the directions in which tokens differ. Once there are tokens for an order, the
-# model itself says what a row would be but for its position: with f_i what it gives for row i's
-# token at the position q_i that the row was put to,
-#
-#     D(i, p) = r ᵀ R⁻¹ r,   r = (h_i − μ_p) − (f_i − μ_{q_i}),
-#
-# where the token is gone from the difference. R is the covariance of such r between random texts
-# and the same with tokens exchanged, and a small part of C for tokens that are wrong.
-
-_RIDGE = 1e-5
-_AT_ONCE = 2048  # tokens in one pass
-_INSIDE = 4  # tokens of the shortest random text between what opens and what closes it
-_SHORTER = 16  # random texts of each of three lengths
-_EXCHANGED = 0.3  # of the tokens of a random text change places with one that is near
-_WRONG = 0.01  # of C that is added to R
-
-
 @dataclass(frozen=True, eq=False)
 class Places:
     """`means` (n, d) of the rows at each position, `plain` C⁻¹ and `corrected` R⁻¹ (d, d).
@@ -309,13 +300,15 @@ def places(target: Target, exposure: Exposure, length: int, samples: int, seed: 
     opening, closing = (len(side) for side in target.frame())
     least = opening + closing + _INSIDE
     # So long that any token may stand at every position of a text, its last ones too.
-    longest = min(max(length, least) + closing, target.parts.max_length)
-    lengths = sorted({least + (longest - least) * part // 4 for part in (1, 2, 3)} - {longest})
+    max_length = min(max(length, least) + closing, target.parts.max_length)
+    lengths = sorted(
+        {least + (max_length - least) * part // 4 for part in (1, 2, 3)} - {max_length}
+    )
     few = [random_texts(target, _SHORTER, shorter, stream) for shorter in lengths]
-    ids = random_texts(target, max(8, -(-samples // longest)), longest, stream)
+    ids = random_texts(target, max(8, -(-samples // max_length)), max_length, stream)
     rows = _run(target, exposure, ids)
     means = rows.mean(0)
-    around = (rows - means)[:, opening : longest - closing].flatten(0, 1)
+    around = (rows - means)[:, opening : max_length - closing].flatten(0, 1)
     ends = _ends(target, exposure, few, means, closing)
     spread = around.T @ around / len(around)
     left = _left_over(target, exposure, ids, rows, means, stream)
