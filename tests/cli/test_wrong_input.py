@@ -52,11 +52,11 @@ WRONG = {
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
     "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
     "no problem": (["invert", "text.txt"], 2, "expected a .safetensors file"),
-    "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
+    "no W, V, B": (["invert", "small.safetensors"], 2, "must hold tensors W, V and B"),
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
         2,
-        "expected attention maps",
+        "needs the attention maps",
     ),
     "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "expected starts of 1 or more"),
     "out nowhere": (

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import FORMAT
-from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.errors import InputError, MissingExtra, expect_count, expect_number
 from keyhole.invert import krawczyk as balls
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
@@ -102,10 +102,8 @@ def certify(
     started = time.perf_counter()
     X = _checked(problem, X)
     tolerance = problem.tolerance if tolerance is None else tolerance
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"expected tolerance of 0 or more, got {tolerance}")
-    if bits < 64:
-        raise InputError(f"expected bits of 64 or more, got {bits}")
+    expect_number("tolerance", tolerance, least=0)
+    expect_count("bits", bits, least=64)
     balls.flint()
     unknowns = int(balls.unknown(problem).sum())
     blank = Certificate(None, _unfit(problem, X), None, tolerance, None, unknowns, bits)
@@ -131,7 +129,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
         return f"does not apply: {problem.fault}"
     if not X.isfinite().all():
         wrong = int((~X.isfinite()).sum())
-        return f"does not apply: expected finite numbers in X, got {wrong} NaN or infinite"
+        return f"does not apply: X holds {wrong} NaN or infinite numbers"
     if problem.gamma > 0:
         return (
             "does not apply: with γ > 0 the input that is sought minimises a sum and does not "

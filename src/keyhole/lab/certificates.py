@@ -108,16 +108,13 @@ def certify_each(
 ) -> list[Certificate]:  # fmt: skip
     """The same for several k at once: the single cuts, most of the work, are made once."""
     for k in ks:
-        if k < 1:
-            raise InputError(f"expected k of at least 1, got {k}")
+        expect_count("k", k)
     if len(batch["input_ids"]) != 1:
-        raise InputError(f"expected one text to certify, got {len(batch['input_ids'])}")
+        raise InputError(f"certify takes one text at a time: got {len(batch['input_ids'])}")
     real = batch.get("attention_mask")
     if real is not None and not bool(real.all()):
         padded = int((real == 0).sum())
-        raise InputError(
-            f"expected a text without padding, got {padded} of {real.shape[1]} tokens that are"
-        )
+        raise InputError(f"the text must not be padded: {padded} of {real.shape[1]} tokens are")
     classifier = written_out(model)
     question = ask(model, batch, torch.tensor([label]))
     units = survey(model, question, spare=spare)
@@ -313,7 +310,7 @@ def certify_all(
     expect_among("spare", spare, Spare)
     source = source_of(str(model), None, device, max_length, allow_pickle)
     if source.task != "classification":
-        raise InputError(f"expected a classifier to certify, got a model for {source.task}")
+        raise InputError(f"certificates are for classifiers: this is a model for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
     started = time.perf_counter()
     loaded, tokenizer = source.load()

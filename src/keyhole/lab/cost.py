@@ -408,8 +408,8 @@ def text(tokens: int, *, exposure: str = "embedding", processor: str = "gpu") ->
             return TextEstimate(figure, tokens)
     measured = ", ".join(f"{low}–{high}" for low, high in (figure["tokens"] for figure in rows))
     raise InputError(
-        f"expected a length that was measured ({measured or 'none on this processor'}), "
-        f"got {tokens} tokens"
+        f"{tokens} tokens were not measured: choose a length among "
+        f"{measured or 'none on this processor'}"
     )
 
 

@@ -142,7 +142,7 @@ class Stack:
         known = {"B", *(f"{n}.{name}" for n in range(1, depth + 1) for name in _TENSORS)}
         if not wanted <= set(tensors) <= known:
             got = ", ".join(sorted(tensors)[:9]) or "nothing"
-            raise InputError(f"expected tensors 1.W, 1.V, 2.W, … and B in {path}, got {got}")
+            raise InputError(f"{path} must hold tensors 1.W, 1.V, 2.W, … and B: it holds {got}")
         word = metadata.get("tolerance", "0")
         try:
             tolerance = float(word)

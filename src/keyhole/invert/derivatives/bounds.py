@@ -125,8 +125,6 @@ def bounds(
     """
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
-    if neighbours < 1:
-        raise InputError(f"expected at least one neighbour, got {neighbours}")
     expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
     expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
     expect_number("R", R, least=1)
@@ -239,8 +237,7 @@ def _steepest(
 def _eigenvalues(H: Tensor) -> Tensor:
     if not bool(H.isfinite().all()):
         raise InputError(
-            "expected weights, output and input whose second derivatives are finite, got some that "
-            "overflow: scale them down"
+            "the second derivatives overflow float64: scale the weights, the output and X down"
         )
     return torch.linalg.eigvalsh(H)
 

@@ -82,7 +82,7 @@ class Equations:
         for other in problems[1:]:
             if kind(other) != kind(first):
                 raise InputError(
-                    f"expected problems of one kind to solve together, got {kind(first)} "
+                    f"problems in one batch must be of one kind: these are {kind(first)} "
                     f"and {kind(other)}"
                 )
         W, V = (

@@ -73,7 +73,7 @@ class ClosedForm:
         if self.maps is not None:
             problem = replace(problem, maps=self.maps)  # which checks the shape
         if problem.maps is None:
-            raise InputError("expected attention maps in the problem, got none")
+            raise InputError("closed-form needs the attention maps: the problem has none")
         n, heads = problem.length, problem.heads
         return problem.maps.to(problem.B.device).reshape(heads, n, n)
 
@@ -87,7 +87,7 @@ class _Answer:
             raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         wrong = int((~maps.isfinite()).sum())
         if wrong:
-            reason = f"expected finite numbers in maps, got {wrong} NaN or infinite"
+            reason = f"maps holds {wrong} NaN or infinite numbers"
             raise Unsuccessful(Status.NOT_APPLICABLE, reason)
         self.rounding = float((maps.sum(-1) - 1).abs().max())
         if self.rounding > _NO_MAP or float(maps.min()) < -_NO_MAP:

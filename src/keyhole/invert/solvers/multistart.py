@@ -333,7 +333,7 @@ def solve_all(
     """
     began = time.perf_counter()
     if start is not None and len(problems) > 1:
-        raise InputError(f"expected starts for one problem, got {len(problems)} problems")
+        raise InputError(f"a start is for one problem: got {len(problems)} problems")
     ended: dict[int, Inversion] = {}
     groups: dict[str, list[int]] = {}
     records: dict[int, Record] = {}

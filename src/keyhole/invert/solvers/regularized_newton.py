@@ -63,15 +63,15 @@ class RegularizedNewton:
     def __post_init__(self) -> None:
         if isinstance(self.gamma, str):
             if self.gamma != "paper":
-                raise InputError(f'expected gamma "paper" or a number, got {self.gamma!r}')
-        elif not (math.isfinite(self.gamma) and self.gamma >= 0):
-            raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
+                raise InputError(f'gamma must be "paper" or a number, not {self.gamma!r}')
+        else:
+            expect_number("gamma", self.gamma, least=0)
         if not 0 <= self.slack < 1:
-            raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+            raise InputError(f"slack must be at least 0 and below 1: got {self.slack}")
         if self.delta is not None and not 0 < self.delta < 1:
-            raise InputError(f"expected delta between 0 and 1, got {self.delta}")
+            raise InputError(f"delta must lie between 0 and 1: got {self.delta}")
         if self.delta is not None and self.slack == 0:
-            raise InputError("expected slack above 0 with delta, got 0: nothing would be drawn")
+            raise InputError("delta needs slack above 0: with 0 nothing is drawn")
         expect_number("radius", self.radius, least=1)
 
     def __call__(
@@ -103,8 +103,7 @@ class RegularizedNewton:
         for what, value in (("the weights and the output", least), ("the start", size)):
             if value > self.radius and isinstance(self.gamma, str):
                 raise InputError(
-                    f"expected a radius of at least {value:.6g}, which covers {what}, "
-                    f"got {self.radius:g}"
+                    f"the radius must be at least {value:.6g} to cover {what}: got {self.radius:g}"
                 )
         return self.radius
 
@@ -148,7 +147,7 @@ class RegularizedNewton:
         Drawn by the seed and by where the input stands, so that a run can be repeated.
         """
         if self.delta is None:
-            raise InputError("expected delta, the probability of a failure, got none")
+            raise InputError("a perturbation needs delta, the probability of a failure")
         stream = torch.Generator().manual_seed(hash((self.seed, *X.flatten().tolist())) % 2**63)
         size = X.numel()
         drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(X.device)

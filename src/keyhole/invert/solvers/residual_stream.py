@@ -42,7 +42,7 @@ class ResidualStream:
 
     def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
         if not problem.residual:
-            raise InputError("expected a problem with a residual connection, got one without")
+            raise InputError("this method needs a problem with a residual connection")
         finish = NewtonCG(steps=self.steps, seed=self.seed, device=self.device)
         if problem.fault:
             return finish(problem)
