@@ -103,7 +103,7 @@ def weights(d: int, seeds: int) -> Iterator[Row]:
     """Every defence in front of planted heads."""
     for place, trial in enumerate(trials(d)):
         runs = [_tried(trials(d, seed=seed)[place], d, seed) for seed in range(seeds)]
-        errors = [tried.thief_error for tried in runs if tried.thief_error is not None]
+        errors = [tried.attacker_error for tried in runs if tried.attacker_error is not None]
         thief = f"{median(errors):.1e}" if errors else "nothing"
         honest = median(tried.honest_error for tried in runs)
         refused = median(tried.refused for tried in runs)
@@ -152,7 +152,7 @@ def table(quick: bool) -> list[Point]:
     points: list[Point] = []
     for place, trial in enumerate(graded(d)):
         runs = [_tried(graded(d, seed=seed)[place], d, seed) for seed in range(seeds)]
-        thief = median(1.0 if t.thief_error is None else t.thief_error for t in runs)
+        thief = median(1.0 if t.attacker_error is None else t.attacker_error for t in runs)
         honest = median(tried.honest_error for tried in runs)
         points.append(Point(trial.name, runs[0].setting, thief, honest))
     return points

@@ -159,7 +159,7 @@ def inexact(dim: int, tau: float, factor: int, seeds: range) -> list[Row]:
         repeats = factor
         method = extract.Tolerant(tau, repeats=repeats, seed=seed)
         noisy = oracle.Noisy(target, tau, seed=seed, fresh=True)
-        count = method.expected(dim)
+        count = method.expected_queries(dim)
         examples = Examples.draw(noisy, count, size, seed)
         fits = [examples.fit(start) for start in examples.starts(1.0 / (dim * size**2), seed)[:4]]
         theta = min(fits, key=lambda fit: fit[1])[0]

@@ -25,7 +25,7 @@ def test_a_head_is_stolen_with_questions_like_everybodys(dim, tokens):
     assert result.status is Status.RECOVERED, result.reason
     assert torch.allclose(result.model.W, target.W, rtol=0, atol=1e-10)
     assert torch.allclose(result.model.v, target.v, rtol=0, atol=1e-10)
-    assert result.queries == method.expected(dim)
+    assert result.queries == method.expected_queries(dim)
     assert counted.queries >= result.queries
 
 

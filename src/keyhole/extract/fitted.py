@@ -72,7 +72,7 @@ class Fitted:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         return None if self.heads is None else self._count(self.heads, dim)
 
     def _count(self, heads: int, dim: int) -> int:

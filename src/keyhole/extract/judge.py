@@ -52,7 +52,7 @@ class Method(Protocol):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]: ...
 
-    def expected(self, dim: int) -> int | None: ...
+    def expected_queries(self, dim: int) -> int | None: ...
 
     def __call__(self, oracle: Oracle) -> Extraction: ...
 
@@ -61,33 +61,33 @@ class Method(Protocol):
 class Exam:
     """Fresh questions with their answers, to judge any number of models by.
 
-    This one is for an oracle that answers exactly: in every paper short tokens come first, then as
+    This one is for an oracle that answers exactly: in every set short tokens come first, then as
     many long ones. `excused` is the largest error with which a model is still an approximation.
     """
 
-    papers: tuple[tuple[Tensor, Tensor], ...]
+    sets: tuple[tuple[Tensor, Tensor], ...]
     excused: float = NEARLY
 
     @property
     def domain(self) -> Domain | None:
         """What the questions cover; None where nothing is to be tried beyond them."""
-        return Domain.of(*zip(*self.papers, strict=True))
+        return Domain.of(*zip(*self.sets, strict=True))
 
     @property
     def queries(self) -> int:
-        return sum(len(answers) for _, answers in self.papers)
+        return sum(len(answers) for _, answers in self.sets)
 
     @classmethod
     def draw(cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS) -> Exam:
         """Sequences of several lengths, tokens of norm about 1 and about √d."""
         stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in lengths:
             shape = (2, _PER_KIND, length, oracle.dim)
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
-            papers.append(within_reach(oracle, sequences.flatten(0, 1)))
-        return cls(tuple(papers))
+            sets.append(within_reach(oracle, sequences.flatten(0, 1)))
+        return cls(tuple(sets))
 
     def check(self, errors: list[Tensor]) -> Check:
         every = torch.cat(errors)
@@ -96,10 +96,10 @@ class Exam:
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, each relative to the largest answer of its kind."""
         errors: list[Tensor] = []
-        largest = max(float(answers.abs().max()) for _, answers in self.papers)
+        largest = max(float(answers.abs().max()) for _, answers in self.sets)
         # Where all answers of a kind cancel, rounding is measured by the others.
         least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
-        for sequences, answers in self.papers:
+        for sequences, answers in self.sets:
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
             scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
             errors.append((wrong / scale.clamp(min=least)).clamp(max=_BEYOND).flatten())
@@ -193,7 +193,7 @@ def settle(
     if last is None:
         return found
     return replace(
-        found, model=last.model, floor=last.fewest, layer=last.layer,
+        found, model=last.model, lower_bound=last.lower_bound, layer=last.layer,
         # What the answers contradict is not known, however much of it there is.
         known=0.0 if status is Status.MISMATCH else last.share,
         guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
@@ -318,21 +318,21 @@ class SignExam(Exam):
         decades = max(0, round(math.log10(_COARSEST / finest)))
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         sizes = 1 / math.sqrt(oracle.dim), 1.0
         for length in LENGTHS:
             shape = (length, _CHOICE * _PER_KIND, oracle.dim)
             lines = [(_draw(size, *shape, stream), _draw(size, *shape, stream)) for size in sizes]
             questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
-            papers.append((questions, ask(oracle, questions)))
-        return cls(tuple(papers), levels=levels)
+            sets.append((questions, ask(oracle, questions)))
+        return cls(tuple(sets), levels=levels)
 
     def grade(self, model: Oracle) -> Check:
         """For each question the finest level down to which all signs agree; 1 if none does."""
         sign = SignOnly(model)
         bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
         errors: list[Tensor] = []
-        for questions, answers in self.papers:
+        for questions, answers in self.sets:
             right = (ask(sign, questions) == answers).unflatten(0, (len(self.levels), -1))
             errors.append(bounds[right.long().cumprod(0).sum(0)])
         return self.check(errors)
@@ -411,7 +411,7 @@ class AmplifiedExam(Exam):
     @property
     def domain(self) -> Domain:
         """Of the ordinary questions; the others are as long as they have to be."""
-        return Domain.of(*zip(*self.papers[::2], strict=True))
+        return Domain.of(*zip(*self.sets[::2], strict=True))
 
     @classmethod
     def amplified(
@@ -420,7 +420,7 @@ class AmplifiedExam(Exam):
         """`reach` is how long an amplified token becomes, `max_norm` how long any may be."""
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         limit = math.inf if max_norm is None else max_norm * (1 - 1e-12)  # in spite of rounding
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
                 sequences = _draw(size, length, _PER_KIND, oracle.dim, stream)
@@ -429,12 +429,12 @@ class AmplifiedExam(Exam):
                 sequences[:, :-1] *= gain
                 # A single token has no attention to preserve, so it is amplified as it is.
                 sequences[:, -1] *= gain if length == 1 else min(1 / gain, limit / largest)
-                papers.append((sequences, ask(oracle, sequences)))
-        return cls(tuple(papers), tolerance=tolerance, limit=limit)
+                sets.append((sequences, ask(oracle, sequences)))
+        return cls(tuple(sets), tolerance=tolerance, limit=limit)
 
     def grade(self, model: Oracle) -> Check:
         errors: list[Tensor] = []
-        for number, (sequences, answers) in enumerate(self.papers):
+        for number, (sequences, answers) in enumerate(self.sets):
             scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
             excused = self.tolerance if number % 2 == 0 else 0.0
             wrong = (ask(model, sequences) - answers).abs().reshape(-1) - excused
@@ -454,7 +454,7 @@ class AmplifiedExam(Exam):
             return Status.NOT_IDENTIFIABLE, (
                 f"±{self.tolerance:g} hides W: nothing narrower than ±{error:.1e} can be proved"
             )
-        explained = all(self.explained(step, *paper) for paper in self.papers)
+        explained = all(self.explained(step, *each) for each in self.sets)
         return verdict(check, accepted, math.inf if explained else NEARLY)
 
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:

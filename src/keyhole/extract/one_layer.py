@@ -81,11 +81,14 @@ class OneLayerTransformer:
             self.width, seed=self.seed, tolerance=self.tolerance, resolution=self.resolution
         )
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         heads, free = 1, dim  # one head's questions of length one are free
         if isinstance(self.attention, MultiHead):
             heads, free = self.attention.heads or 1, 0
-        network, attention = self._network().expected(heads * dim), self.attention.expected(dim)
+        network, attention = (
+            self._network().expected_queries(heads * dim),
+            self.attention.expected_queries(dim),
+        )
         if network is None or attention is None:
             return None
         return network + 2 * (attention - free)
@@ -107,7 +110,7 @@ class OneLayerTransformer:
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
                     Status.NOT_APPLICABLE,
-                    f"expected a method for one head, got one for {step.model.kind}",
+                    f"attention must be a method for one head, not for {step.model.kind}",
                 )
             model = OneLayer(step.model.W, network.A, network.w)
             yield Step(model, known + step.known - d, _sum(unknowns, step.unknowns, -d))
@@ -136,7 +139,7 @@ class OneLayerTransformer:
                     yield Step(model, known + step.known, every, remark=last.remark)
         except NotSteerable as obstacle:
             raise Unsuccessful(
-                Status.NOT_APPLICABLE, f"{last.remark}, but the network stays hidden: {obstacle}"
+                Status.NOT_APPLICABLE, f"{last.remark}, but the network cannot be read: {obstacle}"
             ) from obstacle
 
 
@@ -205,7 +208,7 @@ class _InOneRegion:
         if sequences.shape[1] == 1:
             return x.sum(1)
         if sequences.shape[1] > 2:
-            raise InputError(f"expected one token or two, got {sequences.shape[1]}")
+            raise InputError(f"a sequence must have one or two tokens: got {sequences.shape[1]}")
         delta = sequences[:, 0] - x
         sign, t = self._place(x, delta)
         far = x * t.unsqueeze(1)

@@ -63,7 +63,7 @@ class OrdinaryLabels:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         unknowns = dim * dim + dim
         return int(_OPENING * unknowns) + (self.rounds - 1) * int(_EACH * unknowns)
 
@@ -80,7 +80,10 @@ class OrdinaryLabels:
         units = torch.nn.functional.normalize(units, dim=-1)
         units = units[are_ordinary(units)]
         if not len(units):
-            raise Unsuccessful(Status.NOT_APPLICABLE, f"{dim} dimensions have no room for tokens")
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"{dim} dimensions are too few for tokens of which none are alike",
+            )
         return factor * norm * units[:count]
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
@@ -105,7 +108,7 @@ class OrdinaryLabels:
                 y = torch.cat([y, 2 * ask_scores(oracle, asked) - 1])
             W, v = _fitted(X, y, W, v)
             # Labels bring digits little by little: all that are wanted bring all of them.
-            known = unknowns * len(y) // self.expected(d)
+            known = unknowns * len(y) // self.expected_queries(d)
             yield Step(Head(W, v), known=known, unknowns=unknowns)
 
     def _doubtful(self, model: Head, count: int, factor: float, stream: torch.Generator) -> Tensor:
@@ -138,7 +141,7 @@ class LabelExam(Exam):
     """Fresh ordinary questions (m, n, d) and their labels: the share that a model gets wrong."""
 
     def grade(self, model: Oracle) -> Check:
-        ((questions, labels),) = self.papers
+        ((questions, labels),) = self.sets
         wrong = float(((model(questions) > 0) != (labels > 0)).double().mean())
         return Check(wrong, wrong, len(labels))
 

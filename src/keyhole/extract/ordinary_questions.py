@@ -73,7 +73,7 @@ class OrdinaryQuestions:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         values = self.count(dim) if self.min_tokens == 1 else self.count(2 * dim) + 1
         return values + dim * (self.count(dim) + 1)
 
@@ -87,16 +87,16 @@ class OrdinaryQuestions:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Fresh questions of the ordinary kind: others are not answered."""
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in (self.min_tokens, self.min_tokens + 1, self.min_tokens + 4):
-            with suppress(Unsuccessful):  # few dimensions have no room for many tokens
+            with suppress(Unsuccessful):  # few dimensions hold few tokens that differ
                 parts = [
                     factor * self.norm(oracle.dim) * ordinary_sequence(length, oracle.dim, stream)
                     for factor in _NORMS
                     for _ in range(_PER_KIND)
                 ]
-                papers.append(within_reach(oracle, torch.stack(parts)))
-        return Exam(tuple(papers), excused=_COARSE if self.answer_error else NEARLY)
+                sets.append(within_reach(oracle, torch.stack(parts)))
+        return Exam(tuple(sets), excused=_COARSE if self.answer_error else NEARLY)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -335,7 +335,7 @@ def ordinary_tokens(count: int, others: Tensor, stream: torch.Generator) -> Tens
             return kept[:count]
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"{dim} dimensions have no room for {len(others) + 1} tokens of which none are alike",
+        f"{dim} dimensions are too few for {len(others) + 1} tokens of which none are alike",
     )
 
 

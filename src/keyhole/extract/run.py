@@ -81,7 +81,7 @@ def run(
         notice=note,
     ) as parts:  # fmt: skip
         ready = parts[""]
-        progress = track("extract", method.expected(ready.dim))
+        progress = track("extract", method.expected_queries(ready.dim))
         progress(0, note=name)
         result = method(Counted(ready, progress=progress))
         if isinstance(ready, Ledger) and ready.asked_again:

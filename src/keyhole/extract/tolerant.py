@@ -79,7 +79,7 @@ class Tolerant:
             oracle, self.seed, self.tolerance, self.reach(), self.max_norm
         )
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         return self.repeats * (dim * dim + 2 * dim)
 
     @property

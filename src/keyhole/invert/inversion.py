@@ -39,11 +39,11 @@ class Inversion(Result):
 
     status: Status
     reason: str
-    method: str
-    X: Tensor | None
-    residual: float | None
-    iterations: int
-    seconds: float
+    method: str = ""
+    X: Tensor | None = None
+    residual: float | None = None
+    iterations: int = 0
+    seconds: float = 0.0
     starts: int = 0
     solutions: tuple[Tensor, ...] = ()
     condition: float | None = None
@@ -103,12 +103,12 @@ _PLAIN = (
 
 
 def inputs_of(X: Tensor | None, solutions: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is written beside the JSON of an inversion, of one layer or of a stack."""
+    """The tensors of a saved inversion, of one layer or of a stack."""
     if X is None:
         return {}
     return {"X": X, "solutions": torch.stack(list(solutions))} if solutions else {"X": X}
 
 
 def inputs_in(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """X and the solutions, as `inputs_of` put them down."""
+    """X and the solutions, as `inputs_of` wrote them."""
     return tensors.get("X"), tuple(tensors.get("solutions", ()))

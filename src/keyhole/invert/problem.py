@@ -107,6 +107,11 @@ class Problem:
     def heads(self) -> int:
         return 1 if self.W.ndim == 2 else self.W.shape[0]
 
+    @property
+    def unbiased(self) -> Tensor:
+        """B without the output bias."""
+        return self.B if self.output_bias is None else self.B - self.output_bias
+
     def output(self, X: Tensor) -> Tensor:
         """What the layer answers to an input (…, n, d)."""
         result = attention.output(X, self.W, self.V, causal=self.causal, key_bias=self.key_bias)

@@ -5,7 +5,7 @@
     cost.text(12, exposure="embedding", processor="gpu")   -> TextEstimate: .passes .seconds .exact
     cost.Cost(estimate, cost.Prices(rate=50, price=0.01))  -> .hours .money .days
 
-Counts are the methods' own (`expected`), which tests compare with runs on planted targets. What
+Counts are the methods' own (`expected_queries`), which tests compare with runs on planted targets. What
 only a run can tell is in measured.json, each figure with its command, commit and machine. How long
 a search for a text takes follows from no formula: lengths that no row covers are refused.
 """
@@ -191,7 +191,11 @@ def head(
     d, known = width, d_and_d_squared(width)
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
     if exposure == "scores":
-        queries = SingleHead().expected(d) if rank is None else LowRank(rank=rank).expected(d) or 0
+        queries = (
+            SingleHead().expected_queries(d)
+            if rank is None
+            else LowRank(rank=rank).expected_queries(d) or 0
+        )
         lower_bound = known if rank is None else degrees_of_freedom(d, rank)
         name = "single-head" if rank is None else "low-rank"
         extra = 0 if rank is None else 2 * d
@@ -201,7 +205,7 @@ def head(
             source="at most 2d more where the rank is unknown" if extra else "",
         )  # fmt: skip
     if exposure == "rounded":
-        queries = Tolerant(10.0**-_DECIMALS / 2).expected(d)
+        queries = Tolerant(10.0**-_DECIMALS / 2).expected_queries(d)
         return Estimate(
             f"{what}, from rounded scores", "tolerant", queries, known,
             *_sent(d, 2 * d, queries - 2 * d),
@@ -212,7 +216,7 @@ def head(
 
 
 def _signs(what: str, d: int, method: SignOnly) -> Estimate:
-    queries, accuracy = method.expected(d), method.accuracy
+    queries, accuracy = method.expected_queries(d), method.accuracy
     lower_bound = math.ceil((d_and_d_squared(d) - 1) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(
@@ -223,7 +227,7 @@ def _signs(what: str, d: int, method: SignOnly) -> Estimate:
 
 
 def _last_token(what: str, d: int) -> Estimate:
-    queries = FullOutput().expected(d) or 0
+    queries = FullOutput().expected_queries(d) or 0
     # One sequence of 2d + 1 tokens, d − 1 of one, two that ask for the number of heads, d of 2d.
     tokens = 2 * d * d + 3 * d + 5
     return Estimate(

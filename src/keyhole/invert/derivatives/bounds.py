@@ -155,11 +155,10 @@ def bounds(
 
 def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
     """What the paper bounds by R: the largest of every head, of the output's entries, and of X."""
-    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
     sizes = {
         "‖W‖": torch.linalg.matrix_norm(problem.W, 2).max(),
         "‖V‖": torch.linalg.matrix_norm(problem.V, 2).max(),
-        "|b_ij|": B.abs().max(),
+        "|b_ij|": problem.unbiased.abs().max(),
     }
     if problem.key_bias is not None:
         sizes["‖key bias‖"] = problem.key_bias.norm(dim=-1).max()

@@ -88,7 +88,7 @@ class Equations:
         W, V = (
             torch.stack([_with_heads(getattr(p, name)) for p in problems]) for name in ("W", "V")
         )
-        B = torch.stack([p.B if p.output_bias is None else p.B - p.output_bias for p in problems])
+        B = torch.stack([p.unbiased for p in problems])
         biases = [p.key_bias for p in problems if p.key_bias is not None]
         fixed = [p.known for p in problems if p.known is not None]
         key_bias = torch.stack(biases).reshape(W.shape[:-1]) if biases else None

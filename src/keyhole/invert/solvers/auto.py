@@ -77,7 +77,7 @@ class Auto:
                 if self._settled(result, attempt, began):
                     break
         except Unsuccessful as end:
-            result = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
+            result = Inversion(end.status, end.reason)
         except KeyboardInterrupt:  # searches take it themselves; this one came between them
             result = _stopped(result)
         if result is None:
@@ -160,7 +160,7 @@ class Auto:
 def _stopped(result: Inversion | None) -> Inversion:
     """What there is when a person has had enough."""
     if result is None:
-        return Inversion(Status.INTERRUPTED, "stopped before a start", "", None, None, 0, 0.0)
+        return Inversion(Status.INTERRUPTED, "stopped before a start")
     return result if result.solutions else replace(result, status=Status.INTERRUPTED)
 
 

@@ -66,7 +66,7 @@ class ClosedForm:
         try:
             answer = _Answer(self, problem, maps).best()
         except Unsuccessful as end:
-            answer = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
+            answer = Inversion(end.status, end.reason)
         return replace(answer, method=repr(self), seconds=time.perf_counter() - began)
 
     def _checked(self, problem: Problem) -> Tensor:
@@ -181,11 +181,8 @@ class _Answer:
         return Inversion(
             status=status,
             reason=reason,
-            method="",
             X=X,
             residual=verdict.residual,
-            iterations=0,
-            seconds=0.0,
             solutions=(X,) if exact else (),
             condition=verdict.condition,
         )
@@ -218,9 +215,8 @@ class Linear:
 
     @classmethod
     def of(cls, problem: Problem, maps: Tensor) -> Linear:
-        B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
         V = problem.V.reshape(-1, problem.dim, problem.outputs)
-        return cls(maps, V, B, problem.known, problem.residual)
+        return cls(maps, V, problem.unbiased, problem.known, problem.residual)
 
     @property
     def shape(self) -> tuple[int, int]:

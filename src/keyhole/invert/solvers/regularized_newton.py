@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,24 +42,22 @@ from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.derivatives.hessian import held, hessian_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import State, solve
+from keyhole.invert.solvers.multistart import Solver, State
 
 
 @dataclass(frozen=True)
-class RegularizedNewton:
+class RegularizedNewton(Solver):
     """Theorem 1.3: to within `accuracy` of the optimum of the loss with γ, at a linear rate."""
 
+    as_given: ClassVar[bool] = True
+
+    starts: int = 1
+    steps: int = 100
     gamma: float | str = "paper"
     slack: float = 0.1
     delta: float | None = None
     radius: float | None = None
     accuracy: float = 1e-12
-    starts: int = 1
-    steps: int = 100
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if isinstance(self.gamma, str):
@@ -78,10 +77,10 @@ class RegularizedNewton:
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
         if problem.fault:
-            return solve(self, problem, start=start, progress=progress)  # which says what is wrong
+            return super().__call__(problem, start=start)  # which says what is wrong
         inside = replace(self, radius=self._radius(problem, start))
         regularized = inside.regularized(problem)
-        result = solve(inside, regularized, start=start, progress=progress, as_given=True)
+        result = Solver.__call__(inside, regularized, start=start, progress=progress)
         return inside._explained(regularized, result)
 
     def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
@@ -110,8 +109,7 @@ class RegularizedNewton:
     def begin(self, equations: Equations, X: Tensor) -> State:
         if isinstance(self.gamma, str) and self.radius is not None:
             X = _inside(X, equations.fixed, self.radius)
-        loss = equations.loss(X)
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
+        return State.at(equations, X)
 
     def step(self, equations: Equations, state: State) -> State:
         factor, p, definite = self._newton(equations, state.X)

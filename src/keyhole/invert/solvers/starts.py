@@ -1,7 +1,7 @@
 """Where a search begins when there is no prior.
 
 What the structure suggests comes first (a head that attends to itself, a residual stream: the
-output is near the input; small scores: mean_field.py), then small Gaussian inputs:
+output is near the input; small scores: `mean_field`), then small Gaussian inputs:
 from there Levenberg–Marquardt succeeds more often than from inputs of full size.
 With a residual connection Gaussians of the output's size about the output find more inputs.
 """
@@ -30,7 +30,7 @@ def draw(problems: Sequence[Problem], numbers: Sequence[tuple[int, int]], seed: 
 def _start(problem: Problem, number: int, start: int, seed: int) -> Tensor:
     shape = (problem.length, problem.dim)
     if start == 0 and problem.outputs == problem.dim:
-        return problem.B if problem.output_bias is None else problem.B - problem.output_bias
+        return problem.unbiased
     affordable = problem.length * problem.dim <= DENSE
     if start == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
@@ -102,9 +102,8 @@ def mean_field(problem: Problem) -> Tensor | None:
         return None
     d = problem.dim
     W, V = problem.W.reshape(d, d), problem.V.reshape(d, d)
-    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
     try:
-        Y = torch.linalg.solve(V, B, left=False)
+        Y = torch.linalg.solve(V, problem.unbiased, left=False)
         centre = Y.mean(0)
         E = Y - centre
         Q = _span(E)
