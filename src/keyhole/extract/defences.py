@@ -47,7 +47,7 @@ def against_defences(
     """Put every defence in front of a target, attack it as it is best attacked, and measure both.
 
     `target` is what the command line takes, or any oracle that answers with one head's scores; the
-    defences stand in this process, in front of it. `usual_norm` is the norm of an honest client's
+    defences are added in this process. `usual_norm` is the norm of an honest client's
     tokens, d^¼ if not given. The attacker knows which defence it meets. `endpoint`, `authorized`
     and `notice` are as for an extraction.
     """
@@ -150,9 +150,8 @@ class Tried:
     @property
     def better(self) -> bool:
         """Has the attacker a better copy than the answers that honest clients get?"""
-        return self.attacker_error is not None and self.attacker_error <= max(
-            self.honest_error, 1e-8
-        )
+        error = self.attacker_error
+        return error is not None and error <= max(self.honest_error, _SAME)
 
 
 @dataclass(frozen=True, repr=False)

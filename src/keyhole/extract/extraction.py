@@ -18,7 +18,7 @@ from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 
 
 def setting(default: Any, about: str) -> Any:
-    """A hyperparameter of a method, with what `keyhole extract -o name=value` says of it."""
+    """A hyperparameter of a method, with its help for `keyhole extract -o name=value`."""
     return field(default=default, metadata={"help": about})
 
 

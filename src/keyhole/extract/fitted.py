@@ -1,8 +1,8 @@
 """One or several heads from inexact answers, by least squares on random queries (ours).
 
-Ours. The exact methods solve for one number at a time at scales where everything else vanishes;
-answers in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted
-at once, to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
+The exact methods solve for one number at a time at scales where everything else vanishes; answers
+in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted at once,
+to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
 
     min_{W, v}  Σ_k (f(X_k) − a_k)² / σ_k²,    f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i,
 

@@ -1,6 +1,6 @@
 """An attention layer, exactly, from the vectors it returns (ours).
 
-Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads scores. For one head
+*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 

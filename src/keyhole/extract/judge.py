@@ -148,56 +148,63 @@ def settle(
     """
     started = time.perf_counter()
     counted = Counted(oracle)
-    known = remembered(oracle)
+    before = remembered(oracle)
     witness = Witness(counted)
     steps, status, reason = _attempt(method, witness)
-    queries, free = counted.queries, remembered(oracle) - known
-    seconds = time.perf_counter() - started
-
-    last = steps[-1][1] if steps else None
-    checks: list[Check] = []
-    domain: Domain | None = None
-    if status is Status.UNVERIFIED and last:
+    found = Extraction(
+        status, reason, repr(method), model=None, queries=counted.queries,
+        seconds=time.perf_counter() - started, remembered=remembered(oracle) - before,
+    )  # fmt: skip
+    if not steps:
+        return replace(found, reason=_explained(status, reason, None))
+    last = steps[-1][1]
+    if status is Status.UNVERIFIED:
+        limit = method.tolerance if accepted is None else accepted
         try:
             exam = examine(counted, last) if examine else Exam.draw(counted, method.seed)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
+            found = replace(found, reason=reason)
         except (OracleError, InputError) as error:
-            status, reason = Status.ORACLE_FAILED, str(error)
+            found = replace(found, status=Status.ORACLE_FAILED, reason=str(error))
         except Unsuccessful as end:
-            status, reason = end.status, end.reason
+            found = replace(found, status=end.status, reason=end.reason)
         else:
-            checks = [exam.grade(step.model) for _, step in steps]
-            limit = method.tolerance if accepted is None else accepted
-            status, reason = exam.verdict(checks[-1], last, limit)
-            if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
-                error = max(limit, 4 * checks[-1].worst)
-                where = _scope(method, witness, exam, exam.domain, last, error)
-                domain = where.domain
-                status, reason = where.applied(status, reason)
-                if where.differs:
-                    last = _unproved(last)  # it is not, everywhere, what the proof takes it for
-            last = _confirmed(last, status, counted)
-            checks[-1] = replace(
-                checks[-1], queries=counted.queries - queries,
-                remembered=remembered(oracle) - known - free,
-            )  # fmt: skip
-    if last and not checks and last.confirm is not None:
+            found, last = _examined(found, method, witness, exam, steps, limit)
+    check = found.check
+    if check is not None:
+        asked = counted.queries - found.queries
+        free = remembered(oracle) - before - found.remembered
+        check = replace(check, queries=asked, remembered=free)
+    elif last.confirm is not None:
         last = _unproved(last)
-    found = Extraction(
-        status=status, reason=_explained(status, reason, last), method=repr(method), model=None,
-        queries=queries, seconds=seconds, check=checks[-1] if checks else None, domain=domain,
-        remembered=free,
-        trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
-    )  # fmt: skip
-    if last is None:
-        return found
     return replace(
-        found, model=last.model, lower_bound=last.lower_bound, layer=last.layer,
+        found, reason=_explained(found.status, found.reason, last), check=check, model=last.model,
+        lower_bound=last.lower_bound, layer=last.layer,
         # What the answers contradict is not known, however much of it there is.
-        known=0.0 if status is Status.MISMATCH else last.share,
+        known=0.0 if found.status is Status.MISMATCH else last.share,
         guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
     )  # fmt: skip
+
+
+def _examined(
+    found: Extraction, method: Method, witness: Witness, exam: Exam,
+    steps: list[tuple[int, Step]], limit: float,
+) -> tuple[Extraction, Step]:  # fmt: skip
+    """The extraction judged by an exam, and its last step with what of its proof still holds."""
+    checks = [exam.grade(step.model) for _, step in steps]
+    check, (_, last) = checks[-1], steps[-1]
+    status, reason = exam.verdict(check, last, limit)
+    domain: Domain | None = None
+    if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
+        where = _scope(method, witness, exam, exam.domain, last, max(limit, 4 * check.worst))
+        domain = where.domain
+        status, reason = where.applied(status, reason)
+        if where.differs:
+            last = _unproved(last)  # it is not, everywhere, what the proof takes it for
+    trace = tuple((queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True))
+    found = replace(found, status=status, reason=reason, check=check, domain=domain, trace=trace)
+    return found, _confirmed(last, status, witness.inner)
 
 
 def _scope(
@@ -482,9 +489,9 @@ class AmplifiedExam(Exam):
 # The same sequence two and three times over, or a token twice as long where only its sign counts,
 # is the same to a head and another question to whoever blurs the answers or flips the labels.
 
-_COPIES = (2, 3)  # of every token: the attention to each of them stays
-_FACTORS = (0.5, 2.0)  # of a token: the sign of its score stays, without rounding
-_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention to each token stays
+_COPIES = (2, 3)  # of every token: each keeps its attention
+_FACTORS = (0.5, 2.0)  # of a token: its score keeps its sign, without rounding
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: each token keeps its attention
 
 
 def asked_again(

@@ -1,6 +1,6 @@
 """One head from the labels of ordinary queries (ours).
 
-Ours. Bisection (sign_only.py) sends pairs of tokens of any length. Where short sequences and
+Bisection (sign_only.py) sends pairs of tokens of any length. Where short sequences and
 unusual tokens are refused and answers are labels, there is still a fit, by logistic loss,
 
     min_{W, v}  Σ_k log(1 + exp(−y_k·f(X_k))),   y_k = ±1, X_k random ordinary tokens.
@@ -9,8 +9,8 @@ Random labels teach little: an error ε takes unknowns/ε of them. So the attack
 copy so far is in doubt: of many random questions those with the smallest |f|, fits again, and so
 on; each round lowers the error by a factor, as in active learning of halfspaces. It starts with
 tokens as short as is usual, where attention is nearly even and W = 0 nearly true: with longer ones
-the fit ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. ‖v‖
-stays open.
+the fit ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. The
+length of v cannot be known from labels.
 """
 
 from __future__ import annotations

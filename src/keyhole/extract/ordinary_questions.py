@@ -1,9 +1,10 @@
 """One head from ordinary queries: a server finds nothing unusual to refuse (ours).
 
-Ours. The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server
-may refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
-another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those will
-do. For a last token b and other tokens C that stay, with u = Wb and Z the sum of e^score over both,
+The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server may
+refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
+another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those
+suffice. For a fixed last token b and fixed other tokens C, with u = Wb and Z the sum of e^score
+over both,
 
     f([a ; C ; b]) = μ + σ(aᵀu − log Z)·(vᵀa − μ),   μ = f([C ; b]),
 

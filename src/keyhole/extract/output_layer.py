@@ -16,7 +16,7 @@ What it gives away is the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, an
 the table of input embeddings too (tied), those are known up to the same map: which differences of
 tokens are parallel, which tokens depend on each other linearly, and all angles and distances after
 whitening by the table's own covariance, which are entries of P. Lengths, cosines and inner products
-of the table itself are W M Wᵀ for a metric M that stays unknown, d(d + 1)/2 numbers. (The final
+of the table itself are W M Wᵀ for an unknown metric M, d(d + 1)/2 numbers. (The final
 norm puts all h on one ellipsoid, which would tell M up to a rotation; that takes d(d + 1)/2 answers
 and more digits than float32 has, and is not done here.)
 
@@ -349,7 +349,7 @@ class LayerStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExam(Exam):
-    """Fresh answers of the layer, the only paper, and what of them the proposed matrix leaves."""
+    """Fresh answers of the layer, and what the proposed matrix does not explain of them."""
 
     outside: Tensor
     layer: LastLayer

@@ -152,12 +152,7 @@ class Problem:
             raise InputError(f"{path} must hold tensors W, V and B: it holds {got}")
         given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
         given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
-        for name in _NUMBERS:
-            try:
-                given[name] = float(metadata.get(name, 0.0))
-            except ValueError:
-                word = metadata[name]
-                raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
+        given |= {name: number_in(metadata, name, path) for name in _NUMBERS}
         try:
             problem = cls(**given)
         except InputError as error:
@@ -165,6 +160,15 @@ class Problem:
         if problem.fault:
             raise InputError(f"{problem.fault} in {path}")
         return problem
+
+
+def number_in(metadata: dict[str, str], name: str, path: str | Path) -> float:
+    """A number of a file's metadata, 0 if it is not there."""
+    word = metadata.get(name, "0")
+    try:
+        return float(word)
+    except ValueError:
+        raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:

@@ -5,9 +5,9 @@
     cost.text(12, exposure="embedding", processor="gpu")   -> TextEstimate: .passes .seconds .exact
     cost.Cost(estimate, cost.Prices(rate=50, price=0.01))  -> .hours .money .days
 
-Counts are the methods' own (`expected_queries`), which tests compare with runs on planted targets. What
-only a run can tell is in measured.json, each figure with its command, commit and machine. How long
-a search for a text takes follows from no formula: lengths that no row covers are refused.
+Counts are the methods' own (`expected_queries`), which tests compare with runs on planted targets.
+What only a run can tell is in measured.json, each figure with its command, commit and machine. No
+formula says how long a search for a text takes: lengths that no row covers are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.options import settings, types_of
+from keyhole.core.result import FORMAT
 from keyhole.extract import FullOutput, LowRank, SignOnly, SingleHead, Tolerant
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.extract.output_layer import OutputLayer, answers_for
@@ -92,19 +93,20 @@ class Estimate:
         return self.low is None and self.high is None
 
     def to_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        low, high = data.pop("low"), data.pop("high")
         return {
-            "what": self.what, "method": self.method, "queries": self.queries,
-            "queries_low": self.queries if self.low is None else self.low,
-            "queries_high": self.queries if self.high is None else self.high,
-            "exact": self.exact, "lower_bound": self.lower_bound, "tokens": self.tokens,
-            "bytes": self.bytes, "source": self.source,
+            **data, "exact": self.exact, "queries_low": self.queries if low is None else low,
+            "queries_high": self.queries if high is None else high,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prices:
-    """`rate` queries a second; `price` of a query, `token_price` of a million tokens; `daily` is a
-    budget of queries for a client and day."""
+    """`rate` queries a second; `price` of a query, `token_price` of a million tokens.
+
+    `daily` is a budget of queries for a client and day.
+    """
 
     rate: float = 10.0
     price: float = 0.0
@@ -145,11 +147,11 @@ class Cost:
         return self.estimate.lower_bound / self.prices.daily
 
     def to_dict(self) -> dict[str, Any]:
+        prices = asdict(self.prices)
         return {
-            "format": 1, "kind": "cost", **self.estimate.to_dict(), "hours": self.hours,
-            "money": self.money, "daily_budget": self.prices.daily, "days": self.days,
-            "least_days": self.least_days, "rate": self.prices.rate, "price": self.prices.price,
-            "token_price": self.prices.token_price,
+            "format": FORMAT, "kind": "cost", **self.estimate.to_dict(),
+            "hours": self.hours, "money": self.money, "days": self.days,
+            "least_days": self.least_days, "daily_budget": prices.pop("daily"), **prices,
         }  # fmt: skip
 
     def summary(self) -> str:
@@ -188,7 +190,7 @@ def head(
         raise InputError(
             f"the rank is of use with scores alone; the attack on {exposure} does not take it"
         )
-    d, known = width, d_and_d_squared(width)
+    d, known = width, unknowns_of(width)
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
     if exposure == "scores":
         queries = (
@@ -217,7 +219,7 @@ def head(
 
 def _signs(what: str, d: int, method: SignOnly) -> Estimate:
     queries, accuracy = method.expected_queries(d), method.accuracy
-    lower_bound = math.ceil((d_and_d_squared(d) - 1) * math.log2(1 / accuracy))
+    lower_bound = math.ceil((unknowns_of(d) - 1) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(
         f"{what}, from signs, to {accuracy:g}", "sign-only", queries, lower_bound,
@@ -246,10 +248,10 @@ def layer(
 ) -> Estimate:
     """A whole layer: of attention from its vectors, or the last of a language model.
 
-    `vectors` is one head that answers its last token with as many numbers as it is wide;
-    `checkpoint` an attention layer as models have it, of several heads, biases and norms;
-    `log-probabilities` the output matrix of a language model, up to an invertible map, of whole
-    answers or, with `top`, of the best so many that a bias chooses.
+    - `vectors`: one head that answers its last token with as many numbers as it is wide;
+    - `checkpoint`: an attention layer as models have it, of several heads, biases and norms;
+    - `log-probabilities`: the output matrix of a language model up to an invertible map, from whole
+      answers or, with `top`, from the best `top` tokens, which a bias chooses.
     """
     expect_count("a width", width, most=WIDEST)
     expect_count("heads", heads, most=width)
@@ -302,13 +304,13 @@ def _output_layer(d: int, vocabulary: int, top: int | None) -> Estimate:
     )  # fmt: skip
 
 
-def d_and_d_squared(d: int) -> int:
-    """The unknowns of one head, W and v."""
+def unknowns_of(d: int) -> int:
+    """The unknowns of one head: W and v."""
     return d * d + d
 
 
 def _sent(d: int, alone: int, pairs: int) -> tuple[int, int]:
-    """Tokens and bytes of so many questions of one token, and of two, each answered by a number."""
+    """Tokens and bytes of questions of one token and of two, each answered by a number."""
     tokens = alone + 2 * pairs
     return tokens, _NUMBER * (d * tokens + alone + pairs)
 
@@ -342,8 +344,10 @@ class TextEstimate:
 
 @dataclass(frozen=True)
 class TextCost:
-    """So many texts, on a machine at `price` an hour that takes `seconds` for a thousand passes, if
-    those are not the measured ones."""
+    """So many texts, on a machine at `price` an hour.
+
+    `seconds` is what the machine takes for a thousand passes, if not as long as measured.
+    """
 
     estimate: TextEstimate
     texts: int = 1
@@ -369,7 +373,7 @@ class TextCost:
     def to_dict(self) -> dict[str, Any]:
         figure, each = self.estimate.figure, self.estimate
         return {
-            "format": 1, "kind": "text cost", "exposure": figure["exposure"],
+            "format": FORMAT, "kind": "text cost", "exposure": figure["exposure"],
             "model": figure["model"], "tokens": each.tokens, "texts": self.texts,
             "passes": each.passes * self.texts, "hours": self.hours, "money": self.money,
             "exact": each.exact, "exact_measured": figure["exact"], "source": figure.source,

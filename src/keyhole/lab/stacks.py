@@ -35,11 +35,11 @@ from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import Result, typed
-from keyhole.invert import problem as planted
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
-from keyhole.invert.problem import Problem
+from keyhole.invert.problem import Problem, number_in
+from keyhole.invert.problem import plant as plant_layer
 from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
@@ -143,11 +143,7 @@ class Stack:
         if not wanted <= set(tensors) <= known:
             got = ", ".join(sorted(tensors)[:9]) or "nothing"
             raise InputError(f"{path} must hold tensors 1.W, 1.V, 2.W, … and B: it holds {got}")
-        word = metadata.get("tolerance", "0")
-        try:
-            tolerance = float(word)
-        except ValueError:
-            raise InputError(f"expected tolerance as a number in {path}, got {word!r}") from None
+        tolerance = number_in(metadata, "tolerance", path)
         try:
             layers = tuple(_layer(number, metadata, tensors) for number in range(1, depth + 1))
             stack = cls(layers, tensors["B"], tolerance)
@@ -180,8 +176,8 @@ def plant(
     """A stack and its input; V is as small as it is in deep models, 1/√(d·depth)."""
     expect_count("layers", depth)
     expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
-    first, X = planted.plant(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
-    others = (planted.plant(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
+    first, X = plant_layer(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
+    others = (plant_layer(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
     size = math.sqrt(dim * depth)
     layers = (
         Layer(problem.W, problem.V / size, residual=residual, causal=causal)

@@ -26,6 +26,7 @@ _CONVERGED = 1e-10
 _STRAIGHT = 0.9  # least cosine between tangents of neighbouring points
 _SHORTEST = 1e-5
 _LONGEST = 2.0
+_HOTTEST = 3.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +41,7 @@ class _Point:
         return float(self.place[-1])
 
 
-def solutions_along_the_curve(
-    problem: Problem, *, points: int = 400, hottest: float = 3.0
-) -> Iterator[Tensor]:
+def solutions_along_the_curve(problem: Problem, *, points: int = 400) -> Iterator[Tensor]:
     """Exact inputs (n×d) in the order in which the curve meets them; none if there is no curve."""
     guess = mean_field(problem)
     if guess is None:
@@ -53,7 +52,7 @@ def solutions_along_the_curve(
         return
     curve = _Curve(equations, scale=float(equations.B.abs().max()))
     before: _Point | None = None
-    for point in curve.follow(cold, points, hottest):
+    for point in curve.follow(cold, points):
         if before is not None and (before.temperature - 1) * (point.temperature - 1) <= 0:
             share = (1 - before.temperature) / (point.temperature - before.temperature)
             near = (before.place + share * (point.place - before.place))[:-1]
@@ -68,8 +67,8 @@ class _Curve:
     equations: Equations
     scale: float
 
-    def follow(self, X: Tensor, points: int, hottest: float) -> Iterator[_Point]:
-        """Points from X at the cold end, until the curve leaves 0 < λ < hottest."""
+    def follow(self, X: Tensor, points: int) -> Iterator[_Point]:
+        """Points from X at the cold end, until the curve leaves 0 < λ < `_HOTTEST`."""
         place = torch.cat([X.flatten(), X.new_tensor([COLD])])
         towards_heat = torch.zeros_like(place)
         towards_heat[-1] = 1.0
@@ -81,7 +80,7 @@ class _Curve:
             while ahead is None and stride > _SHORTEST:
                 stride /= 2
                 ahead, quick = self._next(here, stride)
-            if ahead is None or not COLD / 2 < ahead.temperature < hottest:
+            if ahead is None or not COLD / 2 < ahead.temperature < _HOTTEST:
                 return
             here = ahead
             stride = min(_LONGEST, stride * (1.5 if quick else 1.0))

@@ -229,6 +229,7 @@ class Multistart:
 
 _ARMIJO = 1e-4
 _STRIDE_HALVINGS = 30
+_POLISHING = 4  # Newton steps
 
 
 def line_search(
@@ -253,13 +254,13 @@ def line_search(
     return X, loss, taken
 
 
-def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
+def polished(equations: Smooth, X: Tensor) -> Tensor:
     """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
     if X.numel() > DENSE or equations.gamma > 0:
         return X
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()
-    for _ in range(steps):
+    for _ in range(_POLISHING):
         J = equations.linearised(X).jacobian()[0]
         r = equations.residuals(X).reshape(-1, 1)
         if J.shape[0] == J.shape[1] and equations.fixed is None:
@@ -311,9 +312,9 @@ class Solver(ABC):
         """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
         return _solve(self, [problem], start, progress)[0]
 
-    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
         """Search several problems; those that reduce to one shape share their batches."""
-        return _solve(self, problems, None, progress)
+        return _solve(self, problems, None, silent)
 
 
 def _solve(

@@ -83,9 +83,9 @@ class RegularizedNewton(Solver):
         result = Solver.__call__(inside, regularized, start=start, progress=progress)
         return inside._explained(regularized, result)
 
-    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
         """One after the other: each has a γ of its own, and no batch is shared."""
-        return [self(problem, progress=progress) for problem in problems]
+        return [self(problem) for problem in problems]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""
