@@ -53,7 +53,7 @@ def test_what_is_not_one_head_is_not_taken_for_one():
 def test_too_few_dimensions_for_tokens_that_differ():
     result = OrdinaryQuestions(min_tokens=8)(oracle.plant(dim=2))
     assert result.status is Status.NOT_APPLICABLE
-    assert "2 dimensions have no room" in result.reason
+    assert "2 dimensions are too few" in result.reason
 
 
 def test_a_budget_leaves_what_was_read():

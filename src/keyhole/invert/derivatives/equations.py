@@ -7,7 +7,7 @@
 The first term moves only the query (the paper's case i₁ = i₀), the other two every token. Heads
 are one more axis over which everything is summed; a key bias `u` turns `Wᵀx_i` into `Wᵀx_i + u`.
 
-One parameter is added, the temperature λ of the continuation (continuation.py): with the uniform
+One parameter is added, the temperature λ of the continuation (starts.py): with the uniform
 map `U`, `Ã = U + (softmax(λS) − U)/λ` takes the place of A. λ = 1 is attention; as λ → 0 the map
 becomes linear in the scores. Derivatives keep their form: C is made of softmax(λS), the last term
 of Ã.

@@ -27,11 +27,11 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.continuation import solutions_along_the_curve
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.reduce import reduce
 from keyhole.invert.solvers.residual_stream import ResidualStream
+from keyhole.invert.solvers.starts import solutions_along_the_curve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 _FIRST = 16  # starts before the curve is followed
