@@ -85,7 +85,7 @@ def parts() -> dict[str, Work]:
     """Of the demo's audit: some endpoints, and its classifier with one review."""
     whole = open_target("demo", layers=[1])
     subject, *_ = whole.models.values()
-    few = replace(subject, texts=subject.texts[:1], examples=subject.examples[:1], twin=None)
+    few = replace(subject, texts=subject.texts[:1], examples=subject.examples[:1], hardened=None)
     endpoints = target_of({name: whole.endpoints[name] for name in ENDPOINTS}, "endpoints")
     classifier = target_of(few, "classifier")
     return {

@@ -111,7 +111,7 @@ def test_an_attacker_in_one_line_is_in_the_audit():
         findings = checked(target(), seed=3).findings
     finally:
         ATTACKERS.remove("whole")
-    assert findings[-1].exposure == Exposure("KH-PREDICTIONS-CUTS", "everything", part="it")
+    assert findings[-1].exposure == Exposure("KH-PREDICTIONS-CUTS", "everything")
     assert findings[-1].attack == "Whole"
     assert findings[-1].reason.startswith("6 of 6 right answers flipped")
     assert findings[-1].queries == 6
@@ -153,11 +153,11 @@ def test_without_labels_the_models_own_answers_count(easily):
     assert " of 3 right" in checked(bare).findings[0].reason
 
 
-def test_the_twin_stands_beside_it(easily):
+def test_the_hardened_model_stands_next_to_it(easily):
     asked = target()
-    twin = replace(asked.loaded, name="the hardened twin")
-    found = checked(replace(asked, twin=twin)).findings[0]
-    first, second = found.reason.split("; of the hardened twin: ")
+    hardened = replace(asked.loaded, name="the hardened model")
+    found = checked(replace(asked, hardened=hardened)).findings[0]
+    first, second = found.reason.split("; of the hardened model: ")
     assert first.split(" right")[0] == second.split(" (")[0]  # the same model, so the same figures
 
 

@@ -64,7 +64,7 @@ def small_demo(monkeypatch):
     def small(part):
         subject = part.target
         return replace(part, target=replace(
-            subject, texts=subject.notes[:1], examples=subject.examples[:1], twin=None,
+            subject, texts=subject.notes[:1], examples=subject.examples[:1], hardened=None,
             precisions=("float32",), notes=(),
         ))  # fmt: skip
 

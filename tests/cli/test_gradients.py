@@ -1,4 +1,4 @@
-"""`keyhole capture --expose gradient` and `keyhole invert text`: a batch handed over and read."""
+"""`keyhole lab capture --expose gradient` and `keyhole recover`: a batch handed over and read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def keyhole(tmp_path, monkeypatch, capsys):
 
 
 def test_a_batch_is_captured_and_read(keyhole, tmp_path):
-    made = keyhole("capture", "demo", *BATCH, "--hide", "embeddings")
+    made = keyhole("lab", "capture", "demo", *BATCH, "-o", "hide=embeddings")
     assert made.returncode == 0, made.stderr
     assert made.stdout == "g.safetensors: the gradient of a batch of 2 texts, float32\n"
     (tmp_path / "true.txt").write_text("\n".join(TEXTS))
-    done = keyhole("invert", "text", "demo", "g.safetensors", "--truth", "true.txt", "--json")
+    done = keyhole("recover", "demo", "g.safetensors", "--truth", "true.txt", "--json")
     assert done.returncode == 1, done.stderr  # given away
     batch = json.loads(done.stdout)
     assert batch["status"] == "recovered"
     assert batch["exact"] == 2
     assert all(text["verified"] for text in batch["texts"])
-    words = keyhole("invert", "text", "demo", "g.safetensors").stdout
+    words = keyhole("recover", "demo", "g.safetensors").stdout
     assert words.startswith("g.safetensors: recovered (2 of 2 texts")
     assert "a warm and funny film." in words
 
@@ -39,10 +39,10 @@ def test_a_batch_is_captured_and_read(keyhole, tmp_path):
 def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
     rows = "".join(f"{text}\t{number % 2}\n" for number, text in enumerate((*TEXTS, "a third .")))
     (tmp_path / "texts.tsv").write_text(f"sentence\tlabel\n{rows}")
-    options = ("--expose", "gradient", "--batch", "1", "--out", "g.safetensors")
-    made = keyhole("capture", "demo", "--data", "texts.tsv", *options)
+    options = ("--expose", "gradient", "--examples", "1", "--out", "g.safetensors")
+    made = keyhole("lab", "capture", "demo", "--data", "texts.tsv", *options)
     assert "of a batch of 1 texts" in made.stdout, made.stderr
-    batch = json.loads(keyhole("invert", "text", "demo", "g.safetensors", "--json").stdout)
+    batch = json.loads(keyhole("recover", "demo", "g.safetensors", "--json").stdout)
     assert [text["text"] for text in batch["texts"]] == ["a warm and funny film."]
     assert batch["labels"] == [0]
 
@@ -51,23 +51,22 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
     ("options", "words"),
     [
         (("--noise", "1"), "--noise needs --clip"),
-        (("--hide", "heads"), "--hide must be embeddings, not 'heads'"),
+        (("-o", "hide=heads"), "--hide must be embeddings, not 'heads'"),
         (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
-        (("--degrade", "permuted"), "expected no --degrade for a gradient, got permuted"),
-        (("--local-steps", "0"), "expected --local-steps of 1 or more, got 0"),
+        (("--degrade", "permuted"), "--degrade permuted cannot be done to a gradient"),
+        (("-o", "steps=0"), "of 1 or more, got 0"),
     ],
 )
 def test_what_makes_no_gradient(keyhole, options, words):
-    done = keyhole("capture", "demo", *BATCH, *options)
+    done = keyhole("lab", "capture", "demo", *BATCH, *options)
     assert done.returncode == 2
     assert words in done.stderr
 
 
 def test_options_of_gradients_alone(keyhole):
-    leak = ("capture", "demo", "--text", TEXTS[0], "--expose", "hidden:1")
-    for option, value in (("--batch", "2"), ("--rate", "nan"), ("--local-steps", "-1")):
-        done = keyhole(*leak, option, value)
-        assert f"expected {option} with --expose gradient" in done.stderr
-    keyhole("capture", "demo", *BATCH)
-    done = keyhole("invert", "text", "demo", "g.safetensors", "--noise", "0.1")
-    assert "expected no --noise for gradients" in done.stderr
+    leak = ("lab", "capture", "demo", "--text", TEXTS[0], "--expose", "hidden:1")
+    done = keyhole(*leak, "-o", "steps=2")
+    assert "a capture of hidden:1 has no option 'steps'" in done.stderr
+    keyhole("lab", "capture", "demo", *BATCH)
+    done = keyhole("recover", "demo", "g.safetensors", "--noise", "0.1")
+    assert "--noise is not for gradients" in done.stderr

@@ -299,10 +299,10 @@ class Decision:
         return tuple(ruled for ruled in self.rulings if ruled.ruling is Ruling.FAILS)
 
 
-# How far a remedy goes, where the audit itself measured it: nothing here is promised or guessed.
+# How far a remedy goes, where the audit itself measured it: nothing is promised or guessed.
 #
 # What was measured of an exposure stands in three places: in its own readings, which were also
-# tried rounded, noisy or scaled; in what it was told of a model trained against the attack
+# tried rounded, noisy or scaled; in what it holds of a model trained against the attack
 # (`Finding.remedied`); and in other findings of the same part of the target, where less was exposed
 # (labels in place of scores, a defence in front, fewer decimals).
 
@@ -335,13 +335,13 @@ def measured(item: Item, items: Sequence[Item]) -> list[Measure]:
     """What helped most first; empty where nothing was measured."""
     finding = item.finding
     own = [_rounded(cell) for cell in finding.texts[1:]]
-    told = [Measure(each.remedy, each.left, each.words) for each in finding.remedied]
+    trained = [Measure(each.remedy, each.left, each.words) for each in finding.remedied]
     others = [
         Measure("", other.share if other.finding.exposed else 0.0, "", other)
         for other in items
         if _exposes_less(other, item)
     ]
-    return sorted([*own, *told, *others], key=lambda measure: measure.share)
+    return sorted([*own, *trained, *others], key=lambda measure: measure.share)
 
 
 def _rounded(cell: Readings) -> Measure:
@@ -389,6 +389,6 @@ class FleetAssessment:
 def assess_fleet(
     fleet: Fleet, judge: Callable[[str, Audit], Assessment] = lambda name, audit: assess(audit)  # noqa: ARG005
 ) -> FleetAssessment:  # fmt: skip
-    """Every audit with its meaning; `judge` is told the target's name, and may know a policy."""
+    """Every audit with its meaning; `judge` takes the target's name, and may know a policy."""
     made = {name: judge(name, audit) for name, audit in fleet.audits.items()}
     return FleetAssessment(fleet, made)

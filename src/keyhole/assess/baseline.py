@@ -19,11 +19,11 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
     """Each item with what became of it, and those of the old audit that are gone."""
     before = {item.id: item for item in old.items}
     items = tuple(replace(item, state=state(item, before.get(item.id))) for item in new.items)
-    here = {item.id for item in items}
+    still = {item.id for item in items}
     gone = tuple(
         replace(item, state=State.GONE)
         for item in old.items
-        if item.finding.exposed and item.id not in here
+        if item.finding.exposed and item.id not in still
     )
     cards = tuple(
         replace(card, worst=_again(card.worst, items)) for card in new.families

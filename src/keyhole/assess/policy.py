@@ -104,7 +104,7 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
         raise InputError(f"expected {', '.join(_KEYS)} or environment in {path}, got nothing")
     environments = _table(table.pop("environment", {}), "environment", path)
     policy = _layer(Policy(source=str(path)), table, path)
-    for name, inner in environments.items():  # all of them are read: a mistake is told at once
+    for name, inner in environments.items():  # all of them are read: a mistake shows at once
         layered = _layer(policy, _table(inner, f"environment.{name}", path), path)
         if name == environment:
             policy = replace(layered, source=f"{path}, environment {name}")

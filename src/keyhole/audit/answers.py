@@ -2,8 +2,8 @@
 
 Its weights cannot be asked for with questions of one's own choice, so every kind of answer is named
 and judged by what is known to be read of it: a vector for each token is as good as the text, a
-vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack
-here, which is said and is no proof of safety. With the model's weights the answers are compared
+vector for a whole text is read as a store's is, and a few numbers or a label are read by no attack,
+which the reason states and is no proof of safety. With the model's weights the answers are compared
 with the model's own.
 """
 
@@ -33,7 +33,7 @@ from keyhole.oracle.protocol import OracleError
 from keyhole.oracle.text_endpoint import Given, TextEndpoint
 
 _CLOSE = 1e-3  # of the largest number: what float32 and printing leave
-_SUM = 1e-3  # how far rounded probabilities may be from 1 together
+_SUM = 1e-3  # how far rounded probabilities may add up to other than 1
 _IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # where no vocabulary is known
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
     "token-vectors", "labels", "classes", "vector", "score",
@@ -111,10 +111,10 @@ def _questions(endpoint: TextEndpoint, target: AnswersTarget) -> list[str | Sequ
     """The texts, or their tokens: those of the model, or any where its words are not known."""
     if endpoint.takes_texts:
         return list(target.texts)
-    longest = endpoint.length or 512
+    max_length = endpoint.length or 512
     if target.loaded is None:
-        return [ids[:longest] for ids in _IDS[: len(target.texts)]]
-    return [target.loaded.tokenizer(text)["input_ids"][:longest] for text in target.texts]
+        return [ids[:max_length] for ids in _IDS[: len(target.texts)]]
+    return [target.loaded.tokenizer(text)["input_ids"][:max_length] for text in target.texts]
 
 
 def _finding(
@@ -139,7 +139,7 @@ def _finding(
 def _unread(kind: str) -> str:
     if kind == _VECTOR:
         return "what a vector gives away is found out from a file of them: keyhole audit FILE.npy"
-    return "no attack here reads weights or texts from that"
+    return "no attack reads weights or texts from that"
 
 
 def _kind(name: str, outputs: Sequence[Given]) -> tuple[str, str]:
@@ -181,14 +181,14 @@ def _own(loaded: Loaded, text: str) -> dict[str, Tensor]:
         text, return_tensors="pt", truncation=True, max_length=parts.max_length
     )
     with torch.no_grad():
-        said = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
-    states = said.hidden_states[-1][0].double().cpu()
-    base = getattr(said, "last_hidden_state", None)
+        output = loaded.model(**inputs.to(parts.device), output_hidden_states=True)
+    states = output.hidden_states[-1][0].double().cpu()
+    base = getattr(output, "last_hidden_state", None)
     states = states if base is None else base[0].double().cpu()
     pooled = {"mean of the last states": states.mean(0), "first of the last states": states[0]}
     forms = {"last states": states, **pooled}
     forms |= {f"{form}, of length one": value / value.norm() for form, value in pooled.items()}
-    logits = getattr(said, "logits", None)
+    logits = getattr(output, "logits", None)
     if logits is not None:
         numbers = logits[0].double().cpu()
         several = {"logits": numbers} | (

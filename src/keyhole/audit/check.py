@@ -71,7 +71,7 @@ def nothing_to_try(skip: Skip, exposure: Exposure | None = None) -> Check:
 
 
 def joined(parts: Iterable[Checked]) -> Checked:
-    """What several checks gave; what two of them say in the same words is said once."""
+    """What several checks gave; what two of them found alike is there once."""
     parts = list(parts)
     findings = dict.fromkeys(finding for part in parts for finding in part.findings)
     skips = dict.fromkeys(skip for part in parts for skip in part.skips)

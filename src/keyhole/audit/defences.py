@@ -84,7 +84,7 @@ def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Secrets in front of a model's keys and values and its hidden states."""
     try:
         parts = anatomy(target.loaded.model)
-    except InputError as error:  # a family whose parts are not known here
+    except InputError as error:  # a family whose parts are not known
         return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
     return [
         Check(

@@ -29,12 +29,12 @@ from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
-from keyhole.recover.pieces import decoded, labels
+from keyhole.models.pieces import decoded, labels
 from keyhole.report import words
 
 SHOWN = 3  # flipped inputs that a finding shows
-_TOGETHER = 16  # examples in one batch
-_LONGEST = 128  # tokens of a text
+_BATCH_SIZE = 16  # examples in one batch
+_MAX_LENGTH = 128  # tokens of a text
 _WEIGHT = 28  # how long a check takes, as measured on the demo (check.py)
 
 _CUT = Exposure("KH-PREDICTIONS-CUTS")
@@ -101,26 +101,28 @@ def _tried(
     exposure: Exposure, target: TextTarget, attacker: Attacker, examples: Sequence[Example],
     track: Track,
 ) -> Finding:  # fmt: skip
-    """One attacker on the model, and on its twin where it has one."""
+    """One attacker on the model, and on its hardened version where it has one."""
     started = time.perf_counter()
     progress = track(words.exposure(exposure), len(examples))
     disruption = _batches(target.loaded, examples, progress).attack(attacker)
-    twin = None
-    if target.twin is not None:
-        progress = track(f"{words.exposure(exposure)}, {target.twin.name}", len(examples))
-        other = _batches(target.twin, examples, progress).attack(attacker)
-        twin = (target.twin.name, other)
+    hardened = None
+    if target.hardened is not None:
+        progress = track(f"{words.exposure(exposure)}, {target.hardened.name}", len(examples))
+        other = _batches(target.hardened, examples, progress).attack(attacker)
+        hardened = (target.hardened.name, other)
     seconds = time.perf_counter() - started
     cuts = cuts_of(target.loaded.tokenizer, target.loaded.model.config, disruption)
-    made = finding(exposure, disruption, cuts, seconds, twin)
+    made = finding(exposure, disruption, cuts, seconds, hardened)
     about = f"; {target.about}" if target.about else ""
     return replace(made, reason=made.reason + about)
 
 
 def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
-    longest = min(_LONGEST, getattr(loaded.model.config, "max_position_embeddings", _LONGEST))
+    max_length = min(
+        _MAX_LENGTH, getattr(loaded.model.config, "max_position_embeddings", _MAX_LENGTH)
+    )
     return Batches(
-        loaded.model, loaded.tokenizer, examples, _TOGETHER, longest, alike=False,
+        loaded.model, loaded.tokenizer, examples, _BATCH_SIZE, max_length, alike=False,
         progress=progress,
     )  # fmt: skip
 
@@ -178,13 +180,13 @@ def finding(
     disruption: Disruption,
     cuts: Sequence[Cut],
     seconds: float,
-    twin: tuple[str, Disruption] | None = None,
+    hardened: tuple[str, Disruption] | None = None,
 ) -> Finding:
     """What an attack achieved, in the words and numbers of an audit."""
     status, reason = verdict(disruption)
     remedied: tuple[Remedied, ...] = ()
-    if twin is not None:
-        name, other = twin
+    if hardened is not None:
+        name, other = hardened
         flipped = f"{other.flips} of {len(other.attacked)}"
         reason += f"; of {name}: {flipped} ({percent(other.success)})"
         left = f"{flipped} right answers flipped"

@@ -40,14 +40,14 @@ _WEIGHT = 12  # how long a check takes, as measured on the demo (check.py)
 
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
-    """One check of a model that has a loss; `seed` is every family's, nothing here is random."""
+    """One check of a model that has a loss; `seed` is every family's, nothing is random."""
     del seed
     model = target.loaded.model
     reason = ""
     try:
         parts = anatomy(model)
     except InputError:
-        return []  # said of the text already: a family whose parts are not known here
+        return []  # the checks of texts say so: a family whose parts are not known
     if head_of(model) not in TASKS:
         reason = "the model has no head, so no loss: a client would train one"
     elif parts.layers < 2:
@@ -63,10 +63,10 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     started = time.perf_counter()
     loaded = target.loaded
-    longest = min(MAX_LENGTH, anatomy(loaded.model).max_length)
+    max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
-    batch = batch_of(loaded.model, loaded.tokenizer, examples, longest)
-    originals = [Original.of(loaded.tokenizer, text, longest) for text in target.texts]
+    batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
+    originals = [Original.of(loaded.tokenizer, text, max_length) for text in target.texts]
     precisions = [name for name in _PRECISIONS if name in target.precisions]
     progress = track(words.exposure(exposure), len(precisions))
     cells: list[Readings] = []
@@ -79,7 +79,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
             reading_of(loaded.tokenizer, original, text)
             for original, text in zip(originals, nearest, strict=True)
         )
-        chance = share_by_chance(loaded.tokenizer, originals, nearest, longest)
+        chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
         # The nearest of all that was read is taken for each text.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         cells.append(Readings(KIND, 1, precision, readings, chance))

@@ -1,7 +1,7 @@
 """What a training gave as findings, before and after: the audit's page shows both.
 
 The attacks are HackAttend's, with pictures of what the first one cut. Masks that the model did not
-help to choose (harden/evaluate.py) stand beside them: a model that had learnt to read masks would
+help to choose (harden/evaluate.py) stand next to them: a model that had learnt to read masks would
 withstand the ones and not the others.
 """
 
@@ -67,7 +67,7 @@ def findings(evaluation: Evaluation, part: str, tokenizer: Any, config: Any) -> 
 
 
 def _with_remedy(row: Finding, trained: Sequence[Finding], method: str) -> Finding:
-    """A row of the model before, told what the same masks flip after the training."""
+    """A row of the model before, with what the same masks flip after the training."""
     remedy = f"keyhole harden --method {method}"
     return replace(
         row,

@@ -150,7 +150,7 @@ def _problem(row: Row, layer: Attention, secret: Tensor, output: Tensor) -> Prob
 def _compared(
     inversion: Inversion, secret: Tensor, decimals: int | None
 ) -> tuple[Status, str, float | None]:
-    """The inversion beside what was put in."""
+    """The inversion next to what was put in."""
     candidates = inversion.solutions or (() if inversion.X is None else (inversion.X,))
     if not candidates:
         return inversion.status, inversion.reason, None

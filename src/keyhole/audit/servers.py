@@ -176,7 +176,7 @@ def _texts(
     """Texts sent, and read back from the states that came."""
     started = time.perf_counter()
     parts = anatomy(loaded.model)
-    longest = min(MAX_LENGTH, parts.max_length)
+    max_length = min(MAX_LENGTH, parts.max_length)
     progress = track(words.exposure(exposure), len(texts))
     recoveries: list[TextRecovery] = []
     for number, text in enumerate(texts):
@@ -186,7 +186,7 @@ def _texts(
         leak = HiddenStates(torch.tensor(answered.content), parts.layers)
         recoveries.append(_recovered(loaded, leak, served=route.eight_bits))
         progress(number + 1)
-    originals = [Original.of(loaded.tokenizer, text, longest) for text in texts]
+    originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
     readings = tuple(
         reading_of(loaded.tokenizer, original, recovery)
         for original, recovery in zip(originals, recoveries, strict=True)
@@ -216,7 +216,7 @@ def _state(
     texts: Sequence[str],
     track: Track,
 ) -> Checked:
-    """The last state behind log-probabilities, beside the model's own for the same text."""
+    """The last state behind log-probabilities, next to the model's own for the same text."""
     del track
     started = time.perf_counter()
     if head_of(loaded.model) != "causal":

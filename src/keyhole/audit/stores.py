@@ -34,6 +34,7 @@ from keyhole.models.capture import Exposure as Captured
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
+from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.attack import Target as Attacked
@@ -52,7 +53,6 @@ from keyhole.recover.embeddings.pooling import (
 )
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.originals import Original
-from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
@@ -79,9 +79,10 @@ class StoreFacts:
 class StoreTarget:
     """A sample of a store's vectors, and the encoder to read them with; the store is closed again.
 
-    `texts` are those that the store still has of the sample, None where it has none; `longest` is
-    after how many tokens the encoder cuts a text off; `cells` is what the store says of how numbers
-    were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that counts
+    `texts` are those that the store still has of the sample, None where it has none; `max_length`
+    is after how many tokens the encoder cuts a text off; `cells` is what the store says of how
+    numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one
+    that counts
     the corpus that ships. `encoder` is the name that other processes open the encoder by.
     """
 
@@ -93,7 +94,7 @@ class StoreTarget:
     vectors: Tensor
     texts: tuple[str | None, ...]
     pooling: Pooling
-    longest: int
+    max_length: int
     cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     note: str = ""
     method: Attack = field(default_factory=CountedReader)
@@ -109,13 +110,13 @@ class StoreTarget:
         rows = sample(store.count, texts, seed)
         vectors = store.read(rows)
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
-        longest = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
-        pooling = _pooling(store, loaded, vectors, kept, known, longest)
+        max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
+        pooling = _pooling(store, loaded, vectors, kept, known, max_length)
         if pooling.width is not None:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
-            tuple(rows), vectors, tuple(kept), pooling, longest, store.rounding, store.note,
+            tuple(rows), vectors, tuple(kept), pooling, max_length, store.rounding, store.note,
         )  # fmt: skip
 
     @property
@@ -133,7 +134,7 @@ class StoreTarget:
         return {
             "weights": identity(self.loaded.model),
             "pooling": str(self.pooling),
-            "longest text": self.longest,
+            "max_length": self.max_length,
             "method": method.settings if isinstance(method, Counts) else repr(method),
             "texts": len(self.rows),
             "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
@@ -185,7 +186,7 @@ def _pooling(
     vectors: Tensor,
     texts: Sequence[str | None],
     known: Sequence[str],
-    longest: int,
+    max_length: int,
 ) -> Pooling:
     """By texts whose vectors are known, by what the encoder says of itself, or by statistics."""
     width = store.dim if store.dim < anatomy(loaded.model).width else None
@@ -194,9 +195,9 @@ def _pooling(
     pairs = [(row, text) for row, text in enumerate(texts) if text and text.strip()][:_WITNESSES]
     if pairs:
         rows, witnesses = [row for row, _ in pairs], [text for _, text in pairs]
-        return from_texts(*encoder, witnesses, vectors[rows], longest, agrees, width)
+        return from_texts(*encoder, witnesses, vectors[rows], max_length, agrees, width)
     if known:
-        return from_known(*encoder, known[:_WITNESSES], store.batches(), longest, agrees, width)
+        return from_known(*encoder, known[:_WITNESSES], store.batches(), max_length, agrees, width)
     many = store.read(sample(store.count, _MANY, 0))
     declared = from_settings(loaded.name, many, width)
     if declared is not None:
@@ -244,7 +245,7 @@ def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
 def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part:
     return Part(
         exposure, target.rows[start:end], target.vectors[start:end], target.texts[start:end],
-        target.pooling, target.longest, target.cells, target.method,
+        target.pooling, target.max_length, target.cells, target.method,
     )  # fmt: skip
 
 
@@ -327,7 +328,7 @@ _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 class Part:
     """A few vectors of a store and how they were made: all that is needed but the encoder.
 
-    `longest` is after how many tokens the encoder cuts a text off.
+    `max_length` is after how many tokens the encoder cuts a text off.
     """
 
     exposure: Exposure
@@ -335,7 +336,7 @@ class Part:
     vectors: Tensor
     texts: tuple[str | None, ...]
     pooling: Pooling
-    longest: int
+    max_length: int
     cells: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: Attack | None = None
 
@@ -441,7 +442,7 @@ def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
 
 
 def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> Reading:
-    """What was read of one vector, beside the store's own text where it has one."""
+    """What was read of one vector, next to the store's own text where it has one."""
     tokenizer, text = loaded.tokenizer, part.texts[place]
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
@@ -456,7 +457,7 @@ def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> 
             tokens=len(tokens),
             similarity=near,
         )
-    original = Original.of(tokenizer, text, part.longest)
+    original = Original.of(tokenizer, text, part.max_length)
     truth = [id_ for id_ in original.ids if id_ not in special]
     return Reading(
         original=original.text,

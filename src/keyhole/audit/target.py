@@ -121,7 +121,7 @@ class ModelPart:
 
     @property
     def settings(self) -> dict[str, Any]:
-        target, hardened = self.target, self.target.twin
+        target, hardened = self.target, self.target.hardened
         examples = [asdict(example) for example in target.examples]
         return {
             "weights": identity(target.loaded.model, head=True),
@@ -378,7 +378,7 @@ class _Opener:
         if self.options.data is not None:
             (texts, examples), about, notes = self._texts_and_examples(loaded), "", ()
         subject = TextTarget(
-            loaded, texts, self.options.layers, examples=examples, twin=hardened or None,
+            loaded, texts, self.options.layers, examples=examples, hardened=hardened or None,
             about=about, notes=notes, corpus=corpus_file(self.options.corpus),
         )  # fmt: skip
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))

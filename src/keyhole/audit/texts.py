@@ -30,13 +30,13 @@ from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
+from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
-from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,
@@ -61,8 +61,8 @@ class TextTarget:
 
     `notes` are short texts besides, for attacks that read those alone; `corpus` is a file of texts
     like them, for attacks that learn from one. `examples` are what a classifier's predictions are
-    flipped on, by default the texts; `about` says how they were chosen, where that matters; `twin`
-    is the same model hardened, to be shown beside it.
+    flipped on, by default the texts; `about` says how they were chosen, where that matters;
+    `hardened` is the same model trained against flips, to be shown next to it.
     """
 
     loaded: Loaded
@@ -70,7 +70,7 @@ class TextTarget:
     layers: Layers | None = None
     precisions: Sequence[str] = field(default=PRECISIONS)
     examples: Sequence[Example] = ()
-    twin: Loaded | None = None
+    hardened: Loaded | None = None
     about: str = ""
     notes: Sequence[str] = ()
     corpus: Path | None = None
@@ -87,7 +87,7 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Every exposure of a model from which text may be read."""
     try:
         parts = anatomy(target.loaded.model)
-    except InputError as error:  # a family whose parts are not known here
+    except InputError as error:  # a family whose parts are not known
         return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
     made: list[Check] = []
     for entry, row in _ordered():
@@ -112,14 +112,14 @@ def checks_of(
 ) -> list[Check]:
     """One exposure in one precision: what an audit tries on it, or else the default attack."""
     parts = anatomy(target.loaded.model)
-    leak.block(parts)  # said before the check is made: there is such a layer
+    leak.block(parts)  # refused before the check is made: there is such a layer
     layer = None if leak.kind in ("pooled", "logits") else leak.layer
     wanted = (leak.kind, parts.causal, precision == PERMUTED)
     reading = [
         (entry, row) for entry, row in _ordered() if (row.kind, row.causal, row.permuted) == wanted
     ]
     if not reading:
-        reason = f"no attack here reads it of {'a causal model' if parts.causal else 'an encoder'}"
+        reason = f"no attack reads it of {'a causal model' if parts.causal else 'an encoder'}"
         exposure = replace(exposure_of(leak.kind), layer=layer)
         return [nothing_to_try(Skip(exposure, "none", reason))]
     counting = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
@@ -138,7 +138,7 @@ def _attack(name: str, row: Row, target: TextTarget) -> Attack:
 
 
 def _ordered() -> list[tuple[str, Row]]:
-    """What the registry tries, kind by kind: attacks on the same leak stand together."""
+    """What the registry tries, kind by kind: attacks on the same leak follow each other."""
     rows = [(entry.name, row) for entry, row in ATTACKS.rows()]
     kinds = list(dict.fromkeys(row.kind for _, row in rows))
     return sorted(rows, key=lambda pair: kinds.index(pair[1].kind))
@@ -160,7 +160,7 @@ def _skips(parts: Anatomy) -> tuple[Skip, ...]:
     for kind, exposure in exposures.items():
         reading = [row for row in rows if (row.kind, row.causal) == (kind, parts.causal)]
         if not reading:
-            skips.append(Skip(exposure, "none", f"no attack here reads it of {model}"))
+            skips.append(Skip(exposure, "none", f"no attack reads it of {model}"))
         elif not any(row.layers(parts) for row in reading):
             names = " or ".join(readers(kind, parts.causal))
             reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
@@ -177,8 +177,8 @@ def _check(
     texts = [*target.texts, *(target.notes if row.short else ())]
     exact = [leak_of(model, tokenizer, text, leaking) for text in texts]
     parts = anatomy(model)
-    longest = min(MAX_LENGTH, parts.max_length)
-    originals = [Original.of(tokenizer, text, longest) for text in texts]
+    max_length = min(MAX_LENGTH, parts.max_length)
+    originals = [Original.of(tokenizer, text, max_length) for text in texts]
     above = parts.layers if exposure.layer is None else exposure.layer  # pooling is done at the top
     cells: list[Readings] = []
     first: list[TextRecovery] = []
@@ -193,7 +193,7 @@ def _check(
         chance = None
         if not cells:
             first = recoveries
-            chance = share_by_chance(tokenizer, originals, recoveries, longest)
+            chance = share_by_chance(tokenizer, originals, recoveries, max_length)
         cells.append(Readings(row.kind, above, precision, readings, chance))
     status, reason = _verdict(cells, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
@@ -235,7 +235,7 @@ def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
 
 
 def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
-    """A text beside what was read of it, token by token."""
+    """A text next to what was read of it, token by token."""
     truth = original.ids
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
     note = "; ".join(original.notes)
@@ -260,9 +260,9 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
 
 
 def _verdict(cells: list[Readings], read_with: str) -> tuple[Status, str]:
-    """By the leak as it is; the other precisions are told beside it."""
+    """By the leak as it is; the reason lists the other precisions too."""
     if not cells:
-        return Status.NOT_APPLICABLE, "none of the precisions asked for is tried here"
+        return Status.NOT_APPLICABLE, "none of the precisions asked for is tried"
     count = len(cells[0].readings)
     exact, known = cells[0].exact, cells[0].known
     shares = [f"{cell.precision} {percent(cell.known)}" for cell in cells]
@@ -296,7 +296,7 @@ def layers_of(row: Row, chosen: Layers | None, parts: Anatomy) -> Sequence[int |
     if chosen == "all":
         return _every_layer(row.kind, parts)
     for layer in chosen:
-        Captured(row.kind, layer).block(parts)  # said before the first check: there is such one
+        Captured(row.kind, layer).block(parts)  # refused before the first check
     return list(chosen)
 
 
@@ -310,7 +310,7 @@ def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
     """The layers of which nothing was tried although others were: three of twelve are not all."""
     try:
         parts = anatomy(model)
-    except InputError:  # said by the checks of texts
+    except InputError:  # the checks of texts say so
         return ()
     rows = [row for _, row in ATTACKS.rows() if row.causal == parts.causal]
     tried: dict[str, set[int]] = {}
@@ -330,7 +330,7 @@ def _untried(exposure: Exposure, kind: str, tried: set[int], parts: Anatomy) -> 
     every = _every_layer(kind, parts)
     missing = [layer for layer in every if layer not in tried]
     inside = sum(layer in every for layer in tried)  # hidden states of layer 0 are the embeddings
-    other = f"keyhole capture --expose {kind}:{missing[0]}, then keyhole invert text"
+    other = f"keyhole lab capture --expose {kind}:{missing[0]}, then keyhole recover"
     how = "--layers all tries every one" if kind in _CHOSEN else f"these take longer: {other}"
     reason = f"{inside} of {parts.layers} layers were tried; {how}"
     return Skip(exposure, "none", reason, layers=tuple(missing))
@@ -344,20 +344,20 @@ def _untried(exposure: Exposure, kind: str, tried: set[int], parts: Anatomy) -> 
 # away; where more is, by odds of a thousand to one, something was, although nobody verified it.
 
 _SENTENCES = 64  # of the corpus that ships
-_LUCK = 1e-3  # the probability of as much by chance, above which chance explains it
+_BY_CHANCE = 1e-3  # the probability of as much by chance, above which chance explains it
 
 
 def share_by_chance(
     tokenizer: Any,
     originals: Sequence[Original],
     recoveries: Sequence[TextRecovery],
-    longest: int,
+    max_length: int,
 ) -> float:
     """The larger of the shares that are right of other texts and of ordinary sentences."""
     texts = [_inside(tokenizer, original.ids) for original in originals]
     read = [_inside(tokenizer, recovery.ids) for recovery in recoveries]
     lines = islice(corpus_texts(SHIPPED), _SENTENCES)
-    ordinary = [_inside(tokenizer, Original.of(tokenizer, line, longest).ids) for line in lines]
+    ordinary = [_inside(tokenizer, Original.of(tokenizer, line, max_length).ids) for line in lines]
     shares: list[float] = []
     for others in (texts, ordinary):
         tallies = [
@@ -367,7 +367,7 @@ def share_by_chance(
             if others is ordinary or place != number
         ]
         right, total = sum(right for right, _ in tallies), sum(total for _, total in tallies)
-        if total:  # one more than were right: chance may have been unlucky here
+        if total:  # one more than were right: a small sample may understate chance
             shares.append((right + 1) / (total + 1))
     return max(shares, default=1.0)
 
@@ -378,7 +378,7 @@ def explained(cell: Readings) -> bool:
         return True
     pieces = [piece for reading in cell.readings for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    return _at_least(right, len(pieces), cell.chance) > _LUCK
+    return _at_least(right, len(pieces), cell.chance) > _BY_CHANCE
 
 
 def _at_least(right: int, total: int, share: float) -> float:
@@ -409,7 +409,7 @@ def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tu
     return sum(block.size for block in blocks), max(len(ids), len(truth))
 
 
-# What was read beside the original, where a text's length did not leak with it.
+# What was read next to the original, where a text's length did not leak with it.
 #
 # Positions alone say little then: a word that is missing would make all behind it wrong.
 

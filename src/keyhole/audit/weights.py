@@ -99,7 +99,7 @@ def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Tr
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
     if budget is not None and extraction.status is Status.BUDGET:
-        extraction = replace(extraction, status=Status.UNSOLVED)  # here the budget is the defence
+        extraction = replace(extraction, status=Status.UNSOLVED)  # the budget is the defence
     return Finding(
         exposure=exposure,
         attack=type(method).__name__,

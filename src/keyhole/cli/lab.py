@@ -41,6 +41,7 @@ from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 if TYPE_CHECKING:
     from keyhole.core.progress import Progress
     from keyhole.core.registry import Registry
+    from keyhole.data import Example
 
 lab = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(lab, name="lab", help="Plant, capture, measure and prove: what researchers use.")
@@ -208,21 +209,21 @@ def capture(
 
     expect_count("--examples", examples)
     forms = degrade or []
-    texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
-    if not texts:
+    if not text and data is None:
         raise InputError("give texts with --text or --data")
     if expose == "gradient":
         if forms:
             raise InputError(f"--degrade {forms[0]} cannot be done to a gradient")
         expect_new(out, force=force)
-        show(
-            _capture_gradient(
-                model, texts, out, option or [], noise=noise, precision=precision, device=device,
-                allow_pickle=allow_pickle, seed=seed,
-            )
+        batch = _examples(text, data, column, examples)
+        written = _capture_gradient(
+            model, batch, out, option or [], noise=noise, precision=precision, device=device,
+            allow_pickle=allow_pickle, seed=seed,
         )  # fmt: skip
+        show(written)
         return
     settings(option or (), {}, f"a capture of {expose}")
+    texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
     files = files_of(out, len(texts))
     if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
         expect_new(*files, force=force)
@@ -237,18 +238,28 @@ def capture(
         )  # fmt: skip
 
 
+def _examples(
+    texts: list[str] | None, data: Path | None, column: str | None, limit: int | None
+) -> list[Example]:
+    """The batch of a client: its texts, with their classes where the file has them."""
+    from keyhole.data import NO_LABEL, Example, read_examples
+
+    given = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts or [], 1)]
+    if data is None:
+        return given
+    return given + read_examples(data, text=column or (), limit=limit, labelled=False)
+
+
 def _capture_gradient(
-    model: str, texts: list[str], out: Path, words: list[str], *, noise: float, **more: Any
+    model: str, examples: list[Example], out: Path, words: list[str], *, noise: float, **more: Any
 ) -> str:
     """What a client hands over for a batch of texts; what was written."""
-    from keyhole.data import NO_LABEL, Example
     from keyhole.recover.gradients.recover_batch import capture_update
     from keyhole.recover.gradients.update import Protocol
 
     types = {**types_of(Protocol, hidden=("noise",)), "hide": tuple[str, ...]}
     options = settings(words, types, "a gradient")
     hide = options.pop("hide", ())
-    examples = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts, 1)]
     update = capture_update(
         model, examples, out=out, protocol=Protocol(noise=noise, **options), hide=hide, **more
     )

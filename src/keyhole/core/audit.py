@@ -104,7 +104,7 @@ def _expect_fields(data: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Fleet(Result):
-    """The audit of each target by the name that its row has; `seconds` is all of it together."""
+    """The audit of each target by the name that its row has; `seconds` is for all of them."""
 
     audits: dict[str, Audit]
     seconds: float = 0.0

@@ -184,7 +184,7 @@ class Estimate:
         )
 
 
-# Recovered text beside the original: what a report shows of a finding about text.
+# Recovered text next to the original: what a report shows of a finding about text.
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Result(ABC):
     """
 
     kind: ClassVar[str]
-    beside: ClassVar[str] = "tensors"  # the key under which the file of tensors is named
+    tensors_key: ClassVar[str] = "tensors"  # the key under which the file of tensors is named
 
     def contents(self) -> dict[str, Any]:
         """Everything but tensors, as JSON takes it."""
@@ -85,12 +85,12 @@ class Result(ABC):
             raise InputError(f"expected a saved {cls.kind}, got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write `path` (JSON) and, where there are tensors, a .safetensors file beside it."""
+        """Write `path` (JSON) and, where there are tensors, a .safetensors file next to it."""
         path, data, tensors = Path(path), self.to_dict(), self.tensors()
         if tensors:
             file = path.with_suffix(".safetensors")
             write_tensors(file, tensors, self.metadata())
-            data[self.beside] = file.name
+            data[self.tensors_key] = file.name
         write_text(path, dump(data))
 
     def metadata(self) -> dict[str, str] | None:
@@ -102,9 +102,9 @@ class Result(ABC):
         """Read what `save` wrote."""
         path, data = Path(path), read(path)
         tensors: dict[str, Tensor] = {}
-        if isinstance(data.get(cls.beside), str):
+        if isinstance(data.get(cls.tensors_key), str):
             about, tensors = read_tensors(
-                path.parent / str(data[cls.beside]), f"the {cls.beside} beside {path}"
+                path.parent / str(data[cls.tensors_key]), f"the {cls.tensors_key} next to {path}"
             )
             data["metadata"] = about
         try:
@@ -254,7 +254,7 @@ def _unlike(where: str, wanted: str, value: object) -> InputError:
 
 # What a notebook shows of a result: a slot that results ask, and that the package fills.
 #
-# Results stand on a floor below the report, which knows how to draw them, so they cannot import it:
+# Results stand in a layer below the report, which knows how to draw them, so they cannot import it:
 # `keyhole/__init__.py` says where it is found, and it is loaded when the first result is shown.
 
 View = Callable[[Any], str]

@@ -58,8 +58,8 @@ class Unsuccessful(Exception):
 # 1 something was, 3 something could not be checked. What could not be checked is never clean, even
 # where everything else is. (2 is for wrong input, which never gets as far as a status.)
 #
-# `kept` is said where an attack ran to its end and the secret is not known: the attack did not find
-# it (unsolved), or nothing could have (not identifiable). It is no proof of safety. A search for
+# `kept` is the outcome where an attack ran to its end and the secret is not known: it was not found
+# (unsolved), or nothing could have (not identifiable). It is no proof of safety. A search for
 # the text behind one vector is never run to its end: one that did not arrive has used up its
 # budget, and could not check.
 
@@ -87,7 +87,7 @@ OUTCOMES = {
 
 
 def exit_code(statuses: Iterable[Status | Outcome]) -> int:
-    """0, 1 or 3 for all that was checked together; nothing at all is nothing checked."""
+    """0, 1 or 3 for all that was checked; nothing at all is nothing checked."""
     outcomes = [OUTCOMES[status] if isinstance(status, Status) else status for status in statuses]
     if Outcome.GIVEN_AWAY in outcomes:
         return 1

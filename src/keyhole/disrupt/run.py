@@ -57,7 +57,7 @@ def run(
     if processes < 0:
         raise InputError(f"expected 0 processes or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    expect_count("--max_length", max_length)
+    expect_count("--max-length", max_length)
     expect_count("target", options.get("target"), 0)
     expect_count("continuation", options.get("continuation"))
     expect_device(device)

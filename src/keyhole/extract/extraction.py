@@ -94,7 +94,7 @@ class Extraction(Result):
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "extraction"
-    beside: ClassVar[str] = "weights"
+    tensors_key: ClassVar[str] = "weights"
 
     @property
     def advice(self) -> str:
@@ -131,7 +131,7 @@ class Extraction(Result):
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         model = None
         if tensors:
-            model = from_tensors(data["metadata"], dict(tensors), data[cls.beside])
+            model = from_tensors(data["metadata"], dict(tensors), data[cls.tensors_key])
         hints = get_type_hints(cls)
         names = {field.name for field in fields(cls)} & data.keys()
         return cls(**{name: typed(hints[name], data[name], name) for name in names}, model=model)

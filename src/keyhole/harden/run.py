@@ -78,7 +78,7 @@ def run(
     """
     counts = {
         "--flips": flips, "--seeds": seeds, "--epochs": epochs, "batch": batch,
-        "--max_length": max_length, "--examples": examples,
+        "--max-length": max_length, "--examples": examples,
     }  # fmt: skip
     for option, value in counts.items():
         expect_count(option, value)

@@ -52,7 +52,7 @@ class Inversion(Result):
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "inversion"
-    beside: ClassVar[str] = "inputs"
+    tensors_key: ClassVar[str] = "inputs"
 
     @property
     def solved(self) -> bool:

@@ -304,7 +304,7 @@ def certify_all(
 ) -> Certification:  # fmt: skip
     """Which predictions stand, whichever units are cut, up to k of them; arguments as of `run`."""
     expect_count("--certify", k, 1, MOST)
-    expect_count("--max_length", max_length)
+    expect_count("--max-length", max_length)
     expect_device(device)
     spare = "special" if spare is None else spare
     expect_among("spare", spare, Spare)

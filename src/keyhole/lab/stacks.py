@@ -216,7 +216,7 @@ class StackInversion(Result):
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "layers inversion"
-    beside: ClassVar[str] = "inputs"
+    tensors_key: ClassVar[str] = "inputs"
 
     @property
     def solved(self) -> bool:

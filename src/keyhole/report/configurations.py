@@ -38,11 +38,11 @@ _HEAD = (
 def verdict(checked: Checked) -> str:
     """One line: how much is open, then what nobody looked at."""
     count, files = len(checked.findings), number(checked.files, "file", "files")
-    said = f"{number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
+    words = f"{number(count, 'setting opens', 'settings open')} what attacks need, in {files}"
     if not count:
-        said = f"No setting opens what attacks need, in {files}"
+        words = f"No setting opens what attacks need, in {files}"
     unread = number(len(checked.unread), "file", "files")
-    return f"{said}; {unread} could not be read." if checked.unread else f"{said}."
+    return f"{words}; {unread} could not be read." if checked.unread else f"{words}."
 
 
 def as_sarif(checked: Checked, least: Level) -> str:
@@ -55,7 +55,7 @@ def as_sarif(checked: Checked, least: Level) -> str:
             "ruleIndex": places.index(finding.rule.id),
             "kind": "fail",
             "level": sarif.LEVELS[_SEVERITIES[finding.rule.level]],
-            "message": {"text": sarif.said(f"{finding.message}. Fix: {finding.rule.fix}")},
+            "message": {"text": sarif.message(f"{finding.message}. Fix: {finding.rule.fix}")},
             "locations": [in_file(finding.path, finding.line)],
             "partialFingerprints": sarif.fingerprints(name),
             "properties": {
@@ -148,7 +148,7 @@ def _unread(file: Unread, place: int) -> dict[str, Any]:
         "ruleIndex": place,
         "kind": "open",
         "level": "none",
-        "message": {"text": sarif.said(f"{file.path}: could not be read. {file.reason}")},
+        "message": {"text": sarif.message(f"{file.path}: could not be read. {file.reason}")},
         "locations": [in_file(file.path, 1)],
         "partialFingerprints": sarif.fingerprints(f"unread {file.path}"),
     }

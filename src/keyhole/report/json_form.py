@@ -1,6 +1,6 @@
 """An audit as JSON: everything that was found, and what it means.
 
-The file is what `Audit.load` reads, with `assessment` beside it for pipelines that want a verdict
+The file is what `Audit.load` reads, with `assessment` in it for pipelines that want a verdict
 and not a computation. Whoever loads the file computes it again: nothing in it is trusted.
 """
 

@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Cases that belong together, and what is said about them; `finished` is when, if known."""
+    """Cases of one suite, and what is known of all; `finished` is when, if known."""
 
     name: str
     cases: tuple[Case, ...]
@@ -59,7 +59,7 @@ def whole(name: str, assessment: Assessment) -> Suite:
 
 
 def suite(name: str, cases: Sequence[Case], assessment: Assessment) -> Suite:
-    """Cases of an audit, with what is said of all of it."""
+    """Cases of an audit, with what holds for all of it."""
     about = {
         "verdict": assessment.verdict, "severity": assessment.severity.value,
         "identity": assessment.audit.identity, "keyhole": words.version(assessment.audit),

@@ -92,7 +92,7 @@ def _path(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def words(cut: Cut) -> Iterator[tuple[str, int, int]]:
-    """Each token, in how many units it was no longer seen, and its shade beside the others'."""
+    """Each token, in how many units it was no longer seen, and its shade among the others."""
     unseen = Counter(key for _, _, _, key in cut.units)
     most = max(unseen.values(), default=1)
     for place, token in enumerate(cut.tokens):

@@ -94,7 +94,7 @@ def invocation(
 ) -> dict[str, Any]:
     """How a run ended; what it could not check is a warning of the tool."""
     warnings = [
-        {"level": "warning", "message": {"text": said(f"could not check {what}")}}
+        {"level": "warning", "message": {"text": message(f"could not check {what}")}}
         for what in unchecked
     ]
     return {
@@ -112,7 +112,7 @@ def fingerprints(name: str) -> dict[str, str]:
     return {"primaryLocationLineHash": f"{digest[:16]}:1", "keyholeFinding/v1": digest}
 
 
-def said(text: str) -> str:
+def message(text: str) -> str:
     """A message: plain text, in which brackets make no link and braces hold no argument's place."""
     line = inert(text, 4000)
     for sign, spelled in (("\\", "\\\\"), ("[", "\\["), ("]", "\\]"), ("{", "{{"), ("}", "}}")):
@@ -283,7 +283,7 @@ def _result(item: Item, places: Places) -> dict[str, Any]:
         "ruleIndex": RULES.index(item.rule),
         "kind": _kind(item),
         "level": LEVELS.get(item.severity, "none") if finding.exposed else "none",
-        "message": {"text": said(_sentence(item))},
+        "message": {"text": message(_sentence(item))},
         "locations": [places.of(finding.exposure)],
         "partialFingerprints": fingerprints(item.id),
         "properties": {
@@ -307,7 +307,7 @@ def _result(item: Item, places: Places) -> dict[str, Any]:
     if item.state is not None:
         result["baselineState"] = _STATES[item.state]
     if item.ignored is not None:
-        why = said(f"{item.ignored.reason} (until {item.ignored.until})")
+        why = message(f"{item.ignored.reason} (until {item.ignored.until})")
         result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": why}]
     return result
 
@@ -337,7 +337,7 @@ def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
         "ruleIndex": RULES.index(rule_of(skip.exposure)) if known else len(RULES),
         "kind": "open" if skip.unchecked else "notApplicable",
         "level": "none",
-        "message": {"text": said(f"{words.skip(skip)}: {end}. {skip.reason}")},
+        "message": {"text": message(f"{words.skip(skip)}: {end}. {skip.reason}")},
         "locations": [places.of(skip.exposure)],
         "partialFingerprints": fingerprints(f"skip {skip.exposure} {skip.layers} {skip.attack}"),
         # All results of a run have a state or none has; of checks that were not made none changed.

@@ -240,9 +240,9 @@ def finished(audit: Audit) -> str | None:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ") if moment.year >= 1000 else None
 
 
-def slug(text: str, longest: int = 80) -> str:
+def slug(text: str, max_length: int = 80) -> str:
     """Letters and digits of ASCII with hyphens, and a few digits more where others were lost."""
-    plain = _LOST.sub("-", text[: 4 * longest].lower()).strip("-")[:longest].rstrip("-")
-    whole = text.isascii() and len(text) <= longest
+    plain = _LOST.sub("-", text[: 4 * max_length].lower()).strip("-")[:max_length].rstrip("-")
+    whole = text.isascii() and len(text) <= max_length
     mark = "" if plain and whole else sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
     return "-".join(part for part in (plain, mark) if part)

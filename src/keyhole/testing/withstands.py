@@ -143,7 +143,7 @@ def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[
     parts = tuple(
         ModelPart(
             part.name,
-            replace(part.target, texts=given, examples=examples, notes=(), about="", twin=None),
+            replace(part.target, texts=given, examples=examples, notes=(), about="", hardened=None),
         )
         if isinstance(part, ModelPart)
         else part
