@@ -112,7 +112,7 @@ class Copied(Wrapper):
     """A server that takes `min_tokens` to `max_tokens` tokens, asked whatever one likes."""
 
     def __init__(self, inner: Oracle, min_tokens: int, max_tokens: int | None = None) -> None:
-        expect_count("a least number of tokens", min_tokens)
+        expect_count("min_tokens", min_tokens)
         super().__init__(inner, "copied")
         self._min, self._max = min_tokens, max_tokens
         self._v: Tensor | None = None

@@ -275,7 +275,7 @@ class HonestClient:
     @classmethod
     def of(cls, target: Oracle, usual_norm: float | None = None, seed: int = 0) -> HonestClient:
         """Asks the bare target, as its owner can."""
-        expect_number("a usual norm", usual_norm, above=0)
+        expect_number("usual_norm", usual_norm, above=0)
         norm = usual_norm_of(target.dim) if usual_norm is None else usual_norm
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         questions: list[Tensor] = []

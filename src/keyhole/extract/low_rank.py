@@ -42,7 +42,7 @@ class LowRank:
     )
 
     def __post_init__(self) -> None:
-        expect_count("a rank", self.rank, 0)
+        expect_count("rank", self.rank, 0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)  # before anything is paid for

@@ -48,7 +48,7 @@ class NuclearNorm:
     solver: str = setting("CLARABEL", "solver that CVXPY calls")
 
     def __post_init__(self) -> None:
-        expect_count("a rank", self.rank)
+        expect_count("rank", self.rank)
         expect_number("oversampling", self.oversampling, above=0)
 
     def __call__(self, oracle: Oracle) -> Extraction:

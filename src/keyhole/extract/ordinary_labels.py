@@ -56,8 +56,8 @@ class OrdinaryLabels:
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        expect_number("a usual norm", self.usual_norm, above=0)
-        expect_count("a least number of tokens", self.min_tokens)
+        expect_number("usual_norm", self.usual_norm, above=0)
+        expect_count("min_tokens", self.min_tokens)
         expect_count("rounds", self.rounds)
 
     def __call__(self, oracle: Oracle) -> Extraction:

@@ -66,9 +66,9 @@ class OrdinaryQuestions:
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        expect_number("a usual norm", self.usual_norm, above=0)
-        expect_number("an answer's error", self.answer_error, least=0)
-        expect_count("a least number of tokens", self.min_tokens)
+        expect_number("usual_norm", self.usual_norm, above=0)
+        expect_number("answer_error", self.answer_error, least=0)
+        expect_count("min_tokens", self.min_tokens)
         expect_number("oversampling", self.oversampling, least=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:

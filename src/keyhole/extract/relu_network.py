@@ -71,7 +71,7 @@ class ReluNetwork:
     )
 
     def __post_init__(self) -> None:
-        expect_count("a width", self.width, 0)
+        expect_count("width", self.width, 0)
         if not 0 < self.resolution < 1:
             raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 

@@ -47,7 +47,7 @@ def run(
     that it may be though it is another machine; `notice` is called with what a person should know
     at once.
     """
-    expect_count("a budget", budget, 0)
+    expect_count("budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):
         options["bases"] = load_bases(options["bases"])
     if method == "auto" and isinstance(target, str):

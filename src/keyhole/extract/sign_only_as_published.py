@@ -93,7 +93,7 @@ class SignOnlyAsPublished:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_number("a bound", self.bound, above=0)
+        expect_number("bound", self.bound, above=0)
         if not 0 < self.margin <= 1:
             raise InputError(f"the margin must be above 0 and at most 1: got {self.margin}")
         for name in ("accuracy", "chance"):

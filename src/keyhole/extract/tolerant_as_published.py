@@ -77,9 +77,9 @@ class TolerantAsPublished:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_number("a tolerance", self.tolerance, least=0)
-        expect_number("a bound", self.bound, above=0)
-        expect_number("a margin", self.margin, above=0)
+        expect_number("tolerance", self.tolerance, least=0)
+        expect_number("bound", self.bound, above=0)
+        expect_number("margin", self.margin, above=0)
         if self.accuracy is not None and not 0 < self.accuracy < 1:
             raise InputError(f"the accuracy must lie between 0 and 1: got {self.accuracy}")
         if not self.tolerance < self.margin / 2:

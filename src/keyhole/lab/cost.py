@@ -114,10 +114,10 @@ class Prices:
     daily: float = 1000.0
 
     def __post_init__(self) -> None:
-        expect_number("a rate", self.rate, above=0)
-        expect_number("a price", self.price, least=0)
-        expect_number("a price of tokens", self.token_price, least=0)
-        expect_number("a daily budget", self.daily, above=0)
+        expect_number("rate", self.rate, above=0)
+        expect_number("price", self.price, least=0)
+        expect_number("token_price", self.token_price, least=0)
+        expect_number("daily", self.daily, above=0)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def head(
 
     `rank` is that of W, `accuracy` how exact signs are to be read.
     """
-    expect_count("a width", width, most=WIDEST)
+    expect_count("width", width, most=WIDEST)
     _expect(exposure, HEAD_EXPOSURES)
     signs = SignOnly(accuracy=accuracy)  # refuses an accuracy that nothing reaches, used or not
     if rank is not None and exposure != "scores":
@@ -253,9 +253,9 @@ def layer(
     - `log-probabilities`: the output matrix of a language model up to an invertible map, from whole
       answers or, with `top`, from the best `top` tokens, which a bias chooses.
     """
-    expect_count("a width", width, most=WIDEST)
+    expect_count("width", width, most=WIDEST)
     expect_count("heads", heads, most=width)
-    expect_count("a vocabulary", vocabulary, most=2**31)
+    expect_count("vocabulary", vocabulary, most=2**31)
     expect_count("top", top, least=2)
     _expect(exposure, LAYER_EXPOSURES)
     if exposure == "vectors":
@@ -356,7 +356,7 @@ class TextCost:
 
     def __post_init__(self) -> None:
         expect_count("texts", self.texts, most=10**12)
-        expect_number("a price", self.price, least=0)
+        expect_number("price", self.price, least=0)
         expect_number("seconds for a thousand passes", self.seconds, above=0)
 
     @property
