@@ -145,19 +145,14 @@ class Fitted:
     ) -> tuple[Tensor, Tensor, float]:
         """The best of several starts, which ends early when one explains the answers."""
         sigma = self._sigma(answered.values)
-        best: tuple[Tensor, Tensor, float] | None = None
-        for number in range(self.starts):
-            start = _start(answered, heads, stream)
-            if number == 0 and first is not None:
-                start = first
-            fit = _levenberg(answered, sigma, start)
-            if best is None or fit[2] < best[2]:
-                best = fit
-            if best[2] <= _EXPLAINED:
+        fits: list[tuple[Tensor, Tensor, float]] = []
+        for _ in range(self.starts):
+            drawn = _start(answered, heads, stream)
+            start = drawn if fits or first is None else first
+            fits.append(_levenberg(answered, sigma, start))
+            if fits[-1][2] <= _EXPLAINED:
                 break
-        if best is None:
-            raise AssertionError  # there is at least one start
-        return best
+        return min(fits, key=lambda fit: fit[2])
 
 
 class _Answers:
