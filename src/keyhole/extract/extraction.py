@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, get_type_hints
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.core.result import Result, environment, typed
+from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
@@ -132,9 +132,7 @@ class Extraction(Result):
         model = None
         if tensors:
             model = from_tensors(data["metadata"], dict(tensors), data[cls.tensors_key])
-        hints = get_type_hints(cls)
-        names = {field.name for field in fields(cls)} & data.keys()
-        return cls(**{name: typed(hints[name], data[name], name) for name in names}, model=model)
+        return restored(cls, data, more=True, model=model)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, environment
-from keyhole.core.finding import points
-from keyhole.core.result import Result
+from keyhole.core.result import Result, restored
 from keyhole.invert.krawczyk import Certificate
 
 _ADVICE = {
@@ -87,19 +86,8 @@ class Inversion(Result):
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         X, solutions = inputs_in(tensors)
         proof = data["certificate"]
-        return cls(
-            status=Status(data["status"]),
-            X=X,
-            solutions=solutions,
-            trace=points(data["trace"]),
-            certificate=None if proof is None else Certificate.from_dict(proof),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = (
-    "reason", "method", "residual", "iterations", "seconds", "starts", "condition", "environment",
-)  # fmt: skip
+        certificate = None if proof is None else Certificate.from_dict(proof)
+        return restored(cls, data, more=True, X=X, solutions=solutions, certificate=certificate)
 
 
 def inputs_of(X: Tensor | None, solutions: Sequence[Tensor]) -> dict[str, Tensor]:

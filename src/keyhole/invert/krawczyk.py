@@ -33,14 +33,14 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from keyhole.core import FORMAT
 from keyhole.core.errors import InputError, MissingExtra, expect_count, expect_number
+from keyhole.core.result import FORMAT, restored
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 
@@ -83,7 +83,7 @@ class Certificate:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Certificate:
-        return cls(**{field.name: data[field.name] for field in fields(cls)})
+        return restored(cls, data, more=True)
 
     def summary(self) -> str:
         if self.radius is None:

@@ -272,28 +272,21 @@ class Certification(Result):
              "holds": proof.holds, "flipped": proof.flipped}
             for proof in self.certificates
         ]  # fmt: skip
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "certified": self.certified, "flipped": self.flipped,
-                "certificates": proofs}  # fmt: skip
+        data = asdict(replace(self, certificates=()))
+        counts = {"certified": self.certified, "flipped": self.flipped}
+        return {**data, **counts, "certificates": proofs}
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         del tensors
-        return cls(
-            certificates=tuple(_restored(proof) for proof in data["certificates"]),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = ("k", "spare", "seconds", "model", "data", "slack", "environment")
-_DERIVED = ("holds", "flipped")
+        proofs = tuple(_restored(proof) for proof in data["certificates"])
+        return restored(cls, data, more=True, certificates=proofs)
 
 
 def _restored(data: dict[str, Any]) -> Certificate:
     unit = typed(tuple[int, int, int, int, int] | None, data.get("unit"), "unit")
-    given = {name: value for name, value in data.items() if name not in _DERIVED}
-    proof = restored(Certificate, {**given, "unit": None})
-    return replace(proof, unit=None if unit is None else Unit(*unit))
+    made = None if unit is None else Unit(*unit)
+    return restored(Certificate, data, more=True, unit=made)  # more: `holds` and `flipped`
 
 
 def certify_all(

@@ -34,7 +34,7 @@ from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
-from keyhole.core.result import Result, typed
+from keyhole.core.result import Result, restored, typed
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
@@ -247,12 +247,7 @@ class StackInversion(Result):
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         X, solutions = inputs_in(tensors)
-        plain = ("reason", "method", "residual", "seconds", "amplification", "environment")
-        layers = tuple(Amplification(**layer) for layer in data["layers"])
-        return cls(
-            status=Status(data["status"]), X=X, solutions=solutions, layers=layers,
-            **{name: data[name] for name in plain},
-        )  # fmt: skip
+        return restored(cls, data, more=True, X=X, solutions=solutions)
 
 
 @dataclass(frozen=True, eq=False)
