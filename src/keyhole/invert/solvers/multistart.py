@@ -354,7 +354,7 @@ def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
 
 
 def _inversion(method: Solver, record: Record, interrupted: bool, began: float) -> Inversion:
-    verdict, X = record.verdict, record.best
+    verdict = record.verdict
     status = Status.UNSOLVED if verdict is None else verdict.status
     reason = _reason(record, method)
     if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
@@ -363,7 +363,7 @@ def _inversion(method: Solver, record: Record, interrupted: bool, began: float) 
         status=status,
         reason=reason,
         method=repr(method),
-        X=X,
+        X=record.best,
         residual=None if verdict is None else verdict.residual,
         iterations=record.iterations,
         seconds=time.perf_counter() - began,
