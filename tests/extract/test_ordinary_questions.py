@@ -91,8 +91,8 @@ def test_products_with_the_jacobian_are_those_of_autograd():
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"usual_norm": 0.0}, "usual norm"), ({"min_tokens": 0}, "least number of tokens"),
-     ({"answer_error": -1.0}, "answer's error"), ({"oversampling": 0.5}, "oversampling")],
+    [({"usual_norm": 0.0}, "usual_norm"), ({"min_tokens": 0}, "min_tokens"),
+     ({"answer_error": -1.0}, "answer_error"), ({"oversampling": 0.5}, "oversampling")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(settings, reason):
     with pytest.raises(InputError, match=reason):
