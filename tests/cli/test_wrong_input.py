@@ -97,7 +97,7 @@ WRONG = {
     "nothing in the text": (
         ["lab", "capture", "demo", "--text", " ", "--expose", "hidden:1"],
         2,
-        "expected a text with a token in it, got ' '",
+        "a text must have at least one token: ' '",
     ),
     "bad precision": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],

@@ -25,7 +25,7 @@ from keyhole.recover.files.llama_slot import MAGIC, arrays_of_slot, read_slot
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin")
 _WHAT = "a leak file (.safetensors, .npy, .npz, .pt or a saved slot of llama.cpp)"
-_DEEPEST = 8  # lists inside one another
+_DEEPEST = 8  # lists in lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, str], Dump]:
     if start[:1] == b"\x80":  # a pickle, as torch.save wrote before version 1.6
         return {}, Dump(str(path), arrays_of(read_pickled(path)))
     if start[8:] != b"{":  # where the header of .safetensors begins
-        raise InputError(f"expected {_WHAT}, got {path}: it begins as none of these does")
+        raise InputError(f"{path} is not {_WHAT}")
     metadata, tensors = read_tensors(path, _WHAT)
     return metadata, Dump(str(path), tensors)
 
@@ -66,7 +66,7 @@ def arrays_of(data: Any) -> dict[str, Tensor]:
     """Tensors by name from arrays, tensors, and lists and dictionaries of them."""
     named = dict(_flattened(data, "", 0))
     if not named:
-        raise InputError(f"expected arrays or tensors, got none in {type(data).__name__}")
+        raise InputError(f"no arrays or tensors in {type(data).__name__}")
     return named
 
 
@@ -90,7 +90,7 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
         inside = iter({"layers": [_layer(layer) for layer in data.layers]}.items())
     for key, value in inside:
         if depth == _DEEPEST:
-            raise InputError(f"expected arrays in lists {_DEEPEST} deep at most, got more")
+            raise InputError(f"arrays are nested more than {_DEEPEST} lists deep")
         yield from _flattened(value, f"{name}.{key}" if name else str(key), depth + 1)
 
 
@@ -157,7 +157,7 @@ def read_pickled(path: str | Path) -> Any:
     refused = [name for name in asked if not _CLASSES.fullmatch(name)]
     if refused:
         raise InputError(
-            f"expected {what}, got {path} with {refused[0]}, which would run code: save a "
+            f"{path} holds {refused[0]}, which would run code when loaded: save a "
             "dictionary of tensors instead (of a TransformerLens cache, cache.cache_dict)"
         )
     known: list[Any] = [(plain_output if "outputs" in name else Plain, name) for name in asked]

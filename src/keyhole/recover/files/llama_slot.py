@@ -57,7 +57,7 @@ def read_slot(path: str | Path) -> Slot:
 
 
 def arrays_of_slot(slot: Slot) -> dict[str, Tensor]:
-    """Under the names of a cache of transformers, with the ids beside it."""
+    """Under the names of a cache of transformers, with the ids."""
     named = {"input_ids": torch.tensor(slot.ids)}
     for layer, (keys, values) in enumerate(zip(slot.keys, slot.values, strict=True)):
         named |= {f"gguf.{layer}.keys": keys, f"gguf.{layer}.values": values}
@@ -102,7 +102,7 @@ def _slot(content: bytes) -> Slot:
 
 
 def _broken(what: str) -> InputError:
-    return InputError(f"expected a saved slot of llama.cpp, got {what}")
+    return InputError(f"cannot read the saved slot of llama.cpp: {what}")
 
 
 class _AnotherType(InputError):
@@ -146,8 +146,8 @@ class _Reader:
         number = self.word()
         if number not in _TYPES:
             raise _AnotherType(
-                "expected a saved slot of llama.cpp with keys and values in f32, f16 or bf16, got "
-                f"type {number}"
+                "cannot read the saved slot of llama.cpp: keys and values must be f32, f16 or "
+                f"bf16, not type {number}"
             )
         return _TYPES[number]
 
