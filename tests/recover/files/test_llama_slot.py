@@ -14,7 +14,7 @@ from keyhole import recover
 from keyhole.core.errors import InputError
 from keyhole.models.capture import eight_bit_activations, in_blocks
 from keyhole.models.demo import open_model
-from keyhole.recover.files.llama_slot import read_slot
+from keyhole.recover.files.arrays import read_slot
 
 TEXT = "the doctor says no"
 
