@@ -74,24 +74,7 @@ class BaseLeak(About):
         if self.precision is not None:
             expect_among("precision", self.precision, known)
         for name in self.names:
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise InputError(f"expected {name} as a floating-point tensor, got another kind")
-            if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
-                tensor = tensor.to(torch.float32)
-            if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
-                tensor = tensor[0]
-            if tensor.ndim != self.rank or 0 in tensor.shape:
-                raise InputError(
-                    f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
-                )
-            if bool(tensor.isinf().any()):
-                raise InputError(f"{name} must be finite, or NaN where nothing leaked")
-            if bool(tensor.isnan().all()):
-                raise InputError(f"{name} must hold numbers, not only NaN")
-            if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
-                object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
-            object.__setattr__(self, name, tensor.detach().to(torch.float32))
+            self._take_tensor(name)
         if self.length is not None and self.length < 1:
             raise InputError(f"a leak must have at least one token: got {self.length}")
         if self.mask is not None:
@@ -101,6 +84,27 @@ class BaseLeak(About):
             if self.length is not None and len(mask) != self.length:
                 raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
             object.__setattr__(self, "mask", mask)
+
+    def _take_tensor(self, name: str) -> None:
+        """Check the tensor of that name, and keep it as float32 of one text."""
+        tensor = getattr(self, name)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise InputError(f"expected {name} as a floating-point tensor, got another kind")
+        if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
+            tensor = tensor.to(torch.float32)
+        if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.ndim != self.rank or 0 in tensor.shape:
+            raise InputError(
+                f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
+            )
+        if bool(tensor.isinf().any()):
+            raise InputError(f"{name} must be finite, or NaN where nothing leaked")
+        if bool(tensor.isnan().all()):
+            raise InputError(f"{name} must hold numbers, not only NaN")
+        if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
+            object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
+        object.__setattr__(self, name, tensor.detach().to(torch.float32))
 
     @property
     def exposure(self) -> Exposure:
@@ -128,10 +132,9 @@ class BaseLeak(About):
         """The leak of the first `length` positions."""
         if self.length is None or length == self.length:
             return self
-        ends = self.names if self.kind != "maps" else ()
-        short = {name: getattr(self, name)[..., :length, :] for name in ends}
-        if self.kind == "maps":
-            short = {"values": self.tensors["values"][:, :length, :length]}
+        short = {name: tensor[..., :length, :] for name, tensor in self.tensors.items()}
+        if self.kind == "maps":  # a row and a column for each position
+            short = {name: tensor[..., :length] for name, tensor in short.items()}
         return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
 
     @property
@@ -162,36 +165,6 @@ class BaseLeak(About):
         """Write the leak as .safetensors: a whole file or none."""
         about = {"keyhole": FORMAT, "leak": self.kind, "about": json.dumps(self.known)}
         write_tensors(path, self.stored, about)
-
-
-def _expect_stored_form(
-    values: Tensor,
-    width: int | None,
-    steps: Tensor | None,
-    ends: Tensor | None,
-    codebook: Tensor | None,
-) -> None:
-    """Refuse a description of how a vector (d,) was rounded that does not go with it."""
-    if width not in (None, len(values)):
-        raise InputError(f"width is {width}, but the vector has {len(values)} numbers")
-    if steps is not None and codebook is not None:
-        raise InputError("give steps or a codebook, not both")
-    if steps is not None and steps.shape != values.shape:
-        raise InputError(f"expected {len(values)} steps, got {tuple(steps.shape)}")
-    if ends is not None and (steps is None or ends.shape != (2, len(values))):
-        raise InputError(f"ends need steps and shape (2, {len(values)}), got {tuple(ends.shape)}")
-    for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
-        if tensor is not None and not bool(tensor.isfinite().all()):
-            raise InputError(f"{name} must be finite")
-    if steps is not None and bool((steps < 0).any()):
-        raise InputError("steps must not be negative")
-    if codebook is not None and (
-        codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != len(values)
-    ):
-        raise InputError(
-            f"expected a codebook of (blocks, codes, numbers) for {len(values)} numbers, "
-            f"got {tuple(codebook.shape)}"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +276,32 @@ class Pooled(BaseLeak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("normalised must be true or false")
-        _expect_stored_form(self.values, self.width, self.steps, self.ends, self.codebook)
+        self._check_rounding(len(self.values), self.steps, self.ends, self.codebook)
+
+    def _check_rounding(
+        self, count: int, steps: Tensor | None, ends: Tensor | None, codebook: Tensor | None
+    ) -> None:
+        """Refuse a description of how the `count` numbers were rounded that does not fit them."""
+        if self.width not in (None, count):
+            raise InputError(f"width is {self.width}, but the vector has {count} numbers")
+        if steps is not None and codebook is not None:
+            raise InputError("give steps or a codebook, not both")
+        for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise InputError(f"{name} must be finite")
+        if steps is not None and steps.shape != (count,):
+            raise InputError(f"expected {count} steps, got {tuple(steps.shape)}")
+        if steps is not None and bool((steps < 0).any()):
+            raise InputError("steps must not be negative")
+        if ends is not None and (steps is None or ends.shape != (2, count)):
+            raise InputError(f"ends need steps and shape (2, {count}), got {tuple(ends.shape)}")
+        if codebook is not None and (
+            codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != count
+        ):
+            raise InputError(
+                f"expected a codebook of (blocks, codes, numbers) for {count} numbers, "
+                f"got {tuple(codebook.shape)}"
+            )
 
     @property
     def exposure(self) -> Exposure:

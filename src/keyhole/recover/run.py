@@ -182,8 +182,8 @@ def _originals(
         return [None] * count
     if len(truth) != count:
         raise InputError(f"{count} leaks need {count} true texts, not {len(truth)}")
-    most = min(MAX_LENGTH, target.parts.max_length)
-    return [Original.of(target.tokenizer, text, most) for text in truth]
+    max_length = min(MAX_LENGTH, target.parts.max_length)
+    return [Original.of(target.tokenizer, text, max_length) for text in truth]
 
 
 def _named_attack(

@@ -45,27 +45,28 @@ def leak_of(
     text: str | Sequence[int],
     exposure: Exposure | str,
     *,
-    most: int = MAX_LENGTH,
+    max_length: int = MAX_LENGTH,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 
-    A text is cut off after `most` tokens; ids are taken as they are.
+    A text is cut off after `max_length` tokens; ids are taken as they are.
     """
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     parts = anatomy(model)
     exposure.block(parts)
     ids = text
     if isinstance(text, str):
-        most = min(most, parts.max_length)
-        ids = tokenizer(opening(text, most), truncation=True, max_length=most)["input_ids"]
+        max_length = min(max_length, parts.max_length)
+        given = opening(text, max_length)
+        ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
         if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
             raise InputError(f"a text must have at least one token: {text[:40]!r}")
     if not ids:
         raise InputError("a text must have at least one token")
     with torch.no_grad():
-        given = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
-    expect_numbers(model, given.values())
-    tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
+        leaked = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
+    expect_numbers(model, leaked.values())
+    tensors = {name: tensor[0].cpu() for name, tensor in leaked.items()}
     about: dict[str, Any] = {"model": identity(model)}
     if exposure.kind == "pooled":
         about |= {"pooling": exposure.pooling, "normalised": exposure.normalised}

@@ -97,29 +97,29 @@ def encoder_max_length(folder: str | Path) -> int:
 
 
 def embeddings(
-    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = MAX_LENGTH
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, max_length: int = MAX_LENGTH
 ) -> Tensor:
     """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
-    leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
+    leaks = [leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
 def from_texts(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = MAX_LENGTH,
-    agrees: float = AGREES, width: int | None = None,
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor,
+    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
     errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
     return _nearest(errors, "the store's own texts", agrees)
 
 
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    most: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, wanted in made.items():
