@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
@@ -39,7 +39,6 @@ from keyhole.recover.simulate import MAX_LENGTH, with_noise
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
-_JUDGES: dict[str, Judge] = {"pooled": cast("Judge", judge_vector)}  # of other kinds: judge_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +311,7 @@ def _recovering(
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
-    judge = _JUDGES.get(texts[0].kind, judge_rows)
+    judge: Judge = judge_vector if texts[0].kind == "pooled" else judge_rows
     try:
         attack = method or _default_attack(target, texts[0])
         name = type(attack).__name__
