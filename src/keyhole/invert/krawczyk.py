@@ -9,10 +9,10 @@ and an enclosure J(box) of the derivatives over the box X̂ ± ρ, entry by entr
 prove that the box holds exactly one solution, and that it lies within the left side of X̂:
 `X ↦ X − Y r(X)` maps the box into itself and contracts it, and Y has an inverse.
 
-The equations are mixed first (balls.py): r, J and Y are those of `r(X) M` with M = V⁻¹ where that
+The equations are mixed first: r, J and Y are those of `r(X) M` with M = V⁻¹ where that
 promises narrower bounds.
 
-All of it is evaluated in ball arithmetic (balls.py) and every bound is rounded upwards. Only Y, M
+All of it is evaluated in ball arithmetic and every bound is rounded upwards. Only Y, M
 and ρ come from float64, and the proof does not depend on how good they are. ρ starts at |Y r|, and
 while the left side is larger than ρ it becomes the next ρ: the smallest box is found from below.
 

@@ -1,7 +1,7 @@
 """A planted target behind a real inference server: MLServer, Open Inference Protocol v2, FP64.
 
 To try an audit over the network. Needs the extra `keyhole[serve]`. What each client may ask is
-counted by its address (rationed.py).
+counted by its address.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `X ← X − t ∇L(X)`, each start with a stride t of its own: a step that lowers the loss as its slope
 promises (Armijo) is taken and t grows, any other is not taken and t is halved. The paper's step is
-fixed: gradient_descent_as_published.py.
+fixed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""L-BFGS, a baseline: Nocedal 1980 (two_loop_recursion.py), batched over the starts.
+"""L-BFGS, a baseline: Nocedal 1980, batched over the starts.
 
 The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
 without positive curvature gets weight 0, which takes it out of both loops. The stride is halved

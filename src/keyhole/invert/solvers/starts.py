@@ -1,7 +1,7 @@
 """Where a search begins when there is no prior.
 
 What the structure suggests comes first (a head that attends to itself, a residual stream: the
-output is near the input; small scores: mean_field.py), then small Gaussian inputs:
+output is near the input; small scores: `mean_field`), then small Gaussian inputs:
 from there Levenberg–Marquardt succeeds more often than from inputs of full size.
 With a residual connection Gaussians of the output's size about the output find more inputs.
 """
