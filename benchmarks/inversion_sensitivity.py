@@ -9,7 +9,7 @@ d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. 32 st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from torch import Tensor
 import show
 from keyhole.core import Status
 from keyhole.invert import LevenbergMarquardt, Problem, plant
+from planted import normals
+from show import Row, relative
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,8 +62,7 @@ def of_rank(rank: int) -> Callable[[int], Pair]:
 def noisy(level: float) -> Callable[[int], Pair]:
     def make(seed: int) -> Pair:
         problem, X = plant(6, 6, seed=seed)
-        stream = torch.Generator().manual_seed(seed + 1000)
-        noise = torch.randn(problem.B.shape, generator=stream, dtype=torch.float64)
+        noise = normals(seed + 1000)(*problem.B.shape)
         return replace(problem, B=problem.B + level * float(problem.B.std()) * noise), X
 
     return make
@@ -88,15 +89,16 @@ def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     pairs = [make(seed) for seed in range(problems)]
     method = LevenbergMarquardt(starts=STARTS, solutions=10**6)
     results = method.many([problem for problem, _ in pairs])
-    exact = [
-        result for result in results if result.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
-    ]
     errors = [
-        min(float((solution - X).abs().max() / X.abs().max()) for solution in result.solutions)
-        if result.solutions else math.inf
+        min((relative(solution, X) for solution in result.solutions), default=math.inf)
         for result, (_, X) in zip(results, pairs, strict=True)
-    ]  # fmt: skip
-    conditions = [result.condition for result in exact if result.condition is not None]
+    ]
+    exact = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+    conditions = [
+        result.condition
+        for result in results
+        if result.status in exact and result.condition is not None
+    ]
     return Point(
         value=value,
         solved=sum(result.status is Status.RECOVERED for result in results) / problems,
@@ -115,17 +117,15 @@ def table(quick: bool) -> dict[str, list[Point]]:
     }
 
 
-def run(quick: bool) -> list[show.Row]:
-    return [
-        show.Row(
-            f"{name} = {point.value:g}",
-            f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
-            details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
-            f"error {point.error:.1e}",
-        )
-        for name, points in table(quick).items()
-        for point in points
-    ]
+def run(quick: bool) -> Iterator[Row]:
+    for name, points in table(quick).items():
+        for point in points:
+            yield Row(
+                f"{name} = {point.value:g}",
+                f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
+                details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
+                f"error {point.error:.1e}",
+            )
 
 
 def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
@@ -173,4 +173,4 @@ def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

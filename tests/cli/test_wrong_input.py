@@ -45,18 +45,18 @@ WRONG = {
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],
         2,
-        "expected a budget of 0 or more, got -1",
+        "expected budget of 0 or more, got -1",
     ),
     "not writable": (["lab", "plant", "no/x.safetensors"], 2, "expected a file to write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
     "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
     "no problem": (["invert", "text.txt"], 2, "expected a .safetensors file"),
-    "no W, V, B": (["invert", "small.safetensors"], 2, "expected tensors W, V and B"),
+    "no W, V, B": (["invert", "small.safetensors"], 2, "must hold tensors W, V and B"),
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
         2,
-        "expected attention maps",
+        "needs the attention maps",
     ),
     "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "expected starts of 1 or more"),
     "out nowhere": (

@@ -1,8 +1,7 @@
 """Texts from the embeddings that a vector store keeps: how many of them can be read exactly.
 
-A sample of the vectors, chosen at random, is read back with the encoder's weights and nothing else
-(vectors.py), and counts of a corpus, which are made once. From the share of the sample follows an
-interval for all (share.py).
+A sample of the vectors, chosen at random, is read back with the encoder's weights and
+counts of a corpus, which are made once. From the share of the sample follows an interval for all.
 """
 
 from __future__ import annotations
