@@ -272,8 +272,8 @@ def test_exact_uniform_attention_is_recovered():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tolerance", -1.0, "expected a tolerance of 0 or more, got -1.0"),
-        ("tolerance", math.nan, "expected a tolerance of 0 or more, got nan"),
+        ("tolerance", -1.0, "expected tolerance of 0 or more, got -1.0"),
+        ("tolerance", math.nan, "expected tolerance of 0 or more, got nan"),
         ("bound", 0.0, "expected bound above 0, got 0.0"),
         ("margin", -1.0, "expected margin above 0, got -1.0"),
         ("max_norm", math.inf, "expected max_norm above 0, got inf"),
