@@ -1,10 +1,10 @@
 """A server of a language model: which routes are open, and what can be read of what they return.
 
 Every route that answers without a key and returns states, log-probabilities or cache files is a
-finding by itself; log-probabilities of the whole vocabulary give away the last layer besides
-(last_layers.py). With the model's weights the audit goes on: texts are sent, and read back from
-the states alone; the last state is computed from log-probabilities; and the text is sent as
-vectors, where a server may take those (vector_prompts.py).
+finding by itself; log-probabilities of the whole vocabulary give away the last layer besides. With
+the model's weights the audit goes on: texts are sent, and read back from the states alone; the last
+state is computed from log-probabilities; and the text is sent as vectors, where a server may take
+those.
 """
 
 from __future__ import annotations
