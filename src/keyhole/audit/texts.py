@@ -9,7 +9,6 @@ Which leaks are tried with which attack stands in recover/registry.py.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -376,22 +375,12 @@ def explained(cell: Readings) -> bool:
     """Is as much right as chance alone may well have right?"""
     if cell.chance is None:
         return True
+    from scipy.stats import binom  # on demand: it takes a second to load
+
     pieces = [piece for reading in cell.readings for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    return _at_least(right, len(pieces), cell.chance) > _BY_CHANCE
-
-
-def _at_least(right: int, total: int, share: float) -> float:
-    """The probability of so many right or more, each by itself with this probability."""
-    if share >= 1 or not right:
-        return 1.0
-    log, other = math.log(share), math.log1p(-share)
-    terms = (
-        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
-        + k * log + (total - k) * other
-        for k in range(right, total + 1)
-    )  # fmt: skip
-    return math.fsum(math.exp(term) for term in terms)
+    # The probability of so many right or more, each by itself with the probability `chance`.
+    return float(binom.sf(right - 1, len(pieces), cell.chance)) > _BY_CHANCE
 
 
 def _inside(tokenizer: Any, ids: Sequence[int]) -> list[int]:
