@@ -11,7 +11,7 @@ from test_severity import finding
 
 from exposures import called
 from keyhole.assess import Policy, State, assess, compared, decided, find_policy, read_policy
-from keyhole.assess.baseline import SLACK, state
+from keyhole.assess.assessment import SLACK, state
 from keyhole.core import Audit, Finding, Skip, Status
 from keyhole.core.errors import InputError
 

@@ -288,5 +288,7 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
 
     possible = range(hits, population - (drawn - hits) + 1)
     return possible[
-        bisect_left(possible, True, key=lambda K: hypergeom.sf(hits - 1, population, K, drawn) > tail)
+        bisect_left(
+            possible, True, key=lambda K: hypergeom.sf(hits - 1, population, K, drawn) > tail
+        )
     ]
