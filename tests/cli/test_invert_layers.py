@@ -67,7 +67,7 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
     [
         ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
         ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
-        ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
+        ("s.safetensors -o starts=0", "starts must be 1 or more, not 0"),
         ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
         ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
         ("wide.safetensors", "layer 2 must take the 4 outputs of layer 1"),

@@ -45,7 +45,7 @@ WRONG = {
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],
         2,
-        "expected a budget of 0 or more, got -1",
+        "a budget must be 0 or more, not -1",
     ),
     "not writable": (["lab", "plant", "no/x.safetensors"], 2, "expected a file to write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),

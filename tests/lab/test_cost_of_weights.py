@@ -136,7 +136,7 @@ def test_prices():
         (lambda: cost.head(8, exposure="smell"), "choose among scores"),
         (lambda: cost.head(8, exposure="signs", accuracy=2.0), "the accuracy must lie between"),
         (lambda: cost.layer(8, exposure="log-probabilities"), "the vocabulary must be larger"),
-        (lambda: cost.layer(8, heads=9), "expected heads of at most 8"),
+        (lambda: cost.layer(8, heads=9), "heads must be at most 8"),
         (lambda: cost.Prices(rate=0), "expected a rate above 0"),
         (lambda: cost.Prices(price=-1), "expected a price of 0 or more"),
     ],

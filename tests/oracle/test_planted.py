@@ -169,9 +169,9 @@ def test_what_is_done_to_answers_is_stored_with_the_target(tmp_path):
     ("flags", "message"),
     [
         ({"decimals": "two"}, "expected decimals as a number, got 'two' in"),
-        ({"decimals": "99"}, "expected decimals of at most 15, got 99 in"),
-        ({"noise": "nan"}, "expected a noise of 0 or more, got nan in"),
-        ({"max_norm": "0"}, "expected a norm above 0, got 0.0 in"),
+        ({"decimals": "99"}, "decimals must be at most 15, not 99 in"),
+        ({"noise": "nan"}, "a noise must be 0 or more, not nan in"),
+        ({"max_norm": "0"}, "a norm must be above 0, not 0.0 in"),
     ],
 )
 def test_a_file_that_degrades_wrongly_is_refused(flags, message, tmp_path):

@@ -103,9 +103,9 @@ def certify(
     X = _checked(problem, X)
     tolerance = problem.tolerance if tolerance is None else tolerance
     if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"expected tolerance of 0 or more, got {tolerance}")
+        raise InputError(f"tolerance must be 0 or more, not {tolerance}")
     if bits < 64:
-        raise InputError(f"expected bits of 64 or more, got {bits}")
+        raise InputError(f"bits must be 64 or more, not {bits}")
     balls.flint()
     unknowns = int(balls.unknown(problem).sum())
     blank = Certificate(None, _unfit(problem, X), None, tolerance, None, unknowns, bits)

@@ -83,7 +83,7 @@ class Problem:
         for name in _NUMBERS:
             number = getattr(self, name)
             if not (math.isfinite(number) and number >= 0):
-                raise InputError(f"expected {name} of 0 or more, got {number}")
+                raise InputError(f"{name} must be 0 or more, not {number}")
 
     def _check_shape(self, name: str, shape: torch.Size) -> None:
         tensor = getattr(self, name)
@@ -202,7 +202,7 @@ def plant(
     """
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         if size < 1:
-            raise InputError(f"expected {name} of 1 or more, got {size}")
+            raise InputError(f"{name} must be 1 or more, not {size}")
     expect_number("scale", scale, least=0)
     expect_seed(seed)
     # X, W, V and M, and the scores and maps of the output.

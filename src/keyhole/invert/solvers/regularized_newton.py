@@ -65,7 +65,7 @@ class RegularizedNewton:
             if self.gamma != "paper":
                 raise InputError(f'expected gamma "paper" or a number, got {self.gamma!r}')
         elif not (math.isfinite(self.gamma) and self.gamma >= 0):
-            raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
+            raise InputError(f"gamma must be 0 or more, not {self.gamma}")
         if not 0 <= self.slack < 1:
             raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
         if self.delta is not None and not 0 < self.delta < 1:
