@@ -42,7 +42,7 @@ def run(quick: bool) -> list[Row]:
         Row(
             name,
             f"{result.queries:,} queries, error {result.check.worst:.1e}" if result.check else "–",
-            details=f"{result.status}; floor {result.floor:,}; "
+            details=f"{result.status}; floor {result.lower_bound:,}; "
             + " ".join(f"{queries}:{error:.0e}" for queries, error in result.trace),
         )
         for name, result in extractions(quick).items()
@@ -69,8 +69,8 @@ def figure(results: dict[str, Extraction]) -> go.Figure:
             line={"color": colour, "width": 2},
             marker={"size": 8, "symbol": number},
         )
-        if result.floor is not None:
-            drawn.add_vline(x=result.floor, line={"color": colour, "dash": "dot", "width": 1})
+        if result.lower_bound is not None:
+            drawn.add_vline(x=result.lower_bound, line={"color": colour, "dash": "dot", "width": 1})
     drawn.update_layout(
         template="simple_white",
         height=520,

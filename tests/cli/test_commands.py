@@ -46,7 +46,7 @@ def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp
 
 def test_extract_with_each_method(target, tmp_path, here):
     low = here("extract", target, "--method", "low-rank", "--json")
-    assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
+    assert json.loads(low.stdout)["lower_bound"] == 8 + 2 * 2 * 8 - 4
     given = here("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
     assert json.loads(given.stdout)["queries"] == 36
     convex = here("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")

@@ -26,7 +26,7 @@ def test_as_many_queries_as_unknowns(d, r):
         target = oracle.plant(dim=d, rank=r, seed=seed)
         known = extract.LowRank(rank=r, seed=seed)(target)
         found = extract.LowRank(seed=seed)(target)
-        assert known.queries == known.floor == unknowns(d, r)
+        assert known.queries == known.lower_bound == unknowns(d, r)
         assert unknowns(d, r) <= found.queries <= unknowns(d, r) + 2 * d
         for result in (known, found):
             assert result.status is Status.RECOVERED
@@ -58,7 +58,7 @@ def test_decaying_singular_values():
     sizes[:6] = 10.0 ** -torch.arange(6, dtype=torch.float64)
     target = oracle.Head(Q[0] @ sizes.diag() @ Q[1], oracle.plant(dim=24).v)
     result = extract.LowRank()(target)
-    assert result.floor == unknowns(24, 6)
+    assert result.lower_bound == unknowns(24, 6)
     assert worst(result.model, target) <= 1e-12
 
 

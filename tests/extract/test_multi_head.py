@@ -49,11 +49,11 @@ def test_random_heads_to_rounding(d, heads, rank):
 
 def test_queries_beside_the_unknowns():
     full = extract.MultiHead()(plant(24, 3))
-    assert full.floor == 3 * (24 * 24 + 24)
-    assert full.queries <= 1.3 * full.floor
+    assert full.lower_bound == 3 * (24 * 24 + 24)
+    assert full.queries <= 1.3 * full.lower_bound
     low = extract.MultiHead()(plant(32, 4, 4))
-    assert low.floor == 4 * (2 * 4 * 32 - 16 + 32)
-    assert low.queries <= 1.9 * low.floor
+    assert low.lower_bound == 4 * (2 * 4 * 32 - 16 + 32)
+    assert low.queries <= 1.9 * low.lower_bound
     assert low.known == full.known == 1.0
 
 

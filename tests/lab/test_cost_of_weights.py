@@ -52,7 +52,7 @@ def test_a_head_takes_exactly_so_many(dim, exposure, rank, method, view):
     meter = asked(method, view(target) if view else target)
     estimate = cost.head(dim, rank=rank, exposure=exposure)
     assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-    assert estimate.lower_bound == method(view(target) if view else target).floor
+    assert estimate.lower_bound == method(view(target) if view else target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])
@@ -61,7 +61,7 @@ def test_a_layer_that_answers_with_vectors_takes_exactly_so_many(dim):
     meter = asked(extract.FullOutput(), target)
     for estimate in (cost.layer(dim, exposure="vectors"), cost.head(dim, exposure="vectors")):
         assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-        assert estimate.lower_bound == extract.FullOutput()(target).floor
+        assert estimate.lower_bound == extract.FullOutput()(target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])

@@ -320,8 +320,8 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
     finding = Finding(
         exposure=exposure, attack="OutputLayer", status=result.status,
         reason=reason, remedy=REMEDY, error=None if result.check is None else result.check.worst,
-        queries=counted.queries, seconds=time.perf_counter() - started, lower_bound=result.floor,
-        known=result.known, sought="last layer",
+        queries=counted.queries, seconds=time.perf_counter() - started,
+        lower_bound=result.lower_bound, known=result.known, sought="last layer",
     )  # fmt: skip
     return Checked((finding,))
 

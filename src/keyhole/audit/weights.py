@@ -109,7 +109,7 @@ def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Tr
         error=None if extraction.check is None else extraction.check.worst,
         queries=extraction.queries,
         seconds=extraction.seconds,
-        lower_bound=extraction.floor,
+        lower_bound=extraction.lower_bound,
         known=extraction.known,
         trace=extraction.trace,
     )

@@ -62,9 +62,9 @@ class Extraction(Result):
     """What an extraction brought: a model to call like the oracle, and what it cost.
 
     `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
-    free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
-    the numbers in an answer: no attack can do with fewer. Where it is still open, for want of a
-    rank, it is the most that there can be, or None. `known` is the share of the unknowns that the
+    free; the judge's fresh queries are in `check.queries`. `lower_bound` is the number of unknowns
+    over the numbers in an answer: no attack can do with fewer. Where it is still open, for want of
+    a rank, it is the most that there can be, or None. `known` is the share of the unknowns that the
     answers settle at least, if the target is what the method takes it for: 0 where the answers
     contradict that, and where nobody can tell how many unknowns there are. `trace` holds (queries,
     worst fresh-query error) along the way.
@@ -84,7 +84,7 @@ class Extraction(Result):
     check: Check | None = None
     domain: Domain | None = None
     remembered: int = 0
-    floor: int | None = None
+    lower_bound: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
     guarantee: float | None = None
@@ -106,13 +106,13 @@ class Extraction(Result):
         return None if self.layer is None else self.layer.width
 
     def summary(self) -> str:
-        floor = "" if self.floor is None else f" (unknowns: {self.floor:,})"
+        unknowns = "" if self.lower_bound is None else f" (unknowns: {self.lower_bound:,})"
         free = f", {self.remembered:,} of them remembered" if self.remembered else ""
         stated = "" if self.stated is None else f"{self.stated}\n"
         return (
             f"{self.status}: {self.reason}\n"
             f"{stated}"
-            f"{self.queries:,} queries{free}{floor}, {self.seconds:.2f} s\n"
+            f"{self.queries:,} queries{free}{unknowns}, {self.seconds:.2f} s\n"
             f"{self.advice}"
         )
 

@@ -193,7 +193,7 @@ def settle(
     if last is None:
         return found
     return replace(
-        found, model=last.model, floor=last.fewest, layer=last.layer,
+        found, model=last.model, lower_bound=last.fewest, layer=last.layer,
         # What the answers contradict is not known, however much of it there is.
         known=0.0 if status is Status.MISMATCH else last.share,
         guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
