@@ -26,5 +26,5 @@ def test_counts_have_both_ends():
 def test_numbers_are_finite(value):
     expect_number("rate", 0.0, least=0)
     for bounds in ({"least": 0}, {"above": 0}):
-        with pytest.raises(InputError, match="expected rate"):
+        with pytest.raises(InputError, match="rate must be"):
             expect_number("rate", value, **bounds)

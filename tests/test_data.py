@@ -138,14 +138,14 @@ def test_texts_of_a_column(tmp_path):
 
 
 WRONG_TEXTS = {
-    "nothing": ("t.txt", "\n\n", "expected texts in"),
+    "nothing": ("t.txt", "\n\n", "there are no texts in"),
     "no column": (
         "t.tsv",
         "a\tb\nx\ty\n",
-        "expected a column sentence or text in t.tsv:2, got a, b",
+        "t.tsv:2 has no text in a column sentence or text, only a, b",
     ),
     "broken": ("t.jsonl", '{"text": "a"}\n{"text\n', r"expected JSON in t.jsonl:2"),
-    "a number": ("t.jsonl", '{"text": 3}\n', "expected a column"),
+    "a number": ("t.jsonl", '{"text": 3}\n', "has no text in a column"),
 }
 
 

@@ -415,7 +415,7 @@ WRONG = {
     ),
     "no flips": (
         ["harden", "my-classifier", "--out", "o", "--flips", "0"],
-        "expected --flips of 1",
+        "--flips must be 1",
     ),
     "plain before plain": (
         ["harden", "my-classifier", "--out", "o", "--method", "plain", "-o", "plain_first=0.5"],
@@ -435,7 +435,7 @@ WRONG = {
     ),
     "no epochs": (
         ["harden", "my-classifier", "--out", "o", "--epochs", "0"],
-        "expected --epochs of 1 or more",
+        "--epochs must be 1 or more",
     ),
 }
 

@@ -58,7 +58,7 @@ WRONG = {
         2,
         "expected attention maps",
     ),
-    "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "expected starts of 1 or more"),
+    "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "starts must be 1 or more"),
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,
@@ -77,7 +77,7 @@ WRONG = {
         2,
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
-    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
+    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "such as 1,6,12"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],

@@ -59,7 +59,7 @@ def test_names_and_options_that_are_none():
         invert.run(problem, starts=0)
     with pytest.raises(InputError, match="solutions must be 1 or more, not 0"):
         invert.run(problem, solutions=0)
-    with pytest.raises(InputError, match="expected seconds above 0"):
+    with pytest.raises(InputError, match="seconds must be above 0"):
         invert.run(problem, seconds=-1.0)
     with pytest.raises(InputError, match="expected a device of this machine"):
         invert.run(problem, device="abacus")

@@ -104,9 +104,9 @@ def test_bad_questions_are_refused_in_one_line(sequences, message):
     ("arguments", "message"),
     [
         ({"kind": "tail"}, "expected a kind among"),
-        ({"dim": 0}, "expected dim of 1 or more"),
+        ({"dim": 0}, "dim must be 1 or more"),
         ({"rank": 9, "dim": 4}, "expected a rank from 1 to dim = 4, got 9"),
-        ({"scale": float("nan")}, "expected scale of 0 or more"),
+        ({"scale": float("nan")}, "scale must be 0 or more"),
     ],
 )
 def test_bad_plans_are_refused(arguments, message):

@@ -79,7 +79,7 @@ def test_noise_has_the_strength_asked_for_and_is_repeatable():
 
 @pytest.mark.parametrize(
     ("precision", "noise", "words"),
-    [("int3", 0.0, "a precision among"), ("int8", -1.0, "noise of 0 or more")],
+    [("int3", 0.0, "a precision among"), ("int8", -1.0, "noise must be 0 or more")],
 )
 def test_wrong_wishes(precision, noise, words):
     with pytest.raises(InputError, match=words):
@@ -143,5 +143,5 @@ def test_noise_that_is_stated_is_what_was_added():
         stated = with_noise(degrade(leak, noise=share, seed=7), share)
         assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="expected noise of 0 or more"):
+        with pytest.raises(InputError, match="noise must be 0 or more"):
             with_noise(leak, wrong)

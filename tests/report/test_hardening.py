@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from keyhole.harden import Evaluation, Hardening, Measured, Trained, Training
-from keyhole.report import terminal as hardening
+from keyhole.report import hardening
 
 
 def evaluation(accuracy, flips, **kinds):

@@ -1,10 +1,10 @@
 """A server of a language model: which routes are open, and what can be read of what they return.
 
 Every route that answers without a key and returns states, log-probabilities or cache files is a
-finding by itself; log-probabilities of the whole vocabulary give away the last layer besides
-(last_layers.py). With the model's weights the audit goes on: texts are sent, and read back from
-the states alone; the last state is computed from log-probabilities; and the text is sent as
-vectors, where a server may take those (vector_prompts.py).
+finding by itself; log-probabilities of the whole vocabulary also give away the last layer. With the
+model's weights the audit goes on: it sends texts and reads them back from the states alone,
+computes the last state from log-probabilities, and sends a text as vectors, where a server may take
+those.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def checks(part: str, target: ServerTarget) -> list[Check]:
         exposed = partial(Exposure, name=route.name, part=part)
         exposure = exposed(_RULES[route.gives], "route")
         made.append(Check(exposure, partial(_probe, exposure, server, route, loaded)))
-        if reads(server, route):
+        if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
             exposure = exposed("KH-WEIGHTS-LAST-LAYER")
             made.append(Check(exposure, partial(last_layer, exposure, server, route)))
         if loaded is not None and route.gives == STATES:
@@ -197,8 +197,10 @@ def _texts(
         answered = server.try_route(route, text, key=True)
         if not answered.open:
             return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
-        leak = HiddenStates(torch.tensor(answered.content), parts.layers)
-        recoveries.append(_recovered(loaded, leak, served=route.eight_bits))
+        leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+        if route.eight_bits:
+            (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
+        recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
         progress(number + 1)
     originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
     readings = tuple(
@@ -214,12 +216,6 @@ def _texts(
         exposure, route, recoveries[0].method, status, reason, started,
         queries=len(readings), known=cell.known, sought="text", texts=(cell,),
     )  # fmt: skip
-
-
-def _recovered(loaded: Loaded, leak: Leak, *, served: bool) -> TextRecovery:
-    if served:
-        (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
-    return recover_text(loaded.model, loaded.tokenizer, leak)
 
 
 def _state(
@@ -279,8 +275,7 @@ def _compared(
 #
 # Every answer of the whole vocabulary gives away one direction of what the output matrix spans,
 # until there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most.
-# Where the server states a width beyond that it takes a sample, and says how far that came and how
-# to go on.
+# Where the server states a larger width, it takes a sample, and says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
 _WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
@@ -289,11 +284,6 @@ REMEDY = (
     "which a client chooses the tokens; fewer digits cost an attacker digits of the matrix; "
     "--api-key, and a count of queries per client."
 )
-
-
-def reads(server: Server, route: Route) -> bool:
-    """Is it a route whose answers give whole vectors, by the numbers of tokens?"""
-    return server.kind == "llama.cpp" and route.path == COMPLETION
 
 
 def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -> Checked:
@@ -326,11 +316,11 @@ def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -
     return Checked((finding,))
 
 
-# Does a server take vectors in the place of a prompt? With the model's weights it is found out.
+# Does a server take vectors in place of a prompt? With the model's weights the audit finds out.
 #
-# A text is sent as the embeddings of its tokens. If the log-probabilities that come back are those
-# of the model for that text, the server computes whatever function of vectors it is asked for: what
-# attacks on weights need, and a way past every filter that reads prompts.
+# It sends a text as the embeddings of its tokens. If the answer has the model's log-probabilities
+# for that text, the server computes on any vectors that it is sent: what attacks on weights need,
+# and a way past every filter that reads prompts.
 
 _SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
 

@@ -76,7 +76,7 @@ class TextTarget:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise InputError("expected one text or more, got none")
+            raise InputError("there are no texts to read back: give one or more")
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown or not self.precisions:
             raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")

@@ -184,7 +184,7 @@ def _expect_stored_form(
         if tensor is not None and not bool(tensor.isfinite().all()):
             raise InputError(f"expected finite numbers in {name}, got others")
     if steps is not None and bool((steps < 0).any()):
-        raise InputError("expected steps of 0 or more, got negative ones")
+        raise InputError("steps must be 0 or more, and some are negative")
     if codebook is not None and (
         codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != len(values)
     ):

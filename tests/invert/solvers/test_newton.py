@@ -201,7 +201,7 @@ def test_known_entries_stay_with_a_drawn_hessian():
     ("wrong", "words"),
     [
         ({"gamma": "small"}, 'expected gamma "paper" or a number'),
-        ({"gamma": -1.0}, "expected gamma of 0 or more"),
+        ({"gamma": -1.0}, "gamma must be 0 or more"),
         ({"delta": 0.0}, "expected delta between 0 and 1"),
         ({"delta": math.nan}, "expected delta between 0 and 1"),
         ({"slack": 1.0}, "expected slack from 0 to below 1"),

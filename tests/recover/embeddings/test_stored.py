@@ -152,7 +152,7 @@ def test_bits_are_at_most_what_shannon_allows():
     [
         ({"width": 5}, "expected 5 numbers, the width that is stated, got 64"),
         ({"steps": torch.ones(5)}, "expected 64 steps, got"),
-        ({"steps": -torch.ones(64)}, "expected steps of 0 or more"),
+        ({"steps": -torch.ones(64)}, "steps must be 0 or more"),
         ({"steps": torch.full((64,), torch.nan)}, "expected finite numbers in steps"),
         ({"ends": torch.ones(2, 64)}, "expected steps and 2 × 64 ends, got"),
         ({"codebook": torch.ones(3, 4, 5)}, "expected a codebook of .* for 64 numbers"),
