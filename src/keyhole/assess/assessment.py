@@ -45,8 +45,7 @@ class Assessment:
 
     `items` are the findings that count, the worst first; `controls` are attacks without choice,
     run for comparison, and `audit.skips` what was not tried: neither is in the counts. `gone` are
-    findings of a baseline that are no longer there (baseline.py), `decision` is what a policy says
-    of all this (decision.py).
+    findings of a baseline that are no longer there, `decision` is what a policy says of all this.
     """
 
     audit: Audit

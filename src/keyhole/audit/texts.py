@@ -84,10 +84,7 @@ class TextTarget:
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Every exposure of a model from which text may be read."""
-    try:
-        parts = anatomy(target.loaded.model)
-    except InputError as error:  # a family whose parts are not known
-        return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
+    parts = anatomy(target.loaded.model)
     made: list[Check] = []
     for entry, row in _ordered():
         asked = not row.permuted or PERMUTED in target.precisions
