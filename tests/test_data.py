@@ -72,7 +72,7 @@ def test_reclor(tmp_path):
         ("a.tsv", "sentence\tclass\nfine\t1\n", "'label' in a.tsv:2"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text"\n', "a.jsonl:2"),
         ("a.jsonl", "3\n", "a.jsonl:1"),
-        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "a.jsonl:1 must be from 0 to 1, not 2"),
+        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "from 0 to 1, not 2"),
         ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": -1}\n', "from 0"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', "a.jsonl:1"),
         ("a.json", '[{"context": "a"}]', "'answers' in a.json[1]"),

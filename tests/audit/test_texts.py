@@ -83,7 +83,7 @@ def test_a_model_that_computes_no_numbers_is_refused():
 def test_a_reading_says_which_tokens_are_right(audited):
     for finding in audited.findings:
         for cell in finding.texts:
-            if cell.kind == "pooled":  # its length does not leak: aligned.py
+            if cell.kind == "pooled":  # its length does not leak
                 continue
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text

@@ -67,8 +67,11 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
         ("-o delta=0.1", "auto has no option 'delta'"),
         ("-o delta=1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
         ("-o rate=nan --method adam", "rate must be above 0, not nan"),
-        ("--start near.safetensors", "expected --start with levenberg-marquardt or "),
-        ("--start near.safetensors --method token-by-token", "expected --start with "),
+        ("--start near.safetensors", "auto takes no start: choose levenberg-marquardt or "),
+        (
+            "--start near.safetensors --method token-by-token",
+            "token-by-token takes no start: choose ",
+        ),
         (
             "--start near.safetensors -o starts=3 --method adam",
             "starts and --start exclude each other",
@@ -76,7 +79,10 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
         ("-o gamma=small --method regularized-newton", 'expected gamma "paper" or a number'),
         ("-o gamma=nan --method regularized-newton", "gamma must be 0 or more, not nan"),
         ("-o slack=1 --method regularized-newton", "expected slack from 0 to below 1, got 1"),
-        ("--start p.safetensors --method adam", "expected a tensor X in p.safetensors, got B, V,"),
+        (
+            "--start p.safetensors --method adam",
+            "p.safetensors must hold a tensor X: it holds B, V,",
+        ),
         ("--start wide.safetensors --method adam", "expected X of shape n×d = 3×3 in wide."),
         ("--start nan.safetensors --method adam", "expected finite real numbers in X of nan."),
     ],

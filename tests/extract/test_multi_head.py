@@ -257,10 +257,10 @@ def test_values_on_one_ray_that_fill_the_space(kind, d):
 
 
 def test_expected_queries():
-    assert extract.MultiHead().expected(10) is None
+    assert extract.MultiHead().expected_queries(10) is None
     target = plant(24, 3)
     spent = extract.MultiHead()(target).queries
-    assert abs(extract.MultiHead(heads=3).expected(24) - spent) <= 0.1 * spent
+    assert abs(extract.MultiHead(heads=3).expected_queries(24) - spent) <= 0.1 * spent
 
 
 class Odd:

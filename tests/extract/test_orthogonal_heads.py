@@ -46,7 +46,7 @@ def test_known_bases_take_as_many_queries_as_there_are_unknowns(sizes):
     method = OrthogonalHeads(bases)
     result = method(truth)
     assert result.status is Status.RECOVERED
-    assert result.queries == method.expected(truth.dim) == sum(k * k + k for k in sizes)
+    assert result.queries == method.expected_queries(truth.dim) == sum(k * k + k for k in sizes)
     assert worst(result.model, truth) <= 1e-12
 
 

@@ -272,8 +272,8 @@ def test_exact_uniform_attention_is_recovered():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tolerance", -1.0, "a tolerance must be 0 or more, not -1.0"),
-        ("tolerance", math.nan, "a tolerance must be 0 or more, not nan"),
+        ("tolerance", -1.0, "tolerance must be 0 or more, not -1.0"),
+        ("tolerance", math.nan, "tolerance must be 0 or more, not nan"),
         ("bound", 0.0, "bound must be above 0, not 0.0"),
         ("margin", -1.0, "margin must be above 0, not -1.0"),
         ("max_norm", math.inf, "max_norm must be above 0, not inf"),

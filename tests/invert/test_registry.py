@@ -49,7 +49,7 @@ def test_names_and_options_that_are_none():
     problem, _ = invert.plant(3, 2)
     with pytest.raises(InputError, match=r"no method .newton.: choose among auto, "):
         invert.run(problem, "newton")
-    with pytest.raises(InputError, match="expected attention maps"):
+    with pytest.raises(InputError, match="needs the attention maps"):
         invert.run(problem, "closed-form")
     with pytest.raises(InputError, match=r"closed-form has no option starts: it is of auto"):
         invert.run(problem, "closed-form", starts=4)

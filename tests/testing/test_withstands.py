@@ -22,7 +22,8 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
-from keyhole.testing import CouldNotCheck, assert_withstands, sessions
+from keyhole.testing import CouldNotCheck, assert_withstands
+from keyhole.testing.sessions import sessions
 from keyhole.testing.withstands import lines
 
 TEXTS = ["w1 w2 w3 w4 w5", "w9 w8 w7"]
@@ -212,7 +213,7 @@ def test_hostile_words_stay_in_one_line(encoder):
     assert line.isprintable()
 
 
-def test_the_innermost_listener_hears(encoder):
+def test_the_innermost_session_is_notified(encoder):
     heard: list[str] = []
     outer, inner = (lambda _: heard.append("outer")), (lambda _: heard.append("inner"))
     sessions.append(outer)

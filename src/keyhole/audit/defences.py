@@ -64,7 +64,7 @@ def _endpoint(
 
 def _weights(tried: Tried, exposure: Exposure) -> Finding:
     broken = OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
-    had = "nothing" if tried.thief_error is None else f"a copy off by {tried.thief_error:.1e}"
+    had = "nothing" if tried.attacker_error is None else f"a copy off by {tried.attacker_error:.1e}"
     refused = f", {tried.refused:.0%} of its questions refused" if tried.refused else ""
     return Finding(
         exposure=exposure,
@@ -73,7 +73,7 @@ def _weights(tried: Tried, exposure: Exposure) -> Finding:
         reason=f"{tried.setting}: the attacker has {had}, an honest client answers off by "
         f"{tried.honest_error:.1e}{refused}; {tried.reason}",
         remedy=_BROKEN if broken else _HELD,
-        error=tried.thief_error,
+        error=tried.attacker_error,
         queries=tried.queries,
         seconds=tried.seconds,
     )

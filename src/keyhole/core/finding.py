@@ -96,11 +96,6 @@ class Skip:
     extra: str = ""
 
 
-def points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:
-    """A trace as it is read from JSON."""
-    return tuple((int(queries), float(error)) for queries, error in trace)
-
-
 # A flipped prediction and where attention was cut for it: what a report shows of a disruption.
 
 _MOST = 4096  # layers, and heads: no model has as many, and a picture has a square for each

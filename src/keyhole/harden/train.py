@@ -2,8 +2,7 @@
 
 Everything random in epoch e (the order of the examples, dropout, the defence's draws) comes from
 the seed and e alone, and the rate from the number of the step. So a run that was stopped and goes
-on from the end of an epoch (checkpoint.py) ends with the same weights, bit for bit, as one that was
-not.
+on from the end of an epoch ends with the same weights, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
