@@ -35,7 +35,7 @@ from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
 from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, Pooled, TextRecovery
-from keyhole.recover.attack import Attack, Counts, Target
+from keyhole.recover.attack import Attack, Target
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.pooling import (
@@ -111,7 +111,7 @@ class StoreTarget:
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
         max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
         pooling = _pooling(store, loaded, vectors, kept, known, max_length)
-        if pooling.width is not None:
+        if pooling.exposure.width is not None:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
@@ -134,7 +134,7 @@ class StoreTarget:
             "weights": identity(self.loaded.model),
             "pooling": str(self.pooling),
             "max_length": self.max_length,
-            "method": method.settings if isinstance(method, Counts) else repr(method),
+            "method": method.settings if isinstance(method, CountedReader) else repr(method),
             "texts": len(self.rows),
             "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
             "device": next(self.loaded.model.parameters()).device.type,
@@ -262,7 +262,7 @@ def _ready_once(target: StoreTarget) -> _Ready:
 
     def attack(track: Track) -> Attack:
         method = target.method
-        if not isinstance(method, Counts):
+        if not isinstance(method, CountedReader):
             return method
         if not made:
             attacked, exposure = _attacked(target)
@@ -379,7 +379,7 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
             f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
             f"{loaded.identity}"
         )
-    if isinstance(method, Counts):
+    if isinstance(method, CountedReader):
         attacked = Target.of(loaded.model, loaded.tokenizer)
         method = method.ready(attacked, part.pooling.exposure)
     return loaded, method
@@ -422,14 +422,11 @@ def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
 
 
 def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
-    pooling = part.pooling
+    way = part.pooling.exposure
     leaks = [
-        Pooled(
-            vector, pooling=pooling.name, normalised=pooling.normalised, width=pooling.width,
-            unit=pooling.unit, **part.cells,
-        )
+        Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.cells)
         for vector in part.vectors
-    ]  # fmt: skip
+    ]
     progress = track(words.exposure(part.exposure), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
@@ -532,7 +529,11 @@ def _likeness(candidate: StoreTarget) -> float:
     if known is None:  # its folder says how it pools, and nobody looked at the vectors
         loaded = candidate.loaded
         guess = from_statistics(
-            loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors, candidate.pooling.width
+            loaded.model,
+            loaded.tokenizer,
+            ORDINARY,
+            candidate.vectors,
+            candidate.pooling.exposure.width,
         )
         known = guess.likeness
     return 0.0 if known is None else known
