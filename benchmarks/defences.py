@@ -114,7 +114,7 @@ def tried(
 
 def weights(d: int, seeds: int) -> Iterator[Row]:
     for name, runs in tried(trials, d, seeds):
-        errors = [run.thief_error for run in runs if run.thief_error is not None]
+        errors = [run.attacker_error for run in runs if run.attacker_error is not None]
         thief = f"{median(errors):.1e}" if errors else "nothing"
         honest = median(run.honest_error for run in runs)
         refused = median(run.refused for run in runs)
@@ -156,7 +156,7 @@ def table(quick: bool) -> list[Point]:
     """The defences that come in degrees, for the picture."""
     points: list[Point] = []
     for name, runs in tried(graded, *((5, 1) if quick else (16, SEEDS))):
-        thief = median(1.0 if run.thief_error is None else run.thief_error for run in runs)
+        thief = median(1.0 if run.attacker_error is None else run.attacker_error for run in runs)
         honest = median(run.honest_error for run in runs)
         points.append(Point(name, runs[0].setting, thief, honest))
     return points

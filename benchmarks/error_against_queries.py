@@ -44,7 +44,7 @@ def run(quick: bool) -> Iterator[Row]:
         yield Row(
             name,
             f"{result.queries:,} queries, error {result.check.worst:.1e}" if result.check else "–",
-            details=f"{result.status}; lower bound {result.floor:,}; "
+            details=f"{result.status}; lower bound {result.lower_bound:,}; "
             + " ".join(f"{queries}:{error:.0e}" for queries, error in result.trace),
         )
 
@@ -67,8 +67,8 @@ def figure(results: dict[str, Extraction]) -> go.Figure:
             name=name, mode="lines+markers", line={"color": colour, "width": 2},
             marker={"size": 8, "symbol": number},
         )  # fmt: skip
-        if result.floor is not None:
-            drawn.add_vline(x=result.floor, line={"color": colour, "dash": "dot", "width": 1})
+        if result.lower_bound is not None:
+            drawn.add_vline(x=result.lower_bound, line={"color": colour, "dash": "dot", "width": 1})
     drawn.update_layout(
         template="simple_white", height=520, margin={"l": 70, "r": 20, "t": 20, "b": 60},
         font={"family": "system-ui, sans-serif", "size": 13},
