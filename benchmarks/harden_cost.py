@@ -1,7 +1,5 @@
 """What training with S-Attend and the other defences costs: time and memory against plain training.
 
-python harden_cost.py [--device cuda] [--amp] [--layers 6] [--width 384] [--heads 12]
-                      [--batches 8,32] [--lengths 32,128]
 A BERT of MiniLM's size with random weights: cost does not depend on what it has learnt. Time is the
 median of whole steps (passes, optimizer), of all methods in turn. Memory is what one step adds to
 the weights and the optimizer's state: its peak on a GPU; on a CPU, what the graph keeps for the
@@ -10,13 +8,10 @@ backward pass. Plain training runs with the model's fastest attention (SDPA).
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,65 +34,52 @@ OTHERS: dict[str, Defence] = {
 }
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--amp", action="store_true")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batches", type=numbers, default=[8, 32])
-    parser.add_argument("--lengths", type=numbers, default=[32, 128])
-    return parser.parse_known_args()
-
-
-def numbers(words: str) -> list[int]:
-    return [int(word) for word in words.split(",")]
-
-
-def run(quick: bool, options: argparse.Namespace) -> list[Row]:
+def run(
+    quick: bool,
+    device: str = "cpu",
+    amp: bool = False,
+    layers: int = 6,
+    width: int = 384,
+    heads: int = 12,
+    repeats: int = 5,
+    batches: list[int] = [8, 32],  # noqa: B006 - read, never changed
+    lengths: list[int] = [32, 128],  # noqa: B006
+) -> Iterator[Row]:
     if quick:
-        options.layers, options.width, options.heads, options.repeats = 1, 24, 2, 1
-    rows: list[Row] = []
-    for batch in [4] if quick else options.batches:
-        for length in [16] if quick else options.lengths:
+        layers, width, heads, repeats, batches, lengths = 1, 24, 2, 1, [4], [16]
+    for batch in batches:
+        for length in lengths:
             # The others once: their cost is in passes, and passes are what S-Attend's rows show.
-            whole = quick or (batch, length) == (options.batches[-1], options.lengths[0])
-            methods = {"plain": Plain(), **SATTEND, **(OTHERS if whole else {})}
-            rows += compare(methods, batch, length, options)
-    return rows
+            others = OTHERS if (batch, length) == (batches[-1], lengths[0]) else {}
+            bench = Bench(classifier(layers, width, heads), batch, length, device, amp)
+            methods = {"plain": Plain(), **SATTEND, **others}
+            yield from compare(bench, methods, repeats, f"batch {batch}, length {length}")
 
 
-def compare(
-    methods: dict[str, Defence], batch: int, length: int, options: argparse.Namespace
-) -> list[Row]:
-    bench = Bench(batch, length, options)
+def compare(bench: Bench, methods: dict[str, Defence], repeats: int, size: str) -> Iterator[Row]:
     for method in methods.values():  # the first step allocates what later ones reuse
         bench.step(method)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(options.repeats):
+    for _ in range(repeats):
         for name, method in methods.items():
             seconds[name].append(bench.step(method))
     memory = {name: bench.memory(method) for name, method in methods.items()}
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return [
-        Row(
-            f"{name}, batch {batch}, length {length}",
+    for name in methods:
+        yield Row(
+            f"{name}, {size}",
             f"{medians[name] * 1e3:.0f} ms, {memory[name] / 2**20:.1f} MiB",
             details=f"time × {medians[name] / medians['plain']:.2f}, "
             f"memory × {memory[name] / memory['plain']:.2f}",
         )
-        for name in methods
-    ]
 
 
 class Bench:
     """One model, one batch, steps of training on it."""
 
-    def __init__(self, batch: int, length: int, options: argparse.Namespace) -> None:
-        self.device, self.amp = torch.device(options.device), bool(options.amp)
-        self.model = classifier(options).to(self.device).train()
+    def __init__(self, model: Any, batch: int, length: int, device: str, amp: bool) -> None:
+        self.device, self.amp = torch.device(device), amp
+        self.model = model.to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5)
         self.stream = torch.Generator().manual_seed(0)
         ids = torch.randint(5, 1000, (batch, length), generator=self.stream)
@@ -173,12 +155,12 @@ def kept(model: Any) -> Iterator[list[int]]:
         yield sizes
 
 
-def classifier(options: argparse.Namespace) -> Any:
+def classifier(layers: int, width: int, heads: int) -> Any:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=1000, hidden_size=options.width, num_hidden_layers=options.layers,
-        num_attention_heads=options.heads, intermediate_size=4 * options.width, num_labels=2,
+        vocab_size=1000, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=heads, intermediate_size=4 * width, num_labels=2,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
@@ -186,5 +168,4 @@ def classifier(options: argparse.Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = parse()
-    show.main(partial(run, options=options), __doc__)
+    show.main(run)

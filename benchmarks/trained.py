@@ -1,183 +1,234 @@
-"""What benchmarks that train a model and then attack it share: curve, attacks, answers, table.
+"""What benchmarks share that train a model and then attack it: options, training, attacks, table.
 
 A run is what one model (a task's, a family's) trained with one method and one seed gave: `what`,
 `method`, `seed`, `settings`, `curve` (accuracy on the dev set after each epoch), `training`,
 `attacks` (flips of right answers), and `answers`: for every right answer that was attacked its
 margin, its number of tokens, the entropy of attention, and what each attack did to it. One process
-may do one run, many beside each other; `--join FILE FILE …` makes the table of what they wrote.
+may do one run; `--join FILE FILE …` makes the table of what many wrote with `--json`.
 
 Attacks: `random`, `as-released` and `strongest` cut `--share` of each head, `strongest-tenth` a
 tenth of that share, of all units of the model: where every answer flips, it still tells them apart.
+Methods of training (`--methods`, with commas):
+
+    plain  strongest  sattend:RATE  sattend-token:RATE  freelb  smart  r3f  asa
+    attack-masks[:WEIGHT[:SHARE[:random|predicted[:ROUNDS[:consistency|labels]]]]]
+    METHOD+METHOD
+    METHOD>SHARE>METHOD   the second from that share of the steps on
+    sweep                 the settings of attack masks in PRESETS
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import methods
-import seeds
 import subjects
 from keyhole import harden
-from keyhole.data import Example
-from keyhole.disrupt import Disruption, HackAttend
+from keyhole.data import Example, read_examples
+from keyhole.disrupt import HackAttend, Rerank
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Look, survey
-from keyhole.harden import Measured
+from keyhole.harden import DEFENCES, Defence, Measured, Training
+from keyhole.models import Loaded
 from keyhole.models.masking import rewriting
-from seeds import spread, tell
 from show import Row
 
-_USUAL = 128  # tokens of a text, for which --queries is meant
-RUNS: list[dict[str, Any]] = []
-ATTACKS = ("random", "as-released", "strongest", "strongest-tenth")
+Run = dict[str, Any]
+PRESETS = (
+    "attack-masks:0.35:0.01:random:2:labels",
+    "attack-masks:0.5:0.01:random:2:labels",
+    "attack-masks:0.35:0.01:random:1:consistency",
+    "attack-masks:2:0.05:random:1:consistency",
+    "freelb+attack-masks:0.5:0.01",
+    "freelb+attack-masks:1:0.01",
+)
+ATTACKS: dict[str, Callable[..., HackAttend]] = {
+    "random": HackAttend.random,
+    "as-released": HackAttend.as_released,
+    "strongest": HackAttend.strongest,
+    "strongest-tenth": lambda share, batch: HackAttend.strongest(share / 10, "model", batch=batch),
+}
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--data", type=Path, default=subjects.ROOT.parent / "shared" / "data")
-    parser.add_argument("--encoder", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--methods", default="plain")
-    parser.add_argument("--seeds", type=subjects.listed, default=[0])
-    parser.add_argument("--examples", type=int, help="to train on; all by default")
-    parser.add_argument("--epochs", type=int)
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--warmup", type=float, default=0.1)
-    parser.add_argument("--dev", type=int, help="examples of the dev set; all by default")
-    parser.add_argument("--right", type=int, default=200, help="right answers that are attacked")
-    parser.add_argument("--attacks", type=subjects.some_of(ATTACKS), default=ATTACKS)
-    parser.add_argument("--share", type=float, default=0.01)
-    parser.add_argument(
-        "--queries", type=int, default=192, help="masked sequences of 128 tokens in one pass"
-    )
-    parser.add_argument("--join", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    return parser
+@dataclass(frozen=True)
+class Options:
+    """Of every benchmark that trains; None takes all there is, or the task's own setting.
+
+    `right` is how many right answers are attacked, `queries` how many masked sequences of 128
+    tokens go through the model in one pass.
+    """
+
+    data: Path = subjects.DATA
+    encoder: Path | None = None
+    device: str = subjects.DEVICE
+    methods: list[str] = field(default_factory=lambda: ["plain"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    examples: int | None = None
+    epochs: int | None = None
+    batch: int | None = None
+    rate: float | None = None
+    warmup: float = 0.1
+    dev: int | None = None
+    right: int = 200
+    attacks: list[str] = field(default_factory=lambda: list(ATTACKS))
+    share: float = 0.01
+    queries: int = 192
+    join: list[Path] = field(default_factory=list[Path])
+
+    @property
+    def trainings(self) -> list[tuple[str, int]]:
+        """Every method with every seed; what is misspelt is refused before hours of training."""
+        names = [
+            name for given in self.methods for name in (PRESETS if given == "sweep" else (given,))
+        ]
+        for name in names:
+            defence(name)
+        return [(name, seed) for name in names for seed in self.seeds]
+
+    def minilm(self, seed: int, task: str = "classification") -> Loaded:
+        """MiniLM with a new head, drawn from the seed."""
+        torch.manual_seed(seed)
+        return subjects.minilm(self.encoder, self.device, task=task, new_head=2)
+
+    def sst2(self) -> tuple[list[Example], list[Example]]:
+        folder = self.data / "sst2"
+        return read_examples(folder / "train.tsv"), read_examples(folder / "dev.tsv")
 
 
-def chosen(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what show.main reads itself."""
-    given, rest = parser.parse_known_args()
-    rest += ["--json", str(given.json)] if given.json else []
-    return given, [*rest, "--quick"] if given.quick else rest
+def expect_known(option: str, given: Sequence[str], known: Collection[str]) -> None:
+    if unknown := [name for name in given if name not in known]:
+        raise SystemExit(f"--{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
 
 
-def attack(name: str, share: float, queries: int) -> HackAttend:
-    match name:
-        case "random":
-            return HackAttend.random(share, batch=queries)
-        case "as-released":
-            return HackAttend.as_released(share, batch=queries)
-        case "strongest":
-            return HackAttend.strongest(share, batch=queries)
-        case _:
-            return HackAttend.strongest(share / 10, "model", batch=queries)
+def defence(name: str) -> Defence:
+    if ">" in name:
+        first, *later = name.split(">")
+        stages = [(0.0, defence(first))]
+        stages += [
+            (float(at), defence(part)) for at, part in zip(later[::2], later[1::2], strict=True)
+        ]
+        return harden.Stages(tuple(stages))
+    if "+" in name:
+        return harden.Combined(tuple(defence(part) for part in name.split("+")))
+    kind, *given = name.split(":")
+    if kind == "attack-masks":
+        makers: tuple[tuple[str, Callable[[str], Any]], ...] = (
+            ("weight", float), ("share", float), ("label", str), ("rounds", int), ("kind", str),
+        )  # fmt: skip
+        chosen = {field: make(value) for (field, make), value in zip(makers, given, strict=False)}
+        return harden.AttackMasks(**{"weight": 2.0, "share": 0.05, **chosen})
+    if kind in ("sattend", "sattend-token"):
+        mode = "token" if kind == "sattend-token" else "unit"
+        return harden.SAttend(float(given[0]) if given else 0.2, mode)
+    if kind not in DEFENCES or given:
+        raise SystemExit(f"--methods: no {name}; see benchmarks/trained.py")
+    return DEFENCES.make(kind)
 
 
-class Curve:
-    """Told of every training step: the accuracy on the dev set at the end of each epoch."""
-
-    def __init__(self, batches: Batches, steps: int, known: dict[str, Any]) -> None:
-        self.batches, self.steps, self.known = batches, steps, known
-        known["curve"] = []
-
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
-        if done % self.steps:
-            return
-        self.batches.model.eval()
-        self.known["curve"].append(self.batches.accuracy())
-        self.batches.model.train()
-        tell(f"{title(self.known)}: {self.known['curve'][-1]:.1%} after {done} of {total}: {note}")
+def shortened(method: HackAttend) -> HackAttend:
+    """The same attack with the least search: for the quick modes."""
+    if isinstance(method.schedule, Rerank):
+        return replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
+    return method
 
 
-def title(known: dict[str, Any]) -> str:
-    return f"{known['what']}, {known['method']}, seed {known['seed']}"
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained on, and how unless an option says otherwise."""
 
+    name: str
+    train: Sequence[Example]
+    dev: Sequence[Example]
+    epochs: int
+    batch: int
+    rate: float
+    max_length: int = 128
 
-class Trained:
-    """One model, trained in place with one method and one seed, and all that is asked of it."""
+    def given(self, options: Options) -> Task:
+        return replace(
+            self, train=self.train[: options.examples], dev=self.dev[: options.dev],
+            epochs=options.epochs or self.epochs, batch=options.batch or self.batch,
+            rate=options.rate or self.rate,
+        )  # fmt: skip
 
-    def __init__(
-        self, given: argparse.Namespace, what: str, model: Any, words: subjects.Texts, *,
-        method: str, seed: int, train: Sequence[Example], dev: Sequence[Example],
-        epochs: int, batch: int, rate: float, longest: int,
-    ) -> None:  # fmt: skip
-        self.given, self.model, self.words, self.longest = given, model, words, longest
-        self.device, self.dev = torch.device(given.device), list(dev)
-        settings = {"examples": len(train), "epochs": epochs, "batch": batch, "rate": rate,
-                    "warmup": given.warmup, "longest": longest, "share": given.share}  # fmt: skip
-        self.known: dict[str, Any] = {
-            "what": what, "method": method, "seed": seed, "settings": settings, "attacks": {},
-        }  # fmt: skip
-        RUNS.append(self.known)
-        self._fit(train, settings)
+    def batches(self, loaded: Loaded, options: Options, examples: Sequence[Example]) -> Batches:
+        choices = max(1, len(examples[0].choices)) if examples else 1
+        size = max(1, self.queries(options) // choices)
+        return Batches(loaded.model, loaded.tokenizer, examples, size, self.max_length)
 
-    def _fit(self, train: Sequence[Example], settings: dict[str, Any]) -> None:
-        steps = -(-settings["examples"] // settings["batch"])
-        cuda = self.device.type == "cuda"
-        # Matrix products round to fewer digits while it trains, not while it is attacked.
-        torch.backends.cuda.matmul.allow_tf32 = True
-        try:
-            done = harden.train(
-                self.model, self.words, train, methods.defence(self.known["method"]),
-                epochs=settings["epochs"], rate=settings["rate"], batch=settings["batch"],
-                warmup=settings["warmup"], seed=self.known["seed"], device=self.device, amp=cuda,
-                max_length=self.longest, pool=16,
-                progress=Curve(self._batches(), steps, self.known),
-            )  # fmt: skip
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = False
-        self.model.requires_grad_(False)  # attacks differentiate by attention alone
-        self.known["training"] = done.to_dict()
-        self.keep()
-
-    def _batches(self, examples: Sequence[Example] | None = None) -> Batches:
-        examples = self.dev if examples is None else examples
-        rows = max(1, len(examples[0].choices)) if examples else 1
-        together = max(1, self._queries() // rows)
-        return Batches(self.model, self.words, examples, together, self.longest)
-
-    def _queries(self) -> int:
+    def queries(self, options: Options) -> int:
         """Sequences at a time: masks are what takes memory, and grow with the square of a text."""
-        return max(8, self.given.queries * _USUAL**2 // max(_USUAL, self.longest) ** 2)
+        return max(8, options.queries * 128**2 // max(128, self.max_length) ** 2)
 
-    def keep(self) -> None:
-        seeds.keep_runs(self.given.json, RUNS)
 
-    def right(self) -> list[Example]:
-        """The first examples that the model gets right."""
-        right = right_answers(self._batches())
-        self.known["accuracy"], self.known["dev"] = len(right) / len(self.dev), len(self.dev)
-        return right[: self.given.right]
+def fit(
+    loaded: Loaded, examples: Sequence[Example], method: str, device: str, **settings: Any
+) -> Training:
+    """Train in place. Matrix products round to fewer digits meanwhile, not in attacks."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return harden.train(
+            loaded.model, subjects.Texts(loaded.tokenizer), examples, defence(method),
+            device=device, amp=device.startswith("cuda"), **settings,
+        )  # fmt: skip
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
 
-    def run(self) -> Iterator[Row]:
-        """Attack the right answers, and describe each of them."""
-        right = self.right()
-        answers = {answer["id"]: answer for answer in described(self._batches(right))}
-        self.known["answers"] = list(answers.values())
-        for name in self.given.attacks:
-            started = time.perf_counter()
-            method = attack(name, self.given.share, self._queries())
-            disruption = self._batches(right).attack(method)
-            seconds = time.perf_counter() - started
-            self.known["attacks"][name] = asdict(measured(disruption, seconds))
-            for outcome in disruption.attacked:
-                answers[outcome.id]["flipped"][name] = outcome.flipped
-                answers[outcome.id]["cut"][name] = outcome.share
-            self.keep()
-            tell(f"{title(self.known)}: {name} {disruption.success:.1%} in {seconds:.0f} s")
-        yield row(self.known)
+
+def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) -> Run:
+    """A run so far: the model is trained, its accuracy known after each epoch."""
+    curve: list[float] = []
+    run: Run = {"what": task.name, "method": method, "seed": seed, "curve": curve, "attacks": {}}
+    settings = {"epochs": task.epochs, "rate": task.rate, "batch": task.batch,
+                "warmup": options.warmup, "max_length": task.max_length}  # fmt: skip
+    run["settings"] = {"examples": len(task.train), **settings, "share": options.share}
+    batches, steps = task.batches(loaded, options, task.dev), -(-len(task.train) // task.batch)
+
+    def progress(done: int, total: int | None = None, note: str = "") -> None:
+        if done % steps == 0:  # an epoch ends
+            loaded.model.eval()
+            curve.append(batches.accuracy())
+            loaded.model.train()
+            tell(f"{title(run)}: {curve[-1]:.1%} after {done} of {total}: {note}")
+
+    done = fit(
+        loaded, task.train, method, options.device, **settings, seed=seed, pool=16,
+        progress=progress,
+    )  # fmt: skip
+    loaded.model.requires_grad_(False)  # attacks differentiate by attention alone
+    run["training"] = done.to_dict()
+    return run
+
+
+def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
+    """Attack the first right answers, and describe each of them."""
+    right = right_answers(task.batches(loaded, options, task.dev))
+    run["accuracy"], run["dev"] = len(right) / len(task.dev), len(task.dev)
+    batches = task.batches(loaded, options, right[: options.right])
+    answers = {answer["id"]: answer for answer in described(batches)}
+    run["answers"] = list(answers.values())
+    for name in options.attacks:
+        started = time.perf_counter()
+        found = batches.attack(ATTACKS[name](options.share, batch=task.queries(options)))
+        seconds = time.perf_counter() - started
+        run["attacks"][name] = asdict(
+            Measured(len(found.attacked), found.flips, found.queries, seconds, found.share)
+        )
+        for outcome in found.attacked:
+            answers[outcome.id]["flipped"][name] = outcome.flipped
+            answers[outcome.id]["cut"][name] = outcome.share
+        tell(f"{title(run)}: {name} {found.success:.1%} in {seconds:.0f} s")
+    return row(run)
 
 
 def right_answers(batches: Batches) -> list[Example]:
@@ -189,14 +240,8 @@ def right_answers(batches: Batches) -> list[Example]:
     return [example for example in batches.examples if example.id in right]
 
 
-def measured(disruption: Disruption, seconds: float) -> Measured:
-    return Measured(
-        len(disruption.attacked), disruption.flips, disruption.queries, seconds, disruption.share
-    )
-
-
 def described(batches: Batches) -> Iterator[dict[str, Any]]:
-    """Margin, tokens and entropy of attention of each example; of all choices together."""
+    """Margin, tokens and entropy of attention of each example, over all its choices."""
     for part, batch, labels in batches:
         question = ask(batches.model, batch, labels)
         units = survey(batches.model, question, spare="padding")
@@ -212,8 +257,8 @@ def described(batches: Batches) -> Iterator[dict[str, Any]]:
             part, margins.tolist(), lengths.tolist(), torch.stack(entropies).mean(0).tolist(),
             strict=True,
         )  # fmt: skip
-        for example, margin, length, spread_out in each:
-            yield {"id": example.id, "margin": margin, "tokens": length, "entropy": spread_out,
+        for example, margin, length, nats in each:
+            yield {"id": example.id, "margin": margin, "tokens": length, "entropy": nats,
                    "flipped": {}, "cut": {}}  # fmt: skip
 
 
@@ -224,51 +269,67 @@ def entropy(a: Tensor, exists: Tensor) -> Tensor:
     return (each * real).flatten(1).sum(1) / real.flatten(1).sum(1)
 
 
-def row(known: dict[str, Any]) -> Row:
+def title(run: Run) -> str:
+    return f"{run['what']}, {run['method']}, seed {run['seed']}"
+
+
+def row(run: Run) -> Row:
     flips = "; ".join(
         f"{name} {found['flips']} of {found['examples']} ({found['seconds']:.0f} s)"
-        for name, found in known["attacks"].items()
+        for name, found in run["attacks"].items()
     )
-    curve = ", ".join(f"{value:.1%}" for value in known["curve"])
-    trained = known["training"]
+    curve = ", ".join(f"{value:.1%}" for value in run["curve"])
+    trained = run["training"]
     details = (
         f"{flips}; by epoch {curve}; {trained['steps']} steps in {trained['seconds']:.0f} s "
         f"{trained['reason']}"
     )
-    return Row(title(known), f"clean {known['curve'][-1]:.1%}", details=details)
+    return Row(title(run), f"clean {run['curve'][-1]:.1%}", details=details, run=run)
 
 
-def joined(given: argparse.Namespace) -> None:
-    """The runs of `--join`, without those that ended before an epoch did."""
-    RUNS.extend(run for run in seeds.read_runs(given.join, needed="training") if run["curve"])
-
-
-def table() -> list[Row]:
+def table(runs: Sequence[Run]) -> Iterator[Row]:
     """One row for each model, method and way of training: mean and range over seeds."""
 
-    def kind(run: dict[str, Any]) -> str:
+    def kind(run: Run) -> str:
         rate, epochs = run["settings"]["rate"], run["settings"]["epochs"]
         return f"{run['what']}, {run['method']}, rate {rate:g}, {epochs} epochs"
 
-    rows: list[Row] = []
-    for name in dict.fromkeys(map(kind, RUNS)):
-        own = [run for run in RUNS if kind(run) == name]
-        shown = [
-            f"{attack} {spread(rates(own, attack))}" for attack in ATTACKS if rates(own, attack)
-        ]
+    def rates(own: list[Run], name: str) -> list[float]:
+        found = [run["attacks"][name] for run in own if name in run["attacks"]]
+        return [each["flips"] / max(1, each["examples"]) for each in found]
+
+    for name in dict.fromkeys(map(kind, runs)):
+        own = [run for run in runs if kind(run) == name]
+        shown = [f"{attack} {spread(rates(own, attack))}" for attack in ATTACKS
+                 if rates(own, attack)]  # fmt: skip
         numbers = ", ".join(dict.fromkeys(str(run["seed"]) for run in own))
-        shown.append(f"{sum(map(_attacked, own))} right answers; seeds {numbers}")
+        attacked = sum(
+            max((found["examples"] for found in run["attacks"].values()), default=0) for run in own
+        )
+        shown.append(f"{attacked} right answers; seeds {numbers}")
         shown.append(f"best epoch {spread([max(run['curve']) for run in own])}")
-        shown += seeds.settings(own)
         clean = spread([run["curve"][-1] for run in own])
-        rows.append(Row(name, f"clean {clean}", details="; ".join(shown)))
-    return rows
+        yield Row(name, f"clean {clean}", details="; ".join([*shown, *settings(own)]))
 
 
-def _attacked(run: dict[str, Any]) -> int:
-    return max((found["examples"] for found in run["attacks"].values()), default=0)
+def spread(found: Sequence[float]) -> str:
+    if not found:
+        return "not measured"
+    low, high = min(found), max(found)
+    return f"{mean(found):.1%}" + (f" ({low:.1%}–{high:.1%})" if low < high else "")
 
 
-def rates(runs: Sequence[dict[str, Any]], name: str) -> list[float]:
-    found = [run["attacks"][name] for run in runs if name in run["attacks"]]
-    return [each["flips"] / max(1, each["examples"]) for each in found]
+def settings(runs: Sequence[Run]) -> list[str]:
+    """How the runs were made; a mean over runs that were made in several ways says so."""
+    known = (run.get("settings", {}) for run in runs)
+    lines = [", ".join(f"{name} {value}" for name, value in given.items()) for given in known]
+    ways = [line for line in dict.fromkeys(lines) if line]
+    return ways if len(ways) < 2 else ["settings differ: " + " | ".join(ways)]
+
+
+def joined(files: Sequence[Path]) -> list[Run]:
+    return [run for file in files for run in json.loads(file.read_text("utf-8"))["runs"]]
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

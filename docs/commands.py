@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,8 @@ and fish.
 Hyperparameters of a method are set as `-o name=value`; `keyhole lab methods NAME` lists them.
 Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, 3 could not check.
 """
+
+ARGUMENTS = "Arguments"
 
 
 def commands(group: Any = None, title: str = "keyhole") -> Iterator[tuple[str, Any]]:
@@ -48,31 +52,58 @@ def option_names() -> set[str]:
 
 
 def cli_reference() -> str:
-    """Every command: usage, what it does, its options by group, and examples that run."""
-    return "\n".join([_HEAD, *(_section(title, command) for title, command in commands())])
+    """What many commands share, once; then every command: usage, what it does, its own options."""
+    described = [(title, command, _parameters(command, title)) for title, command in commands()]
+    uses = Counter(line for *_, found in described for group, line in found if group != ARGUMENTS)
+    most: dict[str, str] = {}  # of an option that is described in two ways, the usual one
+    for line, count in uses.most_common():
+        if count > 1:
+            most.setdefault(_name(line), line)
+    shared = {*most.values()}
+    parts = [_HEAD, "## Options that commands share\n", *(most[name] for name in sorted(most)), ""]
+    return "\n".join([*parts, *(_section(*each, shared) for each in described)])
 
 
-def _section(title: str, command: Any) -> str:
+def _parameters(command: Any, title: str) -> list[tuple[str, str]]:
+    """The group of each argument and option, and its line in the reference."""
     context = command.context_class(command, info_name=title)
-    usage = " ".join([title, *command.collect_usage_pieces(context)])
-    parts = [f"## {title}\n", f"```text\n{usage}\n```\n", _plain(command.help), ""]
-    for name in _names(command):
-        inner = command.commands[name]
-        parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
-    groups: dict[str, list[str]] = {}
+    found: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and "--help" not in parameter.opts:
             argument = parameter.param_type_name == "argument"
-            name = "Arguments" if argument else parameter.rich_help_panel or "Options"
+            group = ARGUMENTS if argument else parameter.rich_help_panel or "Options"
             words, about = (" ".join(part.split()) for part in record)
-            groups.setdefault(name, []).append(f"- `{words}`: {_plain(about)}")
-    for name, lines in groups.items():
-        parts += [f"\n**{name}**\n", *lines]
+            words = re.sub(r" <.*>", "", words)  # the type says nothing that the help does not
+            found.append((group, f"- `{words}`: {_plain(about).removesuffix(' [required]')}"))
+    return found
+
+
+def _section(title: str, command: Any, parameters: list[tuple[str, str]], shared: set[str]) -> str:
+    context = command.context_class(command, info_name=title)
+    usage = " ".join([title, *command.collect_usage_pieces(context)])
+    parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
+    for name in _names(command) if title == "keyhole" else ():  # those of the lab follow it
+        inner = command.commands[name]
+        parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
+    groups: dict[str, list[str]] = {}
+    for group, line in parameters:
+        if line not in shared:
+            groups.setdefault(group, []).append(line)
+    for group, lines in groups.items():
+        parts += [f"\n**{group}**\n", *lines]
+    if common := [_name(line) for _, line in parameters if line in shared]:
+        parts.append(f"\nAlso, as above: {', '.join(common)}.")
     if command.epilog:
         lines = command.epilog.splitlines()[1:]
         parts += ["\n```sh", *(line.strip() for line in lines), "```"]
-    return "\n".join(parts) + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
+
+
+def _name(line: str) -> str:
+    """The long name of an option, as code."""
+    words = line.split("`")[1].split()
+    return f"`{next(word for word in words if word.startswith('--'))}`"
 
 
 def _plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the benchmarks compute beside the library: substitutions, factors, pairs, taken weights."""
+"""What the benchmarks compute next to the library: substitutions, factors, pairs, taken weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from tokenizers import processors
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import disrupt_ablations
-import factors
 import subjects
 import tasks
 import trained
 from keyhole.data import Example
-from word_substitution import Substituted, Victim, WordSubstitution, judged
+from substitution import Substituted, Victim, WordSubstitution, judged
 
 LETTERS = [chr(ord("a") + number) * 2 for number in range(26)]
 WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "beginning"]
@@ -190,15 +189,15 @@ def test_factors_tell_what_flipping_depends_on():
         runs.append({"what": what, "method": "plain", "answers": [
             answered(*row, bool(flip)) for row, flip in zip(drawn, flipped, strict=True)
         ]})  # fmt: skip
-    values, flips = factors.answers(runs, "strongest")
-    weights = factors.regression(factors.standard(values, values), flips)
-    inputs = factors.standard(values, values)
+    values, flips = tasks.answers(runs, "strongest")
+    weights = tasks.regression(tasks.standard(values, values), flips)
+    inputs = tasks.standard(values, values)
     slope = inputs.T @ (torch.sigmoid(inputs @ weights) - flips)
     slope[1:] += 1e-2 * len(flips) * weights[1:]
     assert float(slope.abs().max()) < 1e-9  # where the penalised likelihood is greatest
     assert weights[1] < -1
     assert float(weights[2:].abs().max()) < 0.3
-    rows = {row.what: row for row in factors.table(runs)}
+    rows = {row.what: row for row in tasks.by_factor(runs)}
     shares = rows["easy, plain, strongest: flips by quarter of margin"].measured.split(", ")
     assert [int(share[:-1]) for share in shares] == sorted(
         (int(share[:-1]) for share in shares), reverse=True
@@ -209,8 +208,8 @@ def test_factors_tell_what_flipping_depends_on():
 
 def test_larger_counts_pairs():
     values, flipped = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    assert factors.larger(values, flipped) == (2 + 1 + 0.5) / 4
-    assert factors.quarters(values, flipped) == [0.0, 1.0, 0.0, 1.0]
+    assert tasks.larger(values, flipped) == (2 + 1 + 0.5) / 4
+    assert tasks.quarters(values, flipped) == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_pairs_are_encoded_as_the_tokenizer_encodes_them():
@@ -252,7 +251,7 @@ def test_entropy_is_the_mean_over_heads_and_real_queries():
 def test_answers_are_described_by_their_own_margin_length_and_maps(victim):
     right = list(sentences(victim, 5, length=4)) + list(sentences(victim, 2, length=9))
     right = [Example(str(number), each.label, each.text) for number, each in enumerate(right)]
-    batches = trained.Batches(victim.model, victim.tokenizer, right, together=3)
+    batches = trained.Batches(victim.model, victim.tokenizer, right, batch_size=3)
     known = {answer["id"]: answer for answer in trained.described(batches)}
     assert len(known) == 7
     for example in right:

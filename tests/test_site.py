@@ -79,7 +79,7 @@ def test_the_python_reference_shows_signatures_and_docstrings():
     assert "`src/keyhole/extract/single_head.py`" in page
     long = api.page("audit").split("## audit\n")[1]
     assert "audit(\n    target" in long
-    assert "\n    seed: int = 0,\n" in long
+    assert "\n    processes: int = 0,\n" in long
     assert "lambda done, total: None,\n" in long  # a comma that parts no parameters
 
 

@@ -31,7 +31,7 @@ from keyhole.core.files import write_text
 from keyhole.data import NO_LABEL, Example
 from keyhole.models import demo
 from keyhole.models.loading import lent, transformers
-from keyhole.recover.pieces import decoded
+from keyhole.models.pieces import decoded
 from keyhole.report import words
 
 _log = logging.getLogger("keyhole")

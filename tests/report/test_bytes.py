@@ -16,7 +16,7 @@ from keyhole.audit import audit
 from keyhole.audit.texts import TextTarget
 from keyhole.models import load_model
 from keyhole.models.demo import load_demo
-from keyhole.recover.pieces import labels
+from keyhole.models.pieces import labels
 from keyhole.report import render
 
 TEXT = "a good né 日!\nno"

@@ -29,7 +29,7 @@ from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.tasks import settled
 from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
-from keyhole.recover.pieces import decoded, labels
+from keyhole.models.pieces import decoded, labels
 from keyhole.report import words
 
 SHOWN = 3  # flipped inputs that a finding shows

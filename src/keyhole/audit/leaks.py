@@ -20,11 +20,11 @@ from keyhole.core.finding import Piece, Reading, Readings
 from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
+from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import TextRecovery, recover_text
 from keyhole.recover.attack import Attack
 from keyhole.recover.files.sources import Opened, WrittenIds
 from keyhole.recover.leaks import Leak
-from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import ATTACKS
 
 _IDS = "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."

@@ -34,6 +34,7 @@ from keyhole.models.capture import Exposure as Captured
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
+from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, Pooled, TextRecovery
 from keyhole.recover.attack import Attack, Counts, Target
 from keyhole.recover.attack import Target as Attacked
@@ -52,7 +53,6 @@ from keyhole.recover.embeddings.pooling import (
 )
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.originals import Original
-from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store

@@ -30,13 +30,13 @@ from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
+from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, TextRecovery, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
-from keyhole.recover.pieces import unknown_token, written
 from keyhole.recover.registry import (
     ATTACKS,
     NOISE,

@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 lab = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 app.add_typer(lab, name="lab", help="Plant, capture, measure and prove: what researchers use.")
 
-Options = Annotated[
-    list[str] | None,
-    about(
-        "What is named above; may be repeated.", CHECKS, "--option", "-o", metavar="NAME=VALUE"
-    ),
-]  # fmt: skip
 Columns = Annotated[str | None, declared("column")]
 
 
@@ -187,7 +181,7 @@ def capture(
             metavar="FORM",
         ),
     ] = None,
-    option: Options = None,
+    option: MethodOptions = None,
     out: Annotated[
         Path,
         about("The file to write the leak to, or a folder for several.", OUTPUT, metavar="PATH"),
@@ -340,7 +334,7 @@ def bounds(
             "keyhole invert --out writes.",
         ),
     ],
-    option: Options = None,
+    option: MethodOptions = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -424,7 +418,7 @@ def certificates(
     classes: Classes = None,
     examples: Examples = None,
     max_length: MaxLength = 128,
-    option: Options = None,
+    option: MethodOptions = None,
     out: Out = None,
     force: Force = False,
     device: Device = "cpu",
@@ -465,7 +459,7 @@ def cost(
     what: Annotated[
         str, typer.Argument(metavar="[head|layer|text]", help="What the attack would take.")
     ],
-    option: Options = None,
+    option: MethodOptions = None,
     as_json: Json = False,
 ) -> None:
     """Tell what an attack would cost: queries, tokens, hours and money.

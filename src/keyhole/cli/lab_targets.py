@@ -10,8 +10,8 @@ import typer
 
 from keyhole.cli.app import example
 from keyhole.cli.console import answer, show
-from keyhole.cli.lab import Options, lab
-from keyhole.cli.options import Force, Json, Seed, about
+from keyhole.cli.lab import lab
+from keyhole.cli.options import Force, Json, MethodOptions, Seed, about
 from keyhole.cli.outputs import expect_new
 from keyhole.core import dump
 from keyhole.core.errors import InputError, MissingExtra, expect_count
@@ -63,7 +63,7 @@ def plant(
     kind: Annotated[
         str, about(f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME")
     ] = "head",
-    option: Options = None,
+    option: MethodOptions = None,
     force: Force = False,
     seed: Seed = 0,
 ) -> None:
@@ -139,7 +139,7 @@ def serve(
     ],
     name: Annotated[str, about("The model's name on the server.", TARGET)] = "target",
     port: Annotated[int, about("The port to listen on, at 127.0.0.1.", TARGET)] = 8080,
-    option: Options = None,
+    option: MethodOptions = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:

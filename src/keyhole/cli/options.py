@@ -46,8 +46,8 @@ _ENDPOINT_HELP = (
     "tensors, where there are several), positive (the label that counts as 1). May be repeated."
 )
 _OPTION_HELP = (
-    "Set a hyperparameter of the method, such as rank=4; may be repeated. `keyhole lab methods "
-    "NAME` lists them."
+    "Set a hyperparameter of the method, such as rank=4 (`keyhole lab methods NAME` lists them), "
+    "or what the command's description names; may be repeated."
 )
 
 

@@ -180,7 +180,7 @@ def _recover_updates(
 
 
 def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
-    from keyhole.recover.pieces import written
+    from keyhole.models.pieces import written
 
     line = Text(f"{file.name}: {batch.status} ({batch.reason})")
     for number, text in enumerate(batch.texts):

@@ -20,8 +20,8 @@ from keyhole.core.numerics import LinAlgError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
+from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
-from keyhole.recover.pieces import decoded, written
 
 
 class TokenCount:

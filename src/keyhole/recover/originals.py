@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keyhole.data import opening
-from keyhole.recover.pieces import decoded, unknown_token
+from keyhole.models.pieces import decoded, unknown_token
 
 _WORD = re.compile(r"\w+")
 _NAMED = 3  # characters or words without a token that a note names

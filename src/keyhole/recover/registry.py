@@ -115,7 +115,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
     )),
     Entry("sublayer-output", SubLayerOutput, (
         _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
-    )),
+    ), note="Text from the output of an encoder's attention sub-layer, before the residual."),
     # Minutes of search: nothing that an audit tries unasked.
     Entry("short-prompt", ShortPrompt, (_logits,)),
     Entry("counted-reader", CountedReader, (
@@ -127,8 +127,14 @@ ATTACKS: Registry[Attack, Row] = Registry(
     )),
     Entry("pooled-embedding", PooledEmbedding, (_unasked(causal=False),)),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
-    Entry("unordered-states", UnorderedStates, (_unordered(causal=False),)),
-    Entry("unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),)),
+    Entry(
+        "unordered-states", UnorderedStates, (_unordered(causal=False),),
+        note="Text from an encoder's hidden states in random order.",
+    ),
+    Entry(
+        "unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),),
+        note="Text from a causal decoder's hidden states in random order, left to right.",
+    ),
 )  # fmt: skip
 
 WITH_CORPUS = "counted-reader"

@@ -22,6 +22,7 @@ from keyhole.core.machine import largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
 from keyhole.models.loading import Loaded, identity
+from keyhole.models.pieces import unknown_token
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
 from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
@@ -30,7 +31,6 @@ from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.originals import Original, Shared
-from keyhole.recover.pieces import unknown_token
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import MAX_LENGTH, with_noise

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import tiny_models as tiny
 from keyhole.models.demo import load_demo
+from keyhole.models.pieces import decoded, unknown_token, written
 from keyhole.recover.originals import Original
-from keyhole.recover.pieces import decoded, unknown_token, written
 
 
 @pytest.fixture(scope="module")

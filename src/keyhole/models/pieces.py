@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
-_LONGEST = 4  # bytes of a character, and so tokens
+_MAX_BYTES = 4  # bytes of a character, and so tokens
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # How byte-level tokenizers spell bytes: themselves where they print, else from U+0100 on.
@@ -26,7 +26,7 @@ def written(tokenizer: Any, ids: list[int]) -> list[str]:
     before, start = "", 0
     while start < len(ids):
         end, now = start + 1, _decode(tokenizer, ids[: start + 1])
-        while now.endswith(_BROKEN) and end < min(start + _LONGEST, len(ids)):
+        while now.endswith(_BROKEN) and end < min(start + _MAX_BYTES, len(ids)):
             end, now = end + 1, _decode(tokenizer, ids[: end + 1])
         added = now.removeprefix(before)
         if _BROKEN in added:
