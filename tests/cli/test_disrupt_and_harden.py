@@ -355,7 +355,7 @@ WRONG = {
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "expected a share from 0 to 1"),
     "bad count": (
         ["disrupt", "my-classifier", "--examples", "0"],
-        "--examples of 1 or more, got 0",
+        "--examples must be 1 or more, not 0",
     ),
     "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
     "scale": (
@@ -374,7 +374,7 @@ WRONG = {
         ["disrupt", "my-classifier", "--processes", "2", "--dask", "tcp://127.0.0.1:1"],
         "expected --processes or --dask, got both",
     ),
-    "no unit": (["lab", "certificates", "my-classifier", "0"], "of 1 or more, got 0"),
+    "no unit": (["lab", "certificates", "my-classifier", "0"], "must be 1 or more, not 0"),
     "continuation of a class": (
         ["disrupt", "my-classifier", "-o", "continuation=2"],
         "continuation is for language models, not for classification",
@@ -415,7 +415,7 @@ WRONG = {
     ),
     "no flips": (
         ["harden", "my-classifier", "--out", "o", "--flips", "0"],
-        "expected --flips of 1",
+        "--flips must be 1",
     ),
     "plain before plain": (
         ["harden", "my-classifier", "--out", "o", "--method", "plain", "-o", "plain_first=0.5"],
@@ -435,7 +435,7 @@ WRONG = {
     ),
     "no epochs": (
         ["harden", "my-classifier", "--out", "o", "--epochs", "0"],
-        "expected --epochs of 1 or more",
+        "--epochs must be 1 or more",
     ),
 }
 

@@ -38,7 +38,7 @@ class Weighed(Result):
     @classmethod
     def restore(cls, data, tensors):
         if data["error"] < 0:
-            raise InputError(f"expected an error of 0 or more, got {data['error']}")
+            raise InputError(f"an error must be 0 or more, not {data['error']}")
         return cls(float(data["error"]), tensors.get("W"))
 
 
@@ -81,7 +81,7 @@ def test_tensors_lie_next_to_it_and_move_with_it(tmp_path):
         ({"format": 1, "kind": "audit", "error": 1}, "expected a saved weighing, got audit"),
         ({"format": 1, "kind": "weighing"}, r"expected a saved weighing, got KeyError\('error'\)"),
         ({"format": 1, "kind": "weighing", "error": "x"}, "expected a saved weighing, got TypeErr"),
-        ({"format": 1, "kind": "weighing", "error": -1}, "expected an error of 0 or more, got -1"),
+        ({"format": 1, "kind": "weighing", "error": -1}, "an error must be 0 or more, not -1"),
     ],
 )
 def test_anything_else_is_one_line(tmp_path, data, words):

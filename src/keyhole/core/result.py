@@ -164,8 +164,13 @@ def expect_format(version: object, where: str = "") -> None:
 T = TypeVar("T")
 
 
-def restored(kind: type[T], data: object, where: str = "", *, more: bool = False) -> T:
-    """The dataclass that `data` describes; `more` lets keys pass that are none of its fields."""
+def restored(
+    kind: type[T], data: object, where: str = "", *, more: bool = False, **made: object
+) -> T:
+    """The dataclass that `data` describes, but for the fields in `made`, which are set as they are.
+
+    `more` lets keys pass that are none of its fields.
+    """
     if not isinstance(data, Mapping):
         raise _unlike(where or kind.__name__, "an object", data)
     given = cast("Mapping[str, Any]", data)
@@ -175,9 +180,11 @@ def restored(kind: type[T], data: object, where: str = "", *, more: bool = False
         raise InputError(
             f"expected {', '.join(known)} in {where or kind.__name__}, got {unknown[0]}"
         )
-    hints, values = get_type_hints(kind), dict[str, Any]()
+    hints, values = get_type_hints(kind), dict[str, Any](made)
     for name, field in known.items():
         place = f"{where}.{name}" if where else name
+        if name in made:
+            continue
         if name in given:
             values[name] = typed(hints[name], given[name], place)
         elif field.default is MISSING and field.default_factory is MISSING:

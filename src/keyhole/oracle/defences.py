@@ -137,7 +137,7 @@ class Noisy(Wrapper):
         self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
     ) -> None:
         if not (tolerance >= 0 and math.isfinite(tolerance)):
-            raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+            raise InputError(f"a tolerance must be 0 or more, not {tolerance}")
         super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed

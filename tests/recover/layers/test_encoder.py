@@ -166,7 +166,7 @@ def test_leaks_that_cannot_be_this_models():
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values[:, 1:], 2))
     with pytest.raises(InputError, match="at most 80 positions"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(torch.ones(81, 32), 2))
-    with pytest.raises(InputError, match="expected arrays or tensors, got none in object"):
+    with pytest.raises(InputError, match="no arrays or tensors in object"):
         invert.recover_text(model(), WORDS, object())
     assert invert.recover_text(model(), WORDS, good.values).ids == ids[0].tolist()  # layer unsaid
     with pytest.raises(InputError, match="expected a tokenizer"):
