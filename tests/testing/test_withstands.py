@@ -23,7 +23,6 @@ from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
 from keyhole.testing import CouldNotCheck, assert_withstands
-from keyhole.testing.record import sessions
 from keyhole.testing.sessions import sessions
 from keyhole.testing.withstands import lines
 

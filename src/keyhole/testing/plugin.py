@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from keyhole.testing.record import notify, sessions
 from keyhole.testing.sessions import notify, sessions
 
 if TYPE_CHECKING:

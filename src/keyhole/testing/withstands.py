@@ -27,7 +27,6 @@ from keyhole.models import Loaded, demo
 from keyhole.models.loading import is_model, lent
 from keyhole.oracle import BudgetExhausted, Oracle, OracleError
 from keyhole.report import words as wording
-from keyhole.testing.record import notify
 from keyhole.testing.sessions import notify
 
 Texts = str | Path | Sequence[str]
