@@ -413,14 +413,14 @@ def test_only_what_the_released_code_does_is_called_as_released(changes, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: HackAttend(share=2), "expected a share from 0 to 1, got 2"),
+        (lambda: HackAttend(share=2), "share must be from 0 to 1, got 2"),
         (lambda: HackAttend(ranking="best"), "expected ranking among removal, .*got best"),
         (lambda: HackAttend(scope="layer"), "expected scope among head, model, got layer"),
         (lambda: HackAttend(spare="none"), "expected spare among special, .*got none"),
         (lambda: HackAttend(batch=0), "expected batch of 1 or more, got 0"),
         (lambda: HackAttend(continuation=0), "expected continuation of 1 or more, got 0"),
         (lambda: HackAttend(schedule="greedy"), "expected a schedule Greedy.. or Rerank.., got"),
-        (lambda: Rerank(rounds=0), "expected rounds of 1 or more, got 0"),
+        (lambda: Rerank(rounds=0), "rounds must be 1 or more, got 0"),
         (lambda: Rerank(restarts=-1), "expected restarts of 0 or more, got -1"),
         (lambda: Greedy(order="best"), "expected order among importance, .*got best"),
         (lambda: Greedy(scale="third"), "expected scale among full, half, got third"),
@@ -437,7 +437,7 @@ def test_wrong_problems_are_one_line():
     method = HackAttend(**QUICK)
     labels = tiny_heads.own_labels(model, batch)
     for arguments, options, words in (
-        ((batch, None), {}, "expected labels for a classifier, got none"),
+        ((batch, None), {}, "a classifier needs labels"),
         ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
         ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
         ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),

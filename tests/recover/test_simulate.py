@@ -143,5 +143,5 @@ def test_noise_that_is_stated_is_what_was_added():
         stated = with_noise(degrade(leak, noise=share, seed=7), share)
         assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="expected noise of 0 or more"):
+        with pytest.raises(InputError, match="noise must be 0 or more"):
             with_noise(leak, wrong)

@@ -177,7 +177,7 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
 
 WRONG = [
     (lambda: assert_withstands("demo", "scars"), "expected an exposure such as hidden:3"),
-    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "expected tokenizer="),
+    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "needs tokenizer="),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
     (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "expected a model for hidden:1"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),

@@ -233,9 +233,9 @@ def _check(run: Run) -> None:
         if getattr(run, name) < 1:
             raise InputError(f"expected {name} of 1 or more, got {getattr(run, name)}")
     if not run.rate > 0:
-        raise InputError(f"expected a rate above 0, got {run.rate}")
+        raise InputError(f"rate must be above 0, got {run.rate}")
     if not 0 <= run.average < 1:
-        raise InputError(f"expected an average from 0 to below 1, got {run.average}")
+        raise InputError(f"average must be at least 0 and below 1, got {run.average}")
 
 
 def _peak(device: torch.device) -> int:

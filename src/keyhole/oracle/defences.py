@@ -117,7 +117,7 @@ class Rounded(Wrapper):
 
     def __init__(self, inner: Oracle, decimals: int) -> None:
         if not 0 <= decimals <= 15:
-            raise InputError(f"expected 0 to 15 decimals, got {decimals}")
+            raise InputError(f"decimals must be from 0 to 15, got {decimals}")
         super().__init__(inner, f"rounded:{decimals}")
         self.decimals = decimals
 
@@ -137,7 +137,7 @@ class Noisy(Wrapper):
         self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
     ) -> None:
         if not (tolerance >= 0 and math.isfinite(tolerance)):
-            raise InputError(f"expected a tolerance of 0 or more, got {tolerance}")
+            raise InputError(f"tolerance must be 0 or more, got {tolerance}")
         super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed
@@ -174,7 +174,7 @@ class Clipped(Wrapper):
 
     def __init__(self, inner: Oracle, max_norm: float) -> None:
         if not (max_norm > 0 and math.isfinite(max_norm)):
-            raise InputError(f"expected a positive norm, got {max_norm}")
+            raise InputError(f"max_norm must be above 0, got {max_norm}")
         super().__init__(inner, f"clipped:{max_norm!r}")
         self.max_norm = max_norm
 
@@ -193,7 +193,7 @@ class Failing(Wrapper):
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if len(sequences) > self.after:
-            raise OracleError("expected an answer, got none: the endpoint is down")
+            raise OracleError("no answer: the endpoint is down")
         self.after -= len(sequences)
         return ask(self.inner, sequences)
 

@@ -69,7 +69,7 @@ class BaseLeak(About):
             if not isinstance(value, Tensor | _KINDS.get(field.name, object)):
                 raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
         if self.noise is not None and not 0 <= self.noise < math.inf:
-            raise InputError(f"expected noise of 0 or more, got {self.noise}")
+            raise InputError(f"noise must be 0 or more, got {self.noise}")
         known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]  # signs of one vector
         if self.precision is not None and self.precision not in known:
             raise InputError(f"expected a precision among {', '.join(known)}, got {self.precision}")

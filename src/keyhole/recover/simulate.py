@@ -101,7 +101,7 @@ def degrade(
     if precision not in PRECISIONS:
         raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
     if not 0.0 <= noise < float("inf"):
-        raise InputError(f"expected noise of 0 or more, got {noise}")
+        raise InputError(f"noise must be 0 or more, got {noise}")
     stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     leak = _reshaped(leak, changes, stream)
     for form, key in secrets.items():

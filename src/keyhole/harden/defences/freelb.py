@@ -42,7 +42,7 @@ class FreeLB:
     def __post_init__(self) -> None:
         positive(rate=self.rate, radius=self.radius, start=self.start)
         if self.steps < 1:
-            raise InputError(f"expected steps of 1 or more, got {self.steps}")
+            raise InputError(f"steps must be 1 or more, got {self.steps}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
@@ -60,7 +60,7 @@ class FreeLB:
     def _next(self, delta: Tensor) -> Tensor:
         gradient = delta.grad
         if gradient is None:
-            raise InputError("expected each loss to be differentiated before the next, got none")
+            raise InputError("each loss must be differentiated before the next is computed")
         size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
         return self._inside(delta.detach() + self.rate * gradient / size)
 
