@@ -155,7 +155,7 @@ def test_an_address_that_is_none_is_refused(url):
 def test_headers_that_cannot_be_sent_are_refused_and_not_shown(secret):
     with (
         Server(raw(), "none") as server,
-        pytest.raises(InputError, match="headers must be|HTTP does not allow") as caught,
+        pytest.raises(InputError, match="headers") as caught,
     ):
         OpenInference(server.url, "m", headers={"Authorization": secret})
     assert "tok" not in str(caught.value)

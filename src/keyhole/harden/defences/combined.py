@@ -68,8 +68,8 @@ class Stages:
         """Plain training for a share of the steps, then the defence; 0 is the defence alone."""
         if share and isinstance(defence, Plain):
             raise InputError(
-                f"plain_first={share:g} needs a defence to go on with: choose another --method than "
-                "plain"
+                f"plain_first={share:g} needs a defence to go on with: choose another --method "
+                "than plain"
             )
         return cls(((0.0, Plain()), (share, defence))) if share else defence
 
