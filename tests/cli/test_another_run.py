@@ -23,7 +23,7 @@ class Stop(Exception):
 
 def stop(name, total=None):
     def progress(done, total=None, note=""):
-        if name == "audit":
+        if name == "audit" and done:
             raise Stop
 
     return progress
