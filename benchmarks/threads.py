@@ -37,7 +37,7 @@ BATCHES = {"one text": 1, "64 texts": 64}
 TURN = 0.05  # seconds of one turn of such passes with one thread, about
 PATIENCE = 2.0  # seconds after which a row takes no further turn
 NEAR = 1.25  # how much slower than the better of one and all what is chosen may be
-# Of the demo's audit a few checks, which take about a second together.
+# Of the demo's audit a few checks, which take about a second in all.
 ENDPOINTS = ("the scorer with four heads", "the one-layer Transformer",
              "the attention layer, last token")  # fmt: skip
 CHECKS = ("KH-PREDICTIONS-CUTS",)

@@ -228,7 +228,7 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     )  # fmt: skip
     audited = Audit.load(tmp_path / "keyhole-report.json")
     assert done.returncode == audited.exit_code, done.stderr
-    assert EXPOSURE in done.stdout
+    assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
     page = (tmp_path / "keyhole-report.html").read_text("utf-8")
     if right:

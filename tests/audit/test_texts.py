@@ -202,7 +202,7 @@ def test_an_audit_says_which_layers_it_left_out(audited):
 
 
 def test_wrong_wishes():
-    with pytest.raises(InputError, match="one text or more"):
+    with pytest.raises(InputError, match="no texts to read back"):
         TextTarget(target("bert").loaded, ())
     with pytest.raises(InputError, match="precisions among"):
         target("bert", precisions=("int3",))

@@ -76,7 +76,7 @@ def test_the_truth_and_the_noise_may_be_stated(keyhole, tmp_path):
     assert "1 leaks need 1 true texts, not 2" in wrong.stderr
     wrong = keyhole("recover", "demo", "leak.safetensors", "--noise", "-1")
     assert wrong.returncode == 2
-    assert "expected noise of 0 or more, got -1" in wrong.stderr
+    assert "noise must be 0 or more, not -1" in wrong.stderr
 
 
 def test_several_leaks_resume(keyhole, tmp_path):

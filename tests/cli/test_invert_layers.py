@@ -67,7 +67,7 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
     [
         ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
         ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
-        ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
+        ("s.safetensors -o starts=0", "starts must be 1 or more, not 0"),
         (
             "p.safetensors",
             "p.safetensors must hold tensors 1.W, 1.V, 2.W, … and B: it holds B, V, W",

@@ -63,10 +63,10 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
         ("-o gamma=1", "auto has no option 'gamma'"),
         ("-o slack=0.1 --method lbfgs", "lbfgs has no option 'slack'"),
         ("-o rate=0.1", "auto has no option 'rate'"),
-        ("-o rate=0 --method gradient-descent-as-published", "expected rate above 0, got 0"),
+        ("-o rate=0 --method gradient-descent-as-published", "rate must be above 0, not 0"),
         ("-o delta=0.1", "auto has no option 'delta'"),
         ("-o delta=1 --method regularized-newton", "expected delta between 0 and 1, got 1"),
-        ("-o rate=nan --method adam", "expected rate above 0, got nan"),
+        ("-o rate=nan --method adam", "rate must be above 0, not nan"),
         ("--start near.safetensors", "auto takes no start: choose levenberg-marquardt or "),
         (
             "--start near.safetensors --method token-by-token",
@@ -77,7 +77,7 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
             "starts and --start exclude each other",
         ),
         ("-o gamma=small --method regularized-newton", 'expected gamma "paper" or a number'),
-        ("-o gamma=nan --method regularized-newton", "expected gamma of 0 or more, got nan"),
+        ("-o gamma=nan --method regularized-newton", "gamma must be 0 or more, not nan"),
         ("-o slack=1 --method regularized-newton", "expected slack from 0 to below 1, got 1"),
         (
             "--start p.safetensors --method adam",

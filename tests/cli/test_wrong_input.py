@@ -45,7 +45,7 @@ WRONG = {
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],
         2,
-        "expected budget of 0 or more, got -1",
+        "budget must be 0 or more, not -1",
     ),
     "not writable": (["lab", "plant", "no/x.safetensors"], 2, "expected a file to write"),
     "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
@@ -58,7 +58,7 @@ WRONG = {
         2,
         "needs the attention maps",
     ),
-    "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "expected starts of 1 or more"),
+    "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "starts must be 1 or more"),
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,
@@ -77,7 +77,7 @@ WRONG = {
         2,
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
-    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "expected texts in empty.txt"),
+    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "such as 1,6,12"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],

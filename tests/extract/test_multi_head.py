@@ -217,7 +217,7 @@ def test_the_trace_falls_and_ends_where_the_result_is():
 
 @pytest.mark.parametrize("heads", [0, -1])
 def test_bad_arguments(heads):
-    with pytest.raises(InputError, match="expected heads of 1 or more"):
+    with pytest.raises(InputError, match="heads must be 1 or more"):
         extract.MultiHead(heads=heads)
 
 

@@ -78,8 +78,8 @@ def test_bases_are_checked():
     with pytest.raises(InputError, match="rows"):
         OrthogonalHeads([first])(orthogonal_heads([3, 3])[0])
     for name, value, message in (
-        ("points", 0, "expected points of 1 or more, got 0"),
-        ("levels", 0, "expected levels of 1 or more, got 0"),
+        ("points", 0, "points must be 1 or more, not 0"),
+        ("levels", 0, "levels must be 1 or more, not 0"),
         ("precision", 0.0, r"the precision must lie between 0 and 1: got 0\.0"),
         ("precision", 2.0, r"the precision must lie between 0 and 1: got 2\.0"),
     ):

@@ -114,7 +114,7 @@ def test_a_budget_leaves_what_is_known():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bound": 0.0}, "expected bound above 0, got 0.0"),
+        ({"bound": 0.0}, "bound must be above 0, not 0.0"),
         ({"margin": 0.0}, "the margin must be above 0 and at most 1: got 0.0"),
         ({"accuracy": 1.0}, "accuracy must lie between 0 and 1: got 1.0"),
         ({"chance": 0.0}, "chance must lie between 0 and 1: got 0.0"),

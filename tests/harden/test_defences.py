@@ -316,15 +316,15 @@ def test_dropout_comes_from_the_seed_and_goes_back():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FreeLB(steps=0), "expected steps of 1 or more"),
-        (lambda: FreeLB(rate=-1), "expected rate of 0 or more"),
-        (lambda: SMART(weight=float("nan")), "expected weight of 0 or more"),
+        (lambda: FreeLB(steps=0), "steps must be 1 or more"),
+        (lambda: FreeLB(rate=-1), "rate must be 0 or more"),
+        (lambda: SMART(weight=float("nan")), "weight must be 0 or more"),
         (lambda: R3F(kind="laplace"), "expected kind normal or uniform"),
         (lambda: ASA(radius=2.0), "expected a radius from 0 to 1"),
         (lambda: AttackMasks(share=1.0), "expected a share"),
         (lambda: AttackMasks(label="true"), "expected label random or predicted"),
         (lambda: AttackMasks(kind="both"), "expected kind consistency or labels"),
-        (lambda: AttackMasks(rounds=0), "expected rounds"),
+        (lambda: AttackMasks(rounds=0), "rounds must be"),
     ],
 )
 def test_wrong_settings(make, message):

@@ -266,9 +266,9 @@ def test_wrong_arguments():
         with pytest.raises(InputError, match="expected X"):
             certify(problem, wrong)
     for tolerance in (-1.0, torch.nan, torch.inf):
-        with pytest.raises(InputError, match="expected tolerance of 0 or more"):
+        with pytest.raises(InputError, match="tolerance must be 0 or more"):
             certify(problem, X, tolerance=tolerance)
-    with pytest.raises(InputError, match="expected bits of 64 or more"):
+    with pytest.raises(InputError, match="bits must be 64 or more"):
         certify(problem, X, bits=53)
 
 

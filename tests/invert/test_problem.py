@@ -60,7 +60,7 @@ GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
         ({"key_bias": torch.ones(2)}, r"expected key_bias of shape 3, got 2"),
         ({"known": torch.ones(3, 3)}, r"expected known of shape 4×3, got 3×3"),
         ({"maps": torch.ones(3, 3)}, r"expected maps of shape 4×4, got 3×3"),
-        ({"tolerance": -1.0}, r"expected tolerance of 0 or more, got -1.0"),
+        ({"tolerance": -1.0}, r"tolerance must be 0 or more, not -1.0"),
         ({"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True}, r"as many outputs as"),
     ],
 )

@@ -177,10 +177,10 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
 
 
 WRONG = [
-    (lambda: assert_withstands("demo", "scars"), "expected an exposure such as hidden:3"),
+    (lambda: assert_withstands("demo", "scars"), "there is no exposure scars: give"),
     (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "expected tokenizer="),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "expected a model for hidden:1"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most from 0 to 1"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share with flips"),

@@ -230,9 +230,9 @@ def _mixed(seed: int, epoch: int, what: str) -> int:
 def _check(run: Run) -> None:
     for name in ("epochs", "batch", "examples", "pool"):
         if getattr(run, name) < 1:
-            raise InputError(f"expected {name} of 1 or more, got {getattr(run, name)}")
+            raise InputError(f"{name} must be 1 or more, not {getattr(run, name)}")
     if not run.rate > 0:
-        raise InputError(f"expected a rate above 0, got {run.rate}")
+        raise InputError(f"a rate must be above 0, not {run.rate}")
     if not 0 <= run.average < 1:
         raise InputError(f"expected an average from 0 to below 1, got {run.average}")
 

@@ -201,7 +201,7 @@ def test_known_entries_stay_with_a_drawn_hessian():
     ("wrong", "words"),
     [
         ({"gamma": "small"}, 'gamma must be "paper" or a number'),
-        ({"gamma": -1.0}, "expected gamma of 0 or more"),
+        ({"gamma": -1.0}, "gamma must be 0 or more"),
         ({"delta": 0.0}, "delta must lie between 0 and 1"),
         ({"delta": math.nan}, "delta must lie between 0 and 1"),
         ({"slack": 1.0}, "slack must be at least 0 and below 1"),
