@@ -5,8 +5,8 @@ Constant, discontinuous, NaN at random, lying about `dim`, nondeterministic; 40 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -67,30 +67,25 @@ def attack(behaviour: str, seed: int, method: Method) -> Extraction:
     return method(Odd(behaviour, seed))
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     """Quick: each oracle meets one method in turn; full: each meets all of them."""
-    rows: list[Row] = []
     for behaviour in BEHAVIOURS:
         statuses: Counter[str] = Counter()
         slowest = 0.0
         for seed in range(40):
             every = methods(seed)
             for method in [every[seed % len(every)]] if quick else every:
-                started = time.perf_counter()
-                statuses[attack(behaviour, seed, method).status.value] += 1
-                slowest = max(slowest, time.perf_counter() - started)
-        wrong = statuses[Status.RECOVERED.value]
-        rows.append(
-            Row(
-                f"{behaviour}: {statuses.total()} attacks on 40 oracles",
-                f"{wrong} called recovered",
-                "0",
-                wrong == 0,
-                f"{dict(statuses)}, slowest {slowest:.1f} s",
-            )
+                result, seconds = show.timed(lambda: attack(behaviour, seed, method))  # noqa: B023
+                statuses[result.status.value] += 1
+                slowest = max(slowest, seconds)
+        yield Row(
+            f"{behaviour}: {statuses.total()} attacks on 40 oracles",
+            f"{statuses[Status.RECOVERED.value]} called recovered",
+            "0",
+            statuses[Status.RECOVERED.value] == 0,
+            f"{dict(statuses)}, slowest {slowest:.1f} s",
         )
-    return rows
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -7,6 +7,7 @@ have a gate with a gradient. Models that compute attention on their own must be 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,14 +21,13 @@ from show import Row
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 import tiny_architectures as zoo
 
-QUICK = ("bert", "gpt2", "t5")
 
-
-def run(quick: bool) -> list[Row]:
-    families = QUICK if quick else zoo.SIXTEEN
-    rows = [row for family in families for row in against_eager(family)]
+def run(quick: bool) -> Iterator[Row]:
+    for family in ("bert", "gpt2", "t5") if quick else zoo.SIXTEEN:
+        yield from against_eager(family)
     # DeBERTa's module warns of its own age when it is imported.
-    return rows + [refusal(family) for family in (zoo.REFUSED[1:] if quick else zoo.REFUSED)]
+    for family in zoo.REFUSED[1:] if quick else zoo.REFUSED:
+        yield refusal(family)
 
 
 class Gates(Untouched):
@@ -42,7 +42,7 @@ class Gates(Untouched):
         return self.made[-1]
 
 
-def against_eager(family: str) -> list[Row]:
+def against_eager(family: str) -> Iterator[Row]:
     model, given = zoo.model(family), zoo.inputs(family)
     eager = model(**given).last_hidden_state
     gates = Gates()
@@ -53,21 +53,18 @@ def against_eager(family: str) -> list[Row]:
     heads = torch.cat([gate.grad.flatten() for gate in gates.made if gate.grad is not None])
     alive, total = int((heads != 0).sum()), sum(len(gate) for gate in gates.made)
     error = show.relative(ours.detach(), eager)
-    return [
-        Row(f"{family}: difference to eager", f"{error:.1e}", "0", error == 0),
-        Row(f"{family}: heads with a gradient", f"{alive}/{total}", f"{total}", alive == total),
-    ]
+    yield Row(f"{family}: difference to eager", f"{error:.1e}", "0", error == 0)
+    yield Row(f"{family}: heads with a gradient", f"{alive}/{total}", f"{total}", alive == total)
 
 
 def refusal(family: str) -> Row:
+    outcome, reason = "accepted", ""
     try:
         sites_of(zoo.model(family), **zoo.inputs(family))
     except InputError as error:
-        return Row(
-            f"{family}: computes attention on its own", "refused", "refused", True, str(error)
-        )
-    return Row(f"{family}: computes attention on its own", "accepted", "refused", False)
+        outcome, reason = "refused", str(error)
+    return show.exactly(f"{family}: computes attention on its own", outcome, "refused", reason)
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -2,8 +2,8 @@
 
 all-MiniLM-L6-v2, block 3: self-attention with biases and the output projection, 12 heads. And
 SmolLM2-135M, block 0: RMS norm, rotary positions, 9 heads that share 3 keys and values, residual.
-The floor is what symmetries leave of the parameters, over the numbers in an answer; nobody has
-published a bound. subjects.py says where the models come from; `--quick` takes random weights.
+The lower bound is what symmetries leave of the parameters, over the numbers in an answer; nobody
+has published one. subjects.py says where the models come from; `--quick` takes random weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keyhole.models.sub_layer import sub_layer
 from show import Row
 
 TOLERANCE = 1e-8
-MOST, MOST_SMALL = 4, 8  # queries for each one of the floor
+MOST, MOST_SMALL = 4, 8  # queries, in lower bounds
 
 
 def run(
@@ -49,7 +49,7 @@ def measure(
     target = sub_layer(loaded.model, layer, residual=residual)
     result = AttentionSubLayer(seed=seed)(target)
     what = f"{label}, block {layer}{', residual' if residual else ''}, seed {seed}"
-    floor = -(-target.unknowns // target.outputs)
+    bound = -(-target.unknowns // target.outputs)
     if result.model is None:
         return Row(what, f"{result.status}: {result.reason}", "recovered", False)
     worst = judge(target, result.model, seed + 100).worst
@@ -57,8 +57,8 @@ def measure(
         what,
         f"{result.queries:,} queries, fresh error {worst:.1e}",
         f"<= {most} times the floor, error <= {TOLERANCE:.0e}",
-        result.status is Status.RECOVERED and worst <= TOLERANCE and result.queries <= most * floor,
-        f"floor {floor:,}, {result.queries / floor:.2f} times, {result.seconds:.0f} s",
+        result.status is Status.RECOVERED and worst <= TOLERANCE and result.queries <= most * bound,
+        f"lower bound {bound:,}, {result.queries / bound:.2f} times, {result.seconds:.0f} s",
     )
 
 

@@ -12,10 +12,11 @@ The picture is docs/defences.png.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import plotly.graph_objects as go
 
@@ -36,7 +37,7 @@ EXACT = (
     "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
     "short and unusual inputs refused", "one query a second",
 )  # fmt: skip
-_FLOOR = 1e-6  # where smaller errors are drawn
+_SMALLEST = 1e-6  # where smaller errors are drawn
 _LOGARITHMIC = {"type": "log", "dtick": 1, "exponentformat": "power"}
 _NOISE = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _PARTS = (1.2, 1.0, 0.5, 0.1)
@@ -61,8 +62,7 @@ def graded(dim: int, seed: int = 0) -> list[Trial]:
     ]
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """A defence in one degree: medians over seeds."""
 
     name: str
@@ -99,32 +99,38 @@ def run(
         yield from leaks(loaded, "SmolLM2", subjects.sst2(data, few), "kv:0")
 
 
+def tried(
+    made: Callable[..., list[Trial]], d: int, seeds: int
+) -> Iterator[tuple[str, list[Tried]]]:
+    """Every defence in front of planted heads, by its name: what came of it with each seed."""
+    for place, trial in enumerate(made(d)):
+        runs: list[Tried] = []
+        for seed in range(seeds):
+            target = oracle.plant(dim=d, seed=seed)
+            client = HonestClient.of(target, seed=seed)
+            runs.append(try_defence(made(d, seed=seed)[place], target, client, seed))
+        yield trial.name, runs
+
+
 def weights(d: int, seeds: int) -> Iterator[Row]:
-    """Every defence in front of planted heads."""
-    for place, trial in enumerate(trials(d)):
-        runs = [_tried(trials(d, seed=seed)[place], d, seed) for seed in range(seeds)]
-        errors = [tried.thief_error for tried in runs if tried.thief_error is not None]
+    for name, runs in tried(trials, d, seeds):
+        errors = [run.attacker_error for run in runs if run.attacker_error is not None]
         thief = f"{median(errors):.1e}" if errors else "nothing"
-        honest = median(tried.honest_error for tried in runs)
-        refused = median(tried.refused for tried in runs)
-        words = f", {refused:.0%} refused" if refused else ""
-        promised = trial.name in EXACT
-        waiting = median(tried.waiting or 0.0 for tried in runs)
+        honest = median(run.honest_error for run in runs)
+        refused = median(run.refused for run in runs)
+        waiting = median(run.waiting or 0.0 for run in runs)
+        promised = name in EXACT
         yield Row(
-            f"d={d}, {trial.name}",
-            f"thief {thief}, honest client {honest:.1e}{words}",
+            f"d={d}, {name}",
+            f"thief {thief}, honest client {honest:.1e}"
+            + (f", {refused:.0%} refused" if refused else ""),
             "thief <= 1e-8" if promised else "",
             max(errors) <= 1e-8 if promised else None,
-            f"{runs[0].attack}; {median(tried.queries for tried in runs):,.0f} queries"
+            f"{runs[0].attack}; {median(run.queries for run in runs):,.0f} queries"
             + (f" in {waiting / 3600:.1f} hours" if waiting else "")
             + (f"; worst {max(errors):.1e}" if errors else "")
-            + f"; {median(tried.seconds for tried in runs):.1f} s; {runs[0].setting}",
+            + f"; {median(run.seconds for run in runs):.1f} s; {runs[0].setting}",
         )
-
-
-def _tried(trial: Trial, d: int, seed: int) -> Tried:
-    target = oracle.plant(dim=d, seed=seed)
-    return try_defence(trial, target, HonestClient.of(target, seed=seed), seed)
 
 
 def leaks(
@@ -134,27 +140,25 @@ def leaks(
     for defence in DEFENCES:
         if defence in without or (defence == "permuted" and not exposure.startswith("hidden")):
             continue
-        tried = read_behind(loaded, some, exposure, defence)
+        read = read_behind(loaded, some, exposure, defence)
         broken = defence in ("none", "permuted", *FORMS[:2])
-        own = f"; {tried.own} own texts" if tried.own else ""
+        own = f"; {read.own} own texts" if read.own else ""
         yield Row(
             f"{name}, {exposure}, {defence}",
-            f"{tried.exact} of {tried.texts} texts exact, {tried.tokens:.0%} of tokens",
+            f"{read.exact} of {read.texts} texts exact, {read.tokens:.0%} of tokens",
             "all" if broken else "",
-            tried.exact == tried.texts if broken else None,
-            f"{tried.attack}{own}; {tried.seconds:.0f} s; {tried.reason[:100]}",
+            read.exact == read.texts if broken else None,
+            f"{read.attack}{own}; {read.seconds:.0f} s; {read.reason[:100]}",
         )
 
 
 def table(quick: bool) -> list[Point]:
     """The defences that come in degrees, for the picture."""
-    d, seeds = (5, 1) if quick else (16, SEEDS)
     points: list[Point] = []
-    for place, trial in enumerate(graded(d)):
-        runs = [_tried(graded(d, seed=seed)[place], d, seed) for seed in range(seeds)]
-        thief = median(1.0 if t.thief_error is None else t.thief_error for t in runs)
-        honest = median(tried.honest_error for tried in runs)
-        points.append(Point(trial.name, runs[0].setting, thief, honest))
+    for name, runs in tried(graded, *((5, 1) if quick else (16, SEEDS))):
+        thief = median(1.0 if run.attacker_error is None else run.attacker_error for run in runs)
+        honest = median(run.honest_error for run in runs)
+        points.append(Point(name, runs[0].setting, thief, honest))
     return points
 
 
@@ -164,11 +168,11 @@ def figure(points: list[Point]) -> go.Figure:
     for name in dict.fromkeys(point.name for point in points):
         curve = [point for point in points if point.name == name]
         picture.add_scatter(
-            x=[max(point.honest, _FLOOR) for point in curve],
-            y=[max(point.thief, _FLOOR) for point in curve],
+            x=[max(point.honest, _SMALLEST) for point in curve],
+            y=[max(point.thief, _SMALLEST) for point in curve],
             text=[point.setting for point in curve], name=name, mode="lines+markers",
         )  # fmt: skip
-    ends = [_FLOOR, 1.0]
+    ends = [_SMALLEST, 1.0]
     picture.add_scatter(
         x=ends, y=ends, mode="lines", name="as good as what clients get",
         line={"dash": "dot", "color": "grey"},

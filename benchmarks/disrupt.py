@@ -1,48 +1,79 @@
 """Flips by cutting attention: as released, stronger, and at random, exactly counted.
 
 The full run attacks a fine-tuned classifier (`--model`, a folder; without it the classifier in the
-box, for which no figure is promised) on SST-2's dev set, and with
-`--task hellaswag` or `--task dream` a multiple-choice model, with `--task next-token` a causal
-one (`--model` may be a .gguf file). `--data` is the folder that holds sst2/, hellaswag/ and dream/,
-by default ../shared/data beside the repository. `--quick` takes random weights instead.
+box, for which no figure is promised) on SST-2's dev set, with `--task hellaswag` or `--task dream`
+a multiple-choice model, with `--task next-token` a causal one (`--model` may be a .gguf file).
+`--together` examples are attacked in one call, `--batch` masked ones go through the model in one
+pass, in `--workers` processes (0: this one). `--only` takes rows by a part of their names,
+`--resume FOLDER` remembers finished examples. `--quick` takes random weights instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 import show
+import subjects
+import trained
 from keyhole import disrupt
-from keyhole.core.progress import Progress
 from keyhole.data import read_examples
-from keyhole.disrupt import HackAttend, Rerank
+from keyhole.disrupt import HackAttend
 from keyhole.models.demo import FOLDER
 from show import Row
 
-ROOT = Path(__file__).resolve().parent.parent
-FILES = {"sst2": "sst2/dev.tsv", "hellaswag": "hellaswag/dev.jsonl", "dream": "dream/dev.json",
-         "next-token": "sst2/dev.tsv"}  # fmt: skip
-HEADS = {"sst2": "classification", "hellaswag": "choice", "dream": "choice", "next-token": "causal"}
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--model")
-OPTIONS.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-OPTIONS.add_argument("--task", choices=sorted(FILES), default="sst2")
-OPTIONS.add_argument("--examples", type=int)
-OPTIONS.add_argument("--share", type=float, default=0.01)
-OPTIONS.add_argument("--longest", type=int, help="tokens of a text, where it is cut off")
-OPTIONS.add_argument("--batch", type=int, default=64)
-OPTIONS.add_argument("--together", type=int, default=16, help="examples in one call")
-OPTIONS.add_argument("--only", default="", help="rows to run, by a part of their names")
-OPTIONS.add_argument("--workers", type=int, default=0, help="processes; 0: this one")
-OPTIONS.add_argument("--resume", type=Path, help="folder for files that remember finished examples")
-OPTIONS.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-CHOSEN, REST = OPTIONS.parse_known_args()
+TASKS = {
+    "sst2": ("sst2/dev.tsv", "classification"),
+    "hellaswag": ("hellaswag/dev.jsonl", "choice"),
+    "dream": ("dream/dev.json", "choice"),
+    "next-token": ("sst2/dev.tsv", "causal"),
+}
+
+
+def run(
+    quick: bool,
+    model: str | None = None,
+    data: Path = subjects.DATA,
+    task: Literal["sst2", "hellaswag", "dream", "next-token"] = "sst2",
+    examples: int | None = None,
+    share: float = 0.01,
+    max_length: int | None = None,
+    batch: int = 64,
+    together: int = 16,
+    only: str = "",
+    workers: int = 0,
+    resume: Path | None = None,
+    device: str = subjects.DEVICE,
+) -> Iterator[Row]:
+    if quick:
+        yield from on_random_weights()
+        return
+    if model is None and task != "sst2":
+        raise SystemExit(f"--task {task} needs a model: give its folder as --model")
+    file, head = TASKS[task]
+    texts = read_examples(data / file, limit=examples)
+    source = disrupt.ModelSource(model or str(FOLDER), head, device, max_length=max_length)
+    if resume:
+        resume.mkdir(parents=True, exist_ok=True)
+    for name, method in attacks(share, batch).items():
+        if only not in name:
+            continue
+
+        def progress(done: int, total: int | None = None, note: str = "", name: str = name) -> None:
+            print(f"\r{name}: {done}/{total} {note}", end="", file=sys.stderr)
+
+        started = time.perf_counter()
+        found = disrupt.sweep(
+            method, source, texts, workers=workers, batch_size=together, progress=progress,
+            resume=resume and resume / f"{task} {name}.jsonl".replace(" ", "-"),
+        )  # fmt: skip
+        promised = task == "sst2" and model is not None
+        yield row(name, found, time.perf_counter() - started, promised)
 
 
 def attacks(share: float, batch: int) -> dict[str, HackAttend]:
@@ -71,7 +102,7 @@ TARGETS = {"random": ("<= 2%", lambda rate: rate <= 0.02),
                ">= 98%", lambda rate: rate >= 0.98)}  # fmt: skip
 
 
-def row(name: str, found: disrupt.Disruption, seconds: float) -> Row:
+def row(name: str, found: disrupt.Disruption, seconds: float, promised: bool) -> Row:
     worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
     most = max((outcome.share for outcome in found.attacked), default=0.0)
     details = (
@@ -80,75 +111,21 @@ def row(name: str, found: disrupt.Disruption, seconds: float) -> Row:
         f"{found.queries:.0f} queries, {seconds / max(1, len(found.attacked)):.2f} s an example; "
         f"k = 0 changed {found.control.change:g}"
     )
-    goal, met = TARGETS.get(name, TARGETS.get(name.split(",")[0], ("", None)))
-    asked = CHOSEN.task == "sst2" and CHOSEN.model is not None
-    judged = None if met is None or not asked else met(found.success)
-    return Row(name, f"{found.success:.1%}", goal if judged is not None else "", judged, details)
+    target = TARGETS.get(name, TARGETS.get(name.split(",")[0])) if promised else None
+    goal, met = target if target else ("", None)
+    return Row(name, f"{found.success:.1%}", goal, met and met(found.success), details)
 
 
-def run(quick: bool) -> list[Row]:
-    if quick:
-        return quickly()
-    if CHOSEN.model is None and CHOSEN.task != "sst2":
-        raise SystemExit(f"expected --model FOLDER for {CHOSEN.task}")
-    examples = read_examples(CHOSEN.data / FILES[CHOSEN.task], limit=CHOSEN.examples)
-    source = disrupt.ModelSource(
-        CHOSEN.model or str(FOLDER), HEADS[CHOSEN.task], CHOSEN.device, max_length=CHOSEN.longest
-    )
-    rows: list[Row] = []
-    for name, method in attacks(CHOSEN.share, CHOSEN.batch).items():
-        if CHOSEN.only not in name:
-            continue
-        memory = None
-        if CHOSEN.resume:
-            CHOSEN.resume.mkdir(parents=True, exist_ok=True)
-            memory = CHOSEN.resume / f"{CHOSEN.task} {name}.jsonl".replace(" ", "-")
-        started = time.perf_counter()
-        found = disrupt.sweep(
-            method, source, examples, workers=CHOSEN.workers, batch_size=CHOSEN.together,
-            resume=memory, progress=show_progress(name),
-        )  # fmt: skip
-        rows.append(row(name, found, time.perf_counter() - started))
-        print(f"\n{rows[-1].what}: {rows[-1].measured}; {rows[-1].details}", file=sys.stderr)
-    return rows
-
-
-def show_progress(name: str) -> Progress:
-    def progress(done: int, total: int | None = None, note: str = "") -> None:
-        print(f"\r{name}: {done}/{total} {note}", end="", file=sys.stderr)
-
-    return progress
-
-
-def quickly() -> list[Row]:
+def on_random_weights() -> Iterator[Row]:
     """A random-weight BERT: nothing to be proud of flips, but every row is made."""
-    import transformers
-
-    config = transformers.BertConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=40, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.BertForSequenceClassification(config).eval().requires_grad_(False)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.3)
-    ids = torch.randint(5, 60, (2, 14))
-    ids[:, 0], ids[:, -1] = 2, 3
+    model = subjects.tiny("bert", head="AutoModelForSequenceClassification").model
+    ids = torch.stack(subjects.tiny_texts(2, 14, framed=True))
     labels = model(input_ids=ids).logits.argmax(-1)
-    rows: list[Row] = []
     for name, method in attacks(0.01, 32).items():
         started = time.perf_counter()
-        short = method
-        if isinstance(method.schedule, Rerank):
-            short = replace(
-                method, schedule=replace(method.schedule, rounds=2, refine=1, restarts=0)
-            )
-        found = short(model, {"input_ids": ids}, labels)
-        rows.append(row(name, found, time.perf_counter() - started))
-    return [Row(made.what, made.measured, details=made.details) for made in rows]
+        found = trained.shortened(method)(model, {"input_ids": ids}, labels)
+        yield row(name, found, time.perf_counter() - started, promised=False)
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = REST
-    show.main(run, __doc__)
+    show.main(run)

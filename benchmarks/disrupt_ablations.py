@@ -2,28 +2,27 @@
 
 All rows are the released schedule with one thing changed, on SST-2's dev set: `--models` takes
 several folders (seeds of one model), every figure is then a mean with its range; without it the
-classifier in the box. `--texts` takes the first so many sentences, `--out` keeps what was measured,
-`--join FILE…` makes the table of such files, so that seeds may run one by one. `--picture FILE`
-draws the curve as a page. `--quick` takes two of the reviews in the box.
+classifier in the box. Rows are at `--share`, the curve at `--shares`. `--texts` takes the first so
+many sentences, `--out` keeps what was measured, `--join FILE…` makes the table of such files, so
+that seeds may run one by one. `--picture FILE` draws the curve as a page. `--quick` takes two of
+the reviews in the box.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import show
+import subjects
+import trained
 from keyhole.data import Example, read_examples
-from keyhole.disrupt import HackAttend, Rerank
+from keyhole.disrupt import HackAttend
 from keyhole.disrupt.batches import Batches
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import EXAMPLES, FOLDER
@@ -32,29 +31,7 @@ from show import Row
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-ROOT = Path(__file__).resolve().parent.parent
-SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-
-
-def _shares(given: str) -> tuple[float, ...]:
-    return tuple(float(share) for share in given.split(",") if share)
-
-
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--models", nargs="+", default=[str(FOLDER)])
-OPTIONS.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-OPTIONS.add_argument("--texts", type=int, help="the first so many sentences; all by default")
-OPTIONS.add_argument("--share", type=float, default=0.01, help="of the rows; the curve has its own")
-OPTIONS.add_argument("--shares", type=_shares, default=SHARES, help="of the curve, by commas")
-OPTIONS.add_argument("--batch", type=int, default=64)
-OPTIONS.add_argument("--together", type=int, default=16, help="examples in one call")
-OPTIONS.add_argument("--only", default="", help="attacks to run, by a part of their names")
-OPTIONS.add_argument("--out", type=Path, help="keep what was measured in this file")
-OPTIONS.add_argument("--join", type=Path, nargs="+", default=[], help="files that --out wrote")
-OPTIONS.add_argument("--picture", type=Path, help="the curve as an .html page")
-OPTIONS.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-CHOSEN, REST = OPTIONS.parse_known_args()
-
+SHARES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05]
 RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient magnitude"
 ABLATIONS: dict[str, dict[str, Any]] = {
     RELEASED: {},
@@ -90,6 +67,49 @@ class Measured:
     control: float  # the largest change of a logit by masks that cut nothing
 
 
+def run(
+    quick: bool,
+    models: list[Path] = [FOLDER],  # noqa: B006 - read, never changed
+    data: Path = subjects.DATA,
+    texts: int | None = None,
+    share: float = 0.01,
+    shares: list[float] = SHARES,
+    batch: int = 64,
+    only: str = "",
+    out: Path | None = None,
+    join: list[Path] = [],  # noqa: B006
+    picture: Path | None = None,
+    device: str = subjects.DEVICE,
+) -> Iterator[Row]:
+    points = read(join)
+    examples = EXAMPLES[:2] if quick else [] if join else read_examples(
+        data / "sst2/dev.tsv", limit=texts
+    )  # fmt: skip
+    for folder in () if join else models:
+        loaded = load_model(folder, task="classification", device=device)
+        for name, part in planned(share, [0.05] if quick else shares):
+            if only in name:
+                method = attack(name, part, batch)
+                method = trained.shortened(method) if quick else method
+                points.append(measure(loaded, examples, name, part, method))
+                shown = row(points[-1:], name, part)
+                trained.tell(f"{folder.name}: {shown.what}: {shown.details}")
+                if out:  # a run that is stopped has kept what it measured
+                    out.write_text(json.dumps([asdict(point) for point in points], indent=1))
+    for name, part in dict.fromkeys((point.attack, point.share) for point in points):
+        yield row(points, name, part)
+    change = max(point.control for point in points)
+    yield Row("largest change by masks that cut nothing", f"{change:g}", "0", change == 0)
+    yield Row("models", str(len({point.model for point in points})))
+    drawn = figure(points) if picture or quick else None
+    if picture and drawn:
+        picture.write_text(drawn.to_html(include_plotlyjs=True), "utf-8")
+
+
+def read(files: Sequence[Path]) -> list[Measured]:
+    return [Measured(**point) for file in files for point in json.loads(file.read_text("utf-8"))]
+
+
 def attack(name: str, share: float, batch: int) -> HackAttend:
     if name == STRONGER:
         return HackAttend.strongest(share, batch=batch)
@@ -98,8 +118,7 @@ def attack(name: str, share: float, batch: int) -> HackAttend:
 
 def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]]:
     """Every row at one share, then what the curve still lacks."""
-    rows = [*ABLATIONS, STRONGER]
-    yield from ((name, share) for name in rows)
+    yield from ((name, share) for name in (*ABLATIONS, STRONGER))
     yield from ((name, other) for name in CURVES for other in shares if other != share)
 
 
@@ -107,8 +126,7 @@ def measure(
     loaded: Loaded, examples: Sequence[Example], name: str, share: float, method: HackAttend
 ) -> Measured:
     started = time.perf_counter()
-    batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size=CHOSEN.together)
-    found = batches.attack(method)
+    found = Batches(loaded.model, loaded.tokenizer, examples, batch_size=16).attack(method)
     worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
     return Measured(
         Path(loaded.name).name, name, share, len(found.attacked), found.flips, found.share, worst,
@@ -116,56 +134,14 @@ def measure(
     )  # fmt: skip
 
 
-def read(files: Sequence[Path]) -> list[Measured]:
-    return [Measured(**point) for file in files for point in json.loads(file.read_text("utf-8"))]
-
-
-def keep(points: Sequence[Measured]) -> None:
-    """After every attack: a run that is stopped has kept what it measured."""
-    if CHOSEN.out:
-        CHOSEN.out.write_text(json.dumps([asdict(point) for point in points], indent=1), "utf-8")
-
-
-def measured(quick: bool) -> list[Measured]:
-    if CHOSEN.join:
-        joined = read(CHOSEN.join)
-        keep(joined)
-        return joined
-    examples = EXAMPLES[:2] if quick else read_examples(
-        CHOSEN.data / "sst2/dev.tsv", limit=CHOSEN.texts
-    )  # fmt: skip
-    points: list[Measured] = []
-    for model in CHOSEN.models:
-        loaded = load_model(model, task="classification", device=CHOSEN.device)
-        for name, share in planned(CHOSEN.share, (0.05,) if quick else CHOSEN.shares):
-            if CHOSEN.only not in name:
-                continue
-            method = attack(name, share, CHOSEN.batch)
-            if quick and isinstance(method.schedule, Rerank):
-                method = replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
-            points.append(measure(loaded, examples, name, share, method))
-            line = (
-                f"{points[-1].model}: {name}, {share:.1%}: {points[-1].flips} of {points[-1].right}"
-            )
-            print(f"{line}, {points[-1].seconds:.0f} s", file=sys.stderr, flush=True)
-            keep(points)
-    return points
-
-
-def rates(points: Sequence[Measured], name: str, share: float) -> list[float]:
-    """The share of right answers that flipped, for each model."""
+def of(points: Sequence[Measured], name: str, share: float) -> tuple[list[Measured], list[float]]:
+    """One attack on each model, and the share of right answers that it flipped."""
     chosen = [point for point in points if (point.attack, point.share) == (name, share)]
-    return [point.flips / max(1, point.right) for point in chosen]
-
-
-def over_models(values: Sequence[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.1%}"
-    return f"{mean(values):.1%} ({min(values):.1%}–{max(values):.1%})"
+    return chosen, [point.flips / max(1, point.right) for point in chosen]
 
 
 def row(points: Sequence[Measured], name: str, share: float) -> Row:
-    chosen = [point for point in points if (point.attack, point.share) == (name, share)]
+    chosen, rates = of(points, name, share)
     details = (
         f"{' + '.join(f'{point.flips} of {point.right}' for point in chosen)}; flips took "
         f"{mean(point.cut for point in chosen):.2%} of all units, most "
@@ -176,7 +152,7 @@ def row(points: Sequence[Measured], name: str, share: float) -> Row:
     models = {point.model for point in points}
     if len(chosen) < len(models):
         details = f"{len(chosen)} of {len(models)} models; {details}"
-    return Row(f"{name}, {share:.1%}", over_models(rates(points, name, share)), details=details)
+    return Row(f"{name}, {share:.1%}", trained.spread(rates), details=details)
 
 
 def figure(points: Sequence[Measured]) -> go.Figure:
@@ -187,7 +163,7 @@ def figure(points: Sequence[Measured]) -> go.Figure:
     picture = go.Figure()
     for name in CURVES:
         shares = sorted({point.share for point in points if point.attack == name})
-        values = [rates(points, name, share) for share in shares]
+        values = [of(points, name, share)[1] for share in shares]
         picture.add_scatter(
             name=name, mode="lines+markers", x=[100 * share for share in shares],
             y=[100 * mean(value) for value in values],
@@ -207,21 +183,5 @@ def figure(points: Sequence[Measured]) -> go.Figure:
     return picture
 
 
-def run(quick: bool) -> list[Row]:
-    points = measured(quick)
-    kinds = dict.fromkeys((point.attack, point.share) for point in points)
-    rows = [row(points, name, share) for name, share in kinds]
-    change = max(point.control for point in points)
-    models = len({point.model for point in points})
-    rows.append(Row("largest change by masks that cut nothing", f"{change:g}", "0", change == 0))
-    rows.append(Row("models", str(models)))
-    if CHOSEN.picture:
-        CHOSEN.picture.write_text(figure(points).to_html(include_plotlyjs=True), "utf-8")
-    elif quick:
-        figure(points)
-    return rows
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = REST
-    show.main(run, __doc__)
+    show.main(run)

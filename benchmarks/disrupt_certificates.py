@@ -1,4 +1,4 @@
-"""Certificates: texts that no mask of up to k units can flip, beside those that the attack flips.
+"""Certificates: texts that no mask of up to k units can flip, next to those that the attack flips.
 
 The classifier that ships with Keyhole and its hardened version (or `--models`, folders of BERT
 classifiers) on the first `--texts` of SST-2's dev set of at most `--tokens` tokens: one unit is
@@ -10,11 +10,9 @@ certified and flipped all the same, breaks the promise. `--quick` takes two text
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,10 @@ import torch
 from torch import Tensor
 
 import show
+import subjects
+import trained
 from keyhole.data import Batch, Example, encode, read_examples
-from keyhole.disrupt import HackAttend, Rerank
+from keyhole.disrupt import HackAttend
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import survey
 from keyhole.lab.certificates import Certificate, certify_each
@@ -32,15 +32,6 @@ from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER, HARDENED
 from show import Row
 
-ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--models", nargs="+", default=[str(FOLDER), str(HARDENED)])
-OPTIONS.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-OPTIONS.add_argument("--texts", type=int, default=20)
-OPTIONS.add_argument("--tokens", type=int, default=20, help="longer texts are left out")
-OPTIONS.add_argument("--units", type=int, nargs="+", default=[1, 2, 4])
-OPTIONS.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-CHOSEN, REST = OPTIONS.parse_known_args()
 AT_ONCE = 128  # masks in one pass
 ROUNDING = 1e-9  # of float64, in logits
 SHORT = (Example("praise", 1, "a warm and funny film ."), Example("blame", 0, "a dull mess ."))
@@ -119,21 +110,13 @@ def tried(loaded: Loaded, example: Example, ks: Sequence[int], quick: bool) -> l
     for proof in proofs:
         attack = HackAttend.strongest((proof.k + 0.5) / everything, "model")
         if quick:
-            attack = replace(attack, schedule=Rerank(rounds=2, prefixes=2, refine=1))
+            attack = trained.shortened(attack)
         (outcome,) = attack(loaded.model, batch, labels).outcomes
         if outcome.masked > proof.k:
             raise SystemExit(f"expected at most {proof.k} units cut, got {outcome.masked}")
         tried_in = tuple(margins[proof.k - 1] for margins in left)
         results.append(Tried(proof, outcome.flipped, tried_in))
     return results
-
-
-def examples(loaded: Loaded, quick: bool) -> list[Example]:
-    if quick:
-        return list(SHORT)
-    given = read_examples(CHOSEN.data / "sst2/dev.tsv")
-    short = [e for e in given if len(loaded.tokenizer(e.text)["input_ids"]) <= CHOSEN.tokens]
-    return short[: CHOSEN.texts]
 
 
 def row(model: str, k: int, results: Sequence[Tried], seconds: float) -> Row:
@@ -163,21 +146,26 @@ def row(model: str, k: int, results: Sequence[Tried], seconds: float) -> Row:
     return Row(f"{model}: {what}", f"{share:.0%}", "none broken", broken == 0, details)
 
 
-def run(quick: bool) -> list[Row]:
-    rows: list[Row] = []
-    for folder in CHOSEN.models:
-        loaded = load_model(folder, task="classification", device=CHOSEN.device)
-        texts = examples(loaded, quick)
-        ks: list[int] = [1, 2] if quick else CHOSEN.units
+def run(
+    quick: bool,
+    models: list[Path] = [FOLDER, HARDENED],  # noqa: B006 - read, never changed
+    data: Path = subjects.DATA,
+    texts: int = 20,
+    tokens: int = 20,
+    units: list[int] = [1, 2, 4],  # noqa: B006
+    device: str = subjects.DEVICE,
+) -> Iterator[Row]:
+    ks = [1, 2] if quick else units
+    given = SHORT if quick else read_examples(data / "sst2/dev.tsv")
+    for folder in models:
+        loaded = load_model(folder, task="classification", device=device)
+        short = [e for e in given if len(loaded.tokenizer(e.text)["input_ids"]) <= tokens]
         started = time.perf_counter()
-        results = [tried(loaded, example, ks, quick) for example in texts]
+        results = [tried(loaded, example, ks, quick) for example in short[:texts]]
         seconds = time.perf_counter() - started
         for k, column in zip(ks, zip(*results, strict=True), strict=True):
-            rows.append(row(Path(folder).name, k, column, seconds))
-            print(f"{rows[-1].what}: {rows[-1].measured}; {rows[-1].details}", file=sys.stderr)
-    return rows
+            yield row(folder.name, k, column, seconds)
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = REST
-    show.main(run, __doc__ or "")
+    show.main(run)

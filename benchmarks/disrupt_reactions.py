@@ -4,38 +4,27 @@ The package rxnfp (0.1.0) carries a BERT of 12 layers, 256 wide, 4 heads, that t
 reactions apart (`--model FOLDER` where it is not installed; its weights are pickled). It brings no
 reactions with labels. The texts are eight kinds of textbook reactions, each with every pair of its
 building blocks; what the model answers counts as right. So flips are measured, not accuracy: how
-many kinds it tells apart, and how alike it answers within a kind, is printed beside them.
+many kinds it tells apart, and how alike it answers within a kind, is printed next to them.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-
-import torch
 
 import show
 import subjects
 import trained
 from keyhole.data import Example
-from keyhole.disrupt import Rerank
 from keyhole.disrupt.batches import Batches
 from keyhole.models import Loaded, load_model
 from show import Row
 
 INSIDE = "models/transformers/bert_ft_10k_25s"
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--model", type=Path, metavar="FOLDER")
-OPTIONS.add_argument("--examples", type=int, help="of the 72 reactions; all by default")
-OPTIONS.add_argument("--share", type=float, default=0.01)
-OPTIONS.add_argument("--queries", type=int, default=64, help="masked reactions in one pass")
-OPTIONS.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 ATTACKS = ("random", "as-released", "strongest")
 
 _RINGS = ("c1ccccc1", "c1ccc(OC)cc1", "c1ccncc1")
@@ -64,19 +53,31 @@ def reactions() -> list[Example]:
     ]
 
 
-def rxnfp(given: argparse.Namespace) -> Loaded:
+def rxnfp(model: Path | None, device: str) -> Loaded:
     """The classifier, with a tokenizer that splits a reaction as its own code does."""
-    where = Path(given.model or subjects._package("rxnfp", INSIDE, "--model"))
+    where = model or subjects._package("rxnfp", INSIDE, "--model")
     loaded = load_model(
-        where, task="classification", allow_pickle=True, tokenizer=False, device=given.device
+        where, task="classification", allow_pickle=True, tokenizer=False, device=device
     )
-    names = (where / "vocab.txt").read_text("utf-8").splitlines()
-    return replace(loaded, tokenizer=subjects._words(names, framed=True, split=subjects._SMILES))
+    return reading(loaded, (where / "vocab.txt").read_text("utf-8").splitlines())
 
 
-def answered(loaded: Loaded, examples: list[Example], together: int) -> list[Example]:
+def tiny() -> Loaded:
+    """Random weights that read the same symbols."""
+    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
+    text = "".join(example.text for example in reactions())
+    symbols = sorted(set(re.findall(subjects._SMILES, text)))
+    return reading(loaded, [*subjects.SPECIAL, *symbols])
+
+
+def reading(loaded: Loaded, symbols: list[str]) -> Loaded:
+    words = subjects._words(symbols, framed=True, split=subjects._SMILES)
+    return replace(loaded, tokenizer=words)
+
+
+def answered(loaded: Loaded, examples: list[Example], batch_size: int) -> list[Example]:
     """The same reactions, labelled with what the model says."""
-    batches = Batches(loaded.model, loaded.tokenizer, examples, together, alike=False)
+    batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size, alike=False)
     answers = [int(answer) for _, batch, _ in batches for answer in batches.predicted(batch)]
     return [
         replace(example, label=answer) for example, answer in zip(examples, answers, strict=True)
@@ -95,40 +96,30 @@ def consistency(examples: list[Example]) -> Row:
     )  # fmt: skip
 
 
-def run(quick: bool, given: argparse.Namespace) -> list[Row]:
-    loaded = tiny() if quick else rxnfp(given)
-    examples = answered(loaded, reactions()[: 2 if quick else given.examples], given.queries)
-    rows = [consistency(examples)]
+def run(
+    quick: bool,
+    model: Path | None = None,
+    examples: int | None = None,
+    share: float = 0.01,
+    queries: int = 64,
+    device: str = subjects.DEVICE,
+) -> Iterator[Row]:
+    """`queries` masked reactions in one pass; `examples` of the 72, all by default."""
+    loaded = tiny() if quick else rxnfp(model, device)
+    texts = answered(loaded, reactions()[: 2 if quick else examples], queries)
+    yield consistency(texts)
     for name in ATTACKS:
-        method = trained.attack(name, 0.05 if quick else given.share, given.queries)
-        if quick and isinstance(method.schedule, Rerank):
-            method = replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
+        method = trained.ATTACKS[name](0.05 if quick else share, batch=queries)
         started = time.perf_counter()
-        batches = Batches(loaded.model, loaded.tokenizer, examples, given.queries)
-        disruption = batches.attack(method)
+        batches = Batches(loaded.model, loaded.tokenizer, texts, queries)
+        found = batches.attack(trained.shortened(method) if quick else method)
         details = (
-            f"{disruption.flips} of {len(disruption.attacked)}, by {disruption.share:.2%} of all "
-            f"units; {disruption.queries:.0f} queries, {time.perf_counter() - started:.0f} s; "
-            f"k = 0 changed {disruption.control.change:g}"
+            f"{found.flips} of {len(found.attacked)}, by {found.share:.2%} of all "
+            f"units; {found.queries:.0f} queries, {time.perf_counter() - started:.0f} s; "
+            f"k = 0 changed {found.control.change:g}"
         )
-        rows.append(Row(name, f"{disruption.success:.1%}", details=details))
-        print(f"{name}: {disruption.success:.1%}; {details}", file=sys.stderr, flush=True)
-    return rows
-
-
-def tiny() -> Loaded:
-    """Random weights that read the same symbols."""
-    loaded = subjects.tiny("bert", head="AutoModelForSequenceClassification")
-    text = "".join(example.text for example in reactions())
-    symbols = sorted(set(re.findall(subjects._SMILES, text)))
-    return replace(
-        loaded,
-        tokenizer=subjects._words(
-            [*subjects.SPECIAL, *symbols], framed=True, split=subjects._SMILES
-        ),
-    )
+        yield Row(name, f"{found.success:.1%}", details=details)
 
 
 if __name__ == "__main__":
-    CHOSEN, sys.argv[1:] = OPTIONS.parse_known_args()
-    show.main(partial(run, given=CHOSEN), __doc__)
+    show.main(run)

@@ -147,7 +147,7 @@ def nearest(alternatives: Alternatives, own: Tensor, count: int) -> list[Tokens]
 
 
 def nearest_row(setting: Setting, count: int) -> Row:
-    """Every substitution, insertion, deletion and exchange, against the rivals that are tried."""
+    """Every substitution, insertion, deletion and exchange, against those that are tried."""
     short = sorted(setting.secrets, key=len)[:count]
     met, tried, ratios = 0, 0, list[float]()
     for ids in short:
@@ -170,10 +170,10 @@ def nearest_row(setting: Setting, count: int) -> Row:
         met += closest in alternatives.texts or best <= least
         ratios.append(best / least)
     return Row(
-        f"{setting.loaded.name}: the nearest of all texts one edit away is among the rivals",
+        f"{setting.loaded.name}: the nearest of all texts one edit away is an alternative",
         f"{met} of {len(short)} texts",
-        details=f"{tried:,} texts run; distance of the nearest rival over the nearest of all, "
-        f"largest {max(ratios):.2f}",
+        details=f"{tried:,} texts run; distance of the nearest alternative over the nearest of "
+        f"all, largest {max(ratios):.2f}",
     )
 
 
@@ -291,11 +291,11 @@ def searched(setting: Setting, goals: Tensor) -> tuple[list[list[int]], list[flo
     encoder = Encoder(setting.target, half=matrix_half())
     first, last = len(encoder.before), len(encoder.after)
     inside = [ids[first : len(ids) - last] for ids in setting.others]
-    longest = max(map(len, inside))
-    counted = Counted.of(encoder, inside, longest)
+    max_length = max(map(len, inside))
+    counted = Counted.of(encoder, inside, max_length)
     search, wanted = SumSearch(passes=setting.passes), encoder.directions(goals)
     groups = wanted.split(256 if wanted.is_cuda else 1)
-    readings = [read for some in groups for read in search(encoder, some, counted, longest)]
+    readings = [read for some in groups for read in search(encoder, some, counted, max_length)]
     answers = [[*encoder.before, *reading.tokens, *encoder.after] for reading in readings]
     plain = (vectors_of(setting.target, answers) * goals).sum(-1)  # not whitened
     return answers, plain.tolist(), sum(reading.passes for reading in readings)

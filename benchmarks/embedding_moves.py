@@ -204,14 +204,14 @@ def run(
     if quick:
         loaded = subjects.tiny("bert", words=96)
         lines = subjects.random_lines(loaded, 120, 2, 3)
-        corpus, secrets, (least, most), longest = lines[3:], lines[:3], (2, 3), 3
+        corpus, secrets, (least, most), max_length = lines[3:], lines[:3], (2, 3), 3
         older, ours = GradientSearch(3, 2, 2, 40, 20, 10, 10, 10, 8), SumSearch(passes=400)
     else:
         loaded = subjects.minilm(encoder, device)
         corpus = read_texts(data / "sst2" / "train.tsv")
         secrets = read_texts(data / "sst2" / "dev.tsv")
         ((least, most),) = subjects.lengths(tokens)
-        longest = CountedReader(corpus=()).max_length
+        max_length = CountedReader(corpus=()).max_length
         older, ours = GradientSearch(), SumSearch()
 
     def encoded(lines: Sequence[str]) -> list[list[int]]:
@@ -222,23 +222,25 @@ def run(
     known = set(map(tuple, lines))
     fresh = [x for x in encoded(secrets) if least <= len(x) <= most and tuple(x) not in known]
     random.Random(0).shuffle(fresh)
-    yield from compared(loaded, lines, fresh[:texts], longest, older, ours, None if quick else 3)
+    yield from compared(loaded, lines, fresh[:texts], max_length, older, ours, None if quick else 3)
 
 
 def compared(
-    loaded: Loaded, lines: list[list[int]], secrets: list[list[int]], longest: int,
+    loaded: Loaded, lines: list[list[int]], secrets: list[list[int]], max_length: int,
     older: GradientSearch, ours: SumSearch, fewer: float | None,
 ) -> Iterator[Row]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
     encoder = Encoder(target, half=matrix_half())
-    counted = Counted.of(encoder, lines, longest)
-    goals = encoder.vectors(Texts.of(secrets, longest, encoder.device))
+    counted = Counted.of(encoder, lines, max_length)
+    goals = encoder.vectors(Texts.of(secrets, max_length, encoder.device))
     groups = [goals] if goals.is_cuda else goals.split(1)
-    readings = [reading for group in groups for reading in ours(encoder, group, counted, longest)]
+    readings = [
+        reading for group in groups for reading in ours(encoder, group, counted, max_length)
+    ]
     passes = [reading.passes for reading in readings]
     exact = sum(r.tokens == secret for r, secret in zip(readings, secrets, strict=True))
     plain = Encoder(target, half=matrix_half())  # compares vectors as they are
-    goals = plain.vectors(Texts.of(secrets, longest, plain.device))
+    goals = plain.vectors(Texts.of(secrets, max_length, plain.device))
     answers = [
         older(plain, goal, len(secret), counted.ngrams)
         for goal, secret in zip(goals, secrets, strict=True)

@@ -40,7 +40,7 @@ class Setting:
     corpus: Sequence[str]
     secrets: dict[str, list[list[int]]]
     search: SumSearch
-    longest: int = 34
+    max_length: int = 34
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
         loaded = subjects.tiny("bert", words=96)
         lines = subjects.random_lines(loaded, 120, 1, 3)
         secrets = {"1–3 tokens": loaded.tokenizer(lines[:2])["input_ids"]}
-        yield from rows(Setting(loaded, lines[2:], secrets, SumSearch(passes=400), longest=3))
+        yield from rows(Setting(loaded, lines[2:], secrets, SumSearch(passes=400), max_length=3))
         return
     loaded = subjects.minilm(encoder, device)
     corpus = read_texts(data / "sst2" / "train.tsv")
@@ -76,7 +76,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     target = Target.of(loaded.model, loaded.tokenizer)
     some = loaded.tokenizer(list(setting.corpus[:512]))["input_ids"]
     forms = changes(vectors_of(target, some), (), 0, (1,))
-    reader = CountedReader(list(setting.corpus), setting.longest, setting.search)
+    reader = CountedReader(list(setting.corpus), setting.max_length, setting.search)
     started = time.perf_counter()
     reader = reader.ready(target, Exposure("pooled"))
     spent = f"{len(setting.corpus):,} lines, {time.perf_counter() - started:.0f} s"

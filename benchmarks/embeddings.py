@@ -5,7 +5,7 @@ vectors of MiniLM (or another `--encoder`) alone, their length unknown: `--texts
 `--tokens` (special ones not counted). Rows: the order of tokens from the same domain (SST-2's
 training set; on a GPU with HellaSwag and DREAM besides), from another one (HellaSwag and DREAM
 alone, which then also give the first guess), and none; the same domain without the first guess, the
-bag of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
+multiset of tokens that a vector speaks of; the corpus that ships; with `--drawn FILE` what
 `keyhole lab corpus` drew from a language model. `--rows 1,3` takes some. Exact means the very same
 tokens; a text that gives the vector back within 1e-6 and is another is counted as wrong. On a GPU
 all vectors are searched together, on a CPU one after the other. `--quick` takes a random-weight
@@ -86,16 +86,16 @@ def run(
     if drawn:
         cases.append(Case("drawn from a language model", read_texts(drawn)))
     secrets = read_texts(data / "sst2" / "dev.tsv")
-    longest = CountedReader(corpus=()).max_length
+    max_length = CountedReader(corpus=()).max_length
     yield from measured(
         subjects.minilm(encoder, device), cases, secrets, subjects.lengths(tokens),
-        SumSearch(passes=passes), longest, texts,
+        SumSearch(passes=passes), max_length, texts,
     )  # fmt: skip
 
 
 def measured(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
-    search: SumSearch, longest: int, texts: int,
+    search: SumSearch, max_length: int, texts: int,
 ) -> Iterator[Row]:  # fmt: skip
     target = Target.of(loaded.model, loaded.tokenizer)
 
@@ -111,7 +111,7 @@ def measured(
         encoder = Encoder(target, half=matrix_half())
         ngrams = None if case.order else NGrams.uniform(len(encoder.table))
         clock = _Clock()
-        counted = Counted.of(encoder, lines, longest, ngrams, case.guess)
+        counted = Counted.of(encoder, lines, max_length, ngrams, case.guess)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
         yield Row(f"{loaded.name}, {case.what}: corpus", words)
         for least, most in lengths:
@@ -119,19 +119,19 @@ def measured(
             random.Random(0).shuffle(fitting)
             what = f"{case.what}, {least}–{most} tokens"
             percent = (case.percent or {}).get((least, most))
-            yield measure(what, counted, fitting[:texts], search, longest, percent)
+            yield measure(what, counted, fitting[:texts], search, max_length, percent)
 
 
 def measure(
-    what: str, counted: Counted, secrets: list[list[int]], search: SumSearch, longest: int,
+    what: str, counted: Counted, secrets: list[list[int]], search: SumSearch, max_length: int,
     percent: int | None,
 ) -> Row:  # fmt: skip
     encoder, clock = counted.encoder, _Clock()
-    goals = encoder.vectors(Texts.of(secrets, longest, encoder.device))
+    goals = encoder.vectors(Texts.of(secrets, max_length, encoder.device))
     groups = [goals] if goals.is_cuda else goals.split(1)
     readings: list[Reading] = []
     for group in groups:
-        readings += search(encoder, group, counted, longest)
+        readings += search(encoder, group, counted, max_length)
     answers = [reading.tokens for reading in readings]
     exact = sum(map(list.__eq__, answers, secrets))
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import plotly.graph_objects as go
 
 import show
@@ -37,16 +39,14 @@ def extractions(quick: bool) -> dict[str, Extraction]:
     }
 
 
-def run(quick: bool) -> list[Row]:
-    return [
-        Row(
+def run(quick: bool) -> Iterator[Row]:
+    for name, result in extractions(quick).items():
+        yield Row(
             name,
             f"{result.queries:,} queries, error {result.check.worst:.1e}" if result.check else "–",
-            details=f"{result.status}; floor {result.floor:,}; "
+            details=f"{result.status}; lower bound {result.lower_bound:,}; "
             + " ".join(f"{queries}:{error:.0e}" for queries, error in result.trace),
         )
-        for name, result in extractions(quick).items()
-    ]
 
 
 _COLOURS = (
@@ -64,28 +64,20 @@ def figure(results: dict[str, Extraction]) -> go.Figure:
         drawn.add_scatter(
             x=[queries for queries, _ in result.trace],
             y=[max(error, _SMALLEST) for _, error in result.trace],
-            name=name,
-            mode="lines+markers",
-            line={"color": colour, "width": 2},
+            name=name, mode="lines+markers", line={"color": colour, "width": 2},
             marker={"size": 8, "symbol": number},
-        )
-        if result.floor is not None:
-            drawn.add_vline(x=result.floor, line={"color": colour, "dash": "dot", "width": 1})
+        )  # fmt: skip
+        if result.lower_bound is not None:
+            drawn.add_vline(x=result.lower_bound, line={"color": colour, "dash": "dot", "width": 1})
     drawn.update_layout(
-        template="simple_white",
-        height=520,
-        margin={"l": 70, "r": 20, "t": 20, "b": 60},
-        legend={"orientation": "h", "y": -0.2},
-        xaxis={
-            "title": "queries asked (dotted: the lower bound)",
-            "type": "log",
-            "dtick": 1,
-        },
-        yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
+        template="simple_white", height=520, margin={"l": 70, "r": 20, "t": 20, "b": 60},
         font={"family": "system-ui, sans-serif", "size": 13},
-    )
+        legend={"orientation": "h", "y": -0.2},
+        xaxis={"title": "queries asked (dotted: the lower bound)", "type": "log", "dtick": 1},
+        yaxis={"title": "worst error on fresh queries", "type": "log", "exponentformat": "power"},
+    )  # fmt: skip
     return drawn
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -62,27 +62,22 @@ def models(folder: Path, quick: bool) -> Path:
 def timed(members: list[Member], cluster: Workers) -> tuple[Fleet, float]:
     """All of them from the beginning, as a command would, journal and all."""
     cluster.clear()
-    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        result = fleet(members, dask=cluster.address, journal=Path(folder, "journal"))
-    return result, time.perf_counter() - started
+        journal = Path(folder, "journal")
+        return show.timed(lambda: fleet(members, dask=cluster.address, journal=journal))
 
 
-def same(first: Fleet, second: Fleet) -> bool:
-    """The same findings and skips, but for the seconds."""
-    return _facts(first) == _facts(second)
-
-
-def _facts(part: object) -> object:
+def facts(part: object) -> object:
+    """All that an audit says but for when, where and in how many seconds."""
     if isinstance(part, Fleet):
-        return {name: _facts(audit.to_dict()) for name, audit in part.audits.items()}
+        return {name: facts(audit.to_dict()) for name, audit in part.audits.items()}
     if isinstance(part, dict):
         left = ("seconds", "created", "environment")
-        return {key: _facts(value) for key, value in part.items() if key not in left}
-    return [_facts(each) for each in part] if isinstance(part, list | tuple) else part
+        return {key: facts(value) for key, value in part.items() if key not in left}
+    return [facts(each) for each in part] if isinstance(part, list | tuple) else part
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as place, workers(Path(place)) as cluster:
         folder = Path(place, "models")
         folder.mkdir()
@@ -101,36 +96,27 @@ def run(quick: bool) -> list[Row]:
 
         cluster.clear()
         lost: set[tuple[str, str]] = set()
-
-        def kill() -> None:
-            lost.update(kill_in_the_middle(cluster, second, checks // 3))
-
-        killer = threading.Thread(target=kill)
+        killer = threading.Thread(
+            target=lambda: lost.update(kill_in_the_middle(cluster, second, checks // 3))
+        )
         killer.start()
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as kept:
-            killed = fleet(members, dask=cluster.address, journal=Path(kept, "journal"))
-        after_death = time.perf_counter() - started
+        killed, after_death = timed(members, cluster)
         killer.join()
         begun, ended = cluster.recorded(BEGUN), cluster.recorded(ENDED)
-    missing = checks - len(ended)
-    again = {check for check, times in begun.items() if times > 1}
+    yield Row(f"{len(members)} models, {checks} checks: 1 worker", f"{with_one:.1f} s")
+    details = f"{shares[0]} and {shares[1]} checks, {opened} times a model was opened"
+    yield Row("2 workers", f"{with_two:.1f} s", details=details)
     ratio = with_one / with_two
-    what = f"{len(members)} models, {checks} checks"
-    return [
-        Row(f"{what}: 1 worker", f"{with_one:.1f} s"),
-        Row("2 workers", f"{with_two:.1f} s", details=f"{shares[0]} and {shares[1]} checks, "
-            f"{opened} times a model was opened"),
-        Row("2 workers against 1", f"{ratio:.2f} x", f">= {LEAST} x", ratio >= LEAST,
-            promise=False),
-        Row("one of 2 killed", f"{after_death:.1f} s"),
-        Row("checks lost", f"{missing}", "0", missing == 0),
-        Row("checks done again, none of them under way", f"{len(again - lost)}", "0",
-            not again - lost, f"under way when it was killed: {len(lost)}"),
-        Row("findings of the three runs", "the same" if same(alone, both) and same(alone, killed)
-            else "differ", "the same", same(alone, both) and same(alone, killed)),
-    ]  # fmt: skip
+    yield Row("2 workers against 1", f"{ratio:.2f} x", f">= {LEAST} x", ratio >= LEAST,
+              promise=False)  # fmt: skip
+    yield Row("one of 2 killed", f"{after_death:.1f} s")
+    yield show.exactly("checks lost", checks - len(ended), 0)
+    again = {check for check, times in begun.items() if times > 1}
+    details = f"under way when it was killed: {len(lost)}"
+    yield show.exactly("checks done again, none of them under way", len(again - lost), 0, details)
+    same = facts(alone) == facts(both) == facts(killed)
+    yield show.exactly("findings of the three runs", "the same" if same else "differ", "the same")
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__ or "")
+    show.main(run)

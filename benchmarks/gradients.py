@@ -127,10 +127,10 @@ def measure(
     tokens: list[int] = []
     known: list[float] = []
     started = time.perf_counter()
-    longest = min(128, anatomy(loaded.model).max_length)
+    max_length = min(128, anatomy(loaded.model).max_length)
     for number in range(count):
         chosen = examples[number * size : (number + 1) * size]
-        batch = batch_of(loaded.model, loaded.tokenizer, chosen, longest)
+        batch = batch_of(loaded.model, loaded.tokenizer, chosen, max_length)
         update = update_of(
             loaded.model, batch, rules.protocol, hide=rules.hide, precision=rules.precision
         )

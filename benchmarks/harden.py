@@ -63,6 +63,8 @@ def run(
     save_only: bool = False,
 ) -> Iterator[Row]:
     trained.expect_known("attacks", options.attacks, ATTACKS)
+    if save_only and save is None:
+        raise SystemExit("--save-only needs a folder: give it as --save")
     if options.join:
         yield from table(trained.joined(options.join))
         return

@@ -6,10 +6,13 @@ Without a GPU there is nothing to compare, and the row says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 import show
 from keyhole.invert import LevenbergMarquardt, plant
+from show import Row
 
 
 def starts_per_second(device: str, starts: int, steps: int) -> tuple[float, int]:
@@ -21,27 +24,21 @@ def starts_per_second(device: str, starts: int, steps: int) -> tuple[float, int]
     return starts / result.seconds, len(result.solutions)
 
 
-def run(quick: bool) -> list[show.Row]:
+def run(quick: bool) -> Iterator[Row]:
     many, few, steps = (64, 16, 20) if quick else (4096, 512, 300)
     threads = torch.get_num_threads()
     torch.set_num_threads(min(2, threads))
-    try:
-        cpu, count = starts_per_second("cpu", few, steps)
-    finally:
-        torch.set_num_threads(threads)
-    rows = [
-        show.Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{count} found")
-    ]
+    cpu, count = starts_per_second("cpu", few, steps)
+    torch.set_num_threads(threads)
+    yield Row(f"two CPU cores, {few} starts", f"{cpu:.1f} starts/s", details=f"{count} found")
     if not torch.cuda.is_available():
-        return [*rows, show.Row("GPU", "no CUDA device here: not measured")]
+        yield Row("GPU", "no CUDA device here: not measured")
+        return
     gpu, count = starts_per_second("cuda", many, steps)
     name = torch.cuda.get_device_name()
-    return [
-        *rows,
-        show.Row(f"{name}, {many} starts", f"{gpu:.1f} starts/s", details=f"{count} found"),
-        show.Row("GPU against two CPU cores", f"{gpu / cpu:.1f} ×", "printed"),
-    ]
+    yield Row(f"{name}, {many} starts", f"{gpu:.1f} starts/s", details=f"{count} found")
+    yield Row("GPU against two CPU cores", f"{gpu / cpu:.1f} ×", "printed")
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

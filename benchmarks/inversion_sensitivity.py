@@ -9,7 +9,7 @@ d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. 32 st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from torch import Tensor
 import show
 from keyhole.core import Status
 from keyhole.invert import LevenbergMarquardt, Problem, plant
+from planted import normals
+from show import Row, relative
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -60,8 +62,7 @@ def of_rank(rank: int) -> Callable[[int], Pair]:
 def noisy(level: float) -> Callable[[int], Pair]:
     def make(seed: int) -> Pair:
         problem, X = plant(6, 6, seed=seed)
-        stream = torch.Generator().manual_seed(seed + 1000)
-        noise = torch.randn(problem.B.shape, generator=stream, dtype=torch.float64)
+        noise = normals(seed + 1000)(*problem.B.shape)
         return replace(problem, B=problem.B + level * float(problem.B.std()) * noise), X
 
     return make
@@ -88,15 +89,16 @@ def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     pairs = [make(seed) for seed in range(problems)]
     method = LevenbergMarquardt(starts=STARTS, solutions=10**6)
     results = method.many([problem for problem, _ in pairs])
-    exact = [
-        result for result in results if result.status in (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
-    ]
     errors = [
-        min(float((solution - X).abs().max() / X.abs().max()) for solution in result.solutions)
-        if result.solutions else math.inf
+        min((relative(solution, X) for solution in result.solutions), default=math.inf)
         for result, (_, X) in zip(results, pairs, strict=True)
-    ]  # fmt: skip
-    conditions = [result.condition for result in exact if result.condition is not None]
+    ]
+    exact = (Status.RECOVERED, Status.NOT_IDENTIFIABLE)
+    conditions = [
+        result.condition
+        for result in results
+        if result.status in exact and result.condition is not None
+    ]
     return Point(
         value=value,
         solved=sum(result.status is Status.RECOVERED for result in results) / problems,
@@ -107,70 +109,67 @@ def measure(value: float, make: Callable[[int], Pair], problems: int) -> Point:
     )
 
 
-def table(quick: bool) -> dict[str, list[Point]]:
-    problems = 2 if quick else 20
-    return {
-        name: [measure(value, make, problems) for value, make in values.items()]
-        for name, values in quantities(quick).items()
-    }
+def points(quick: bool) -> Iterator[tuple[str, Point]]:
+    """Each quantity, by its name, at each of its values."""
+    for name, values in quantities(quick).items():
+        for value, make in values.items():
+            yield name, measure(value, make, 2 if quick else 20)
 
 
-def run(quick: bool) -> list[show.Row]:
-    return [
-        show.Row(
+def run(quick: bool) -> Iterator[Row]:
+    for name, point in points(quick):
+        yield Row(
             f"{name} = {point.value:g}",
             f"solved {point.solved:.0%}, planted input among them {point.planted:.0%}",
             details=f"{point.iterations:.0f} iterations, condition {point.condition:.1e}, "
             f"error {point.error:.1e}",
         )
-        for name, points in table(quick).items()
-        for point in points
-    ]
+
+
+def table(quick: bool) -> dict[str, list[Point]]:
+    grouped: dict[str, list[Point]] = {}
+    for name, point in points(quick):
+        grouped.setdefault(name, []).append(point)
+    return grouped
 
 
 def figure(points_by_name: dict[str, list[Point]]) -> go.Figure:
     """One panel a quantity: shares on the left axis, the condition on the right."""
     import plotly.subplots
 
-    names = list(points_by_name)
+    names, rows = list(points_by_name), (len(points_by_name) + 1) // 2
     panels = plotly.subplots.make_subplots(
-        rows=(len(names) + 1) // 2, cols=2, subplot_titles=names, vertical_spacing=0.12,
-        specs=[[{"secondary_y": True}] * 2 for _ in range((len(names) + 1) // 2)],
+        rows=rows, cols=2, subplot_titles=names, vertical_spacing=0.12,
+        specs=[[{"secondary_y": True}] * 2 for _ in range(rows)],
     )  # fmt: skip
-    for number, name in enumerate(names):
-        row, column = number // 2 + 1, number % 2 + 1
-        points = points_by_name[name]
-        x = [point.value for point in points]
-        shares = {
-            "an exact solution": ("solved", "#1d4ed8"),
-            "the input, to 1e-5": ("planted", "#047857"),
-        }
-        for label, (field, colour) in shares.items():
+    curves = {
+        "solved": ("an exact solution", {"color": "#1d4ed8"}),
+        "planted": ("the input, to 1e-5", {"color": "#047857"}),
+        "condition": ("condition (right)", {"color": "#c2410c", "dash": "dot"}),
+    }
+    for number, (name, measured) in enumerate(points_by_name.items()):
+        place = {"row": number // 2 + 1, "col": number % 2 + 1}
+        for field, (label, line) in curves.items():
+            values = [getattr(point, field) for point in measured]
             panels.add_scatter(
-                x=x, y=[getattr(point, field) for point in points], name=label, row=row, col=column,
-                mode="lines+markers", line={"color": colour}, showlegend=number == 0,
+                x=[point.value for point in measured],
+                y=[value if math.isfinite(value) else None for value in values],
+                name=label, mode="lines+markers", line=line, showlegend=number == 0,
+                secondary_y=field == "condition", **place,
             )  # fmt: skip
-        panels.add_scatter(
-            x=x, y=[p.condition if math.isfinite(p.condition) else None for p in points],
-            name="condition (right)", mode="lines+markers", showlegend=number == 0,
-            line={"color": "#c2410c", "dash": "dot"}, row=row, col=column, secondary_y=True,
-        )  # fmt: skip
         if "scale" in name or "noise" in name:
             spacing = 3 if "noise" in name else 1
-            panels.update_xaxes(
-                type="log", dtick=spacing, exponentformat="power", row=row, col=column
-            )
-        panels.update_yaxes(range=[-0.05, 1.05], tickformat=".0%", row=row, col=column)
+            panels.update_xaxes(type="log", dtick=spacing, exponentformat="power", **place)
+        panels.update_yaxes(range=[-0.05, 1.05], tickformat=".0%", secondary_y=False, **place)
         panels.update_yaxes(
-            type="log", exponentformat="power", range=[2, 5.2], dtick=1, tickformat=None,
-            row=row, col=column, secondary_y=True,
-        )  # fmt: skip
+            type="log", exponentformat="power", range=[2, 5.2], dtick=1, secondary_y=True, **place
+        )
     panels.update_layout(
-        template="simple_white", height=330 * ((len(names) + 1) // 2), width=1080,
+        template="simple_white", height=330 * rows, width=1080,
         legend={"orientation": "h", "y": -0.05}, margin={"t": 40, "b": 40},
     )  # fmt: skip
     return panels
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

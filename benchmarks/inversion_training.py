@@ -13,20 +13,22 @@ starts from the training input, so that the distance is that of the nearest mini
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import show
 from keyhole import attention, invert
+from planted import normals
 from show import Row
 
 LEVELS = (1e-4, 1e-6, 1e-8, 1e-10)
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """A layer as it stood when its training loss came down to a level."""
 
     W: Tensor
@@ -34,7 +36,7 @@ class Trained:
     loss: float
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     size, seeds, levels = (3, range(1), LEVELS[:2]) if quick else (4, range(10), LEVELS)
     distances: dict[float, list[float]] = {level: [] for level in levels}
     outputs: list[float] = []
@@ -49,42 +51,36 @@ def run(quick: bool) -> list[Row]:
             predicted.append(float((away - shift).norm() / shift.norm()))
             own = invert.Problem(W=layer.W, V=layer.V, B=attention.output(X, layer.W, layer.V))
             outputs.append(float((nearest(own, X) - X).norm()))
-    medians = {level: float(torch.tensor(values).median()) for level, values in distances.items()}
-    shown = ", ".join(f"{median:.1f} at {level:.0e}" for level, median in medians.items())
+    medians = {level: median(values) for level, values in distances.items()}
     spread = max(medians.values()) / min(medians.values())
-    last = predicted[len(levels) - 1 :: len(levels)]
     what = f"n = d = {size}, {len(seeds)} trained layers"
-    return [
-        Row(
-            f"B the label, {what}: distance to the training input / sqrt(training loss)",
-            shown,
-            "the same at every loss, within a factor of 2",
-            spread <= 2 if not quick else None,
-            "medians",
-        ),
-        Row(
-            f"  off from -J⁺r, relatively, at a training loss of {levels[-1]:.0e}",
-            f"{max(last):.1e} at most",
-            "<= 0.1" if not quick else "",
-            max(last) <= 0.1 if not quick else None,
-        ),
-        Row(
-            f"B the output, {what}: distance to the training input",
-            f"{max(outputs):.1e} at most",
-            "<= 1e-10",
-            max(outputs) <= 1e-10,
-        ),
-    ]
+    yield Row(
+        f"B the label, {what}: distance to the training input / sqrt(training loss)",
+        ", ".join(f"{value:.1f} at {level:.0e}" for level, value in medians.items()),
+        "the same at every loss, within a factor of 2",
+        spread <= 2 if not quick else None,
+        "medians",
+    )
+    off = max(predicted[len(levels) - 1 :: len(levels)])
+    yield Row(
+        f"  off from -J⁺r, relatively, at a training loss of {levels[-1]:.0e}",
+        f"{off:.1e} at most",
+        "<= 0.1" if not quick else "",
+        off <= 0.1 if not quick else None,
+    )
+    yield Row(
+        f"B the output, {what}: distance to the training input",
+        f"{max(outputs):.1e} at most",
+        "<= 1e-10",
+        max(outputs) <= 1e-10,
+    )
 
 
 def trained(
     size: int, seed: int, levels: tuple[float, ...]
 ) -> tuple[Tensor, Tensor, list[Trained]]:
     """A sequence, its labels, and the layer at each level of the training loss, by Adam."""
-    stream = torch.Generator().manual_seed(seed)
-    X, V, W_noise, V_noise = (
-        torch.randn(size, size, generator=stream, dtype=torch.float64) for _ in range(4)
-    )
+    X, V, W_noise, V_noise = normals(seed)(4, size, size)
     # Symmetric and positive: tokens attend to themselves, and the layer is well conditioned.
     W = torch.eye(size, dtype=torch.float64)
     Y = attention.output(X, W, V)
@@ -100,8 +96,7 @@ def trained(
             if loss > level:
                 error.backward()
                 optimizer.step()
-        W_now, V_now = (matrix.detach().clone() for matrix in weights)
-        layers.append(Trained(W_now, V_now, loss))
+        layers.append(Trained(*(matrix.detach().clone() for matrix in weights), loss))
     return X, Y, layers
 
 
@@ -120,4 +115,4 @@ def first_order(problem: invert.Problem, X: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

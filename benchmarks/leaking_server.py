@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from mlserver.settings import ModelParameters
 from mlserver.types import Datatype, InferenceRequest, InferenceResponse, MetadataTensor
 
 from leaking_targets import Case, opened
+from servers import free_port
 
 
 class Runtime(MLModel):
@@ -44,17 +44,10 @@ def settings_of(file: Path) -> ModelSettings:
 
 async def serve(folder: Path, port: int) -> None:
     torch.set_num_threads(1)
-    with socket.socket() as free:  # MLServer insists on a port for gRPC; nothing here speaks to it
-        free.bind(("127.0.0.1", 0))
-        unused = free.getsockname()[1]
     settings = Settings(
-        host="127.0.0.1",
-        http_port=port,
-        grpc_port=unused,
-        metrics_endpoint=None,
-        parallel_workers=0,
-        debug=False,
-    )
+        host="127.0.0.1", http_port=port, metrics_endpoint=None, parallel_workers=0, debug=False,
+        grpc_port=free_port(),  # MLServer insists on one; nothing speaks to it
+    )  # fmt: skip
     files = sorted(folder.glob("*.safetensors"))
     await MLServer(settings).start([settings_of(file) for file in files])
 

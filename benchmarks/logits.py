@@ -33,7 +33,7 @@ from keyhole.recover.embeddings.reader import beginnings
 from keyhole.recover.embeddings.sum_search import SumSearch
 from show import Row
 
-LONGEST = 24
+MAX_LENGTH = 24
 SODA = 15  # tokens from which it finds none
 
 
@@ -45,7 +45,7 @@ class Setting:
     corpus: Sequence[list[int]]
     prompts: Sequence[list[int]]
     search: SumSearch
-    longest: int = LONGEST
+    max_length: int = MAX_LENGTH
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
         secrets = [*subjects.hellaswag(data, "dev"), *said(data, "dev")]
         random.Random(0).shuffle(secrets)
         lines = words([*subjects.hellaswag(data), *said(data, "train")], add_special_tokens=False)
-        corpus = beginnings([ids for ids in lines["input_ids"] if ids], LONGEST)
+        corpus = beginnings([ids for ids in lines["input_ids"] if ids], MAX_LENGTH)
         prompts = words(secrets, add_special_tokens=False)["input_ids"]
         setting = Setting(loaded, corpus, prompts, SumSearch(passes=passes))
     for count in steps:
@@ -90,7 +90,7 @@ def rows(
     encoder = Encoder(target, Exposure("pooled", pooling="last", steps=steps))
     name = f"{loaded.name}, logits of {steps} next token{'s' if steps > 1 else ''}"
     started = time.perf_counter()
-    counted = Counted.of(encoder, setting.corpus, setting.longest)
+    counted = Counted.of(encoder, setting.corpus, setting.max_length)
     words = f"{len(setting.corpus):,} lines, {time.perf_counter() - started:.0f} s"
     yield Row(f"{name}: corpus counted", words)
     for least, most in lengths:
@@ -106,10 +106,10 @@ def measure(
     encoder, search = counted.encoder, setting.search
     leaked, _ = vectors_of(setting.loaded.model, leaks(setting.loaded, prompts, encoder))
     goals = encoder.directions(leaked.to(encoder.device))
-    true = encoder.vectors(Texts.of(prompts, setting.longest, encoder.device))
+    true = encoder.vectors(Texts.of(prompts, setting.max_length, encoder.device))
     error = float((1 - (true * goals).sum(-1)).max())  # of the right texts: what arriving is
     started = time.perf_counter()
-    readings = search(encoder, goals, counted, setting.longest)
+    readings = search(encoder, goals, counted, setting.max_length)
     seconds = time.perf_counter() - started
     answers = [reading.tokens for reading in readings]
     exact = sum(map(list.__eq__, answers, prompts))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,64 +18,38 @@ from torch import Tensor
 
 from keyhole import invert
 from keyhole.models import Exposure, Loaded, anatomy
-from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, PooledEmbedding, TokenSearch
+from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, TokenSearch
 from keyhole.recover.attack import Attack
 from keyhole.recover.leaks import Leak
 from show import Row
 from subjects import leak_of
 
-Change = Callable[[Tensor, Tensor, torch.Generator], Tensor]
-_SHORT = TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)
+ROWS = ("swap_row", "splice", "shuffle_rows", "shuffle_columns", "mix", "shift", "noise",
+        "other_layer", "other_model")  # fmt: skip
+MAPS = ROWS[4:]  # which are no rows of numbers, one for each position
 
 
-def _place(rows: Tensor, stream: torch.Generator) -> int:
-    return int(torch.randint(1, len(rows), (1,), generator=stream))
-
-
-def swap_row(a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
-    a, i = a.clone(), _place(a, stream)
-    a[i] = b[i]
-    return a
-
-
-def splice(a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
-    i = _place(a, stream)
-    return torch.cat([a[:i], b[i:]])
-
-
-def shuffle_rows(a: Tensor, _b: Tensor, stream: torch.Generator) -> Tensor:
-    return a[torch.randperm(len(a), generator=stream)]
-
-
-def shuffle_columns(a: Tensor, _b: Tensor, stream: torch.Generator) -> Tensor:
-    return a[:, torch.randperm(a.shape[1], generator=stream)]
-
-
-def mix(a: Tensor, b: Tensor, _stream: torch.Generator) -> Tensor:
-    return 0.6 * a + 0.4 * b
-
-
-def shift(a: Tensor, _b: Tensor, stream: torch.Generator) -> Tensor:
-    return a + 0.3 * a.std() * torch.randn(a.shape[1], generator=stream)
-
-
-def noise(a: Tensor, _b: Tensor, stream: torch.Generator) -> Tensor:
-    return a + a.std() * torch.randn(a.shape, generator=stream)
-
-
-def other_layer(_a: Tensor, b: Tensor, _stream: torch.Generator) -> Tensor:
-    return b
-
-
-def other_model(_a: Tensor, b: Tensor, _stream: torch.Generator) -> Tensor:
-    return b
-
-
-# What leaked with a row of numbers for each position; and maps, which are no such rows.
-ROWS: tuple[Change, ...] = (
-    swap_row, splice, shuffle_rows, shuffle_columns, mix, shift, noise, other_layer, other_model,
-)  # fmt: skip
-WHOLE: tuple[Change, ...] = (mix, shift, noise, other_layer, other_model)
+def changed(kind: str, a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
+    """What leaked of one text and what leaked of another (or elsewhere), made into one."""
+    match kind:
+        case "swap_row":
+            place = torch.randint(1, len(a), (1,), generator=stream)
+            return a.index_copy(0, place, b[place])
+        case "splice":
+            place = int(torch.randint(1, len(a), (1,), generator=stream))
+            return torch.cat([a[:place], b[place:]])
+        case "shuffle_rows":
+            return a[torch.randperm(len(a), generator=stream)]
+        case "shuffle_columns":
+            return a[:, torch.randperm(a.shape[1], generator=stream)]
+        case "mix":
+            return 0.6 * a + 0.4 * b
+        case "shift":
+            return a + 0.3 * a.std() * torch.randn(a.shape[1], generator=stream)
+        case "noise":
+            return a + a.std() * torch.randn(a.shape, generator=stream)
+        case _:  # another layer's, another model's
+            return b
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,29 +78,30 @@ class Subject:
         return cls(loaded, replace(loaded, model=model), texts)
 
     def mismatch(self, exposure: Exposure, number: int) -> Mismatch:
-        kinds = ROWS if exposure.kind in ("hidden", "kv") else WHOLE
-        change = kinds[number % len(kinds)]
+        kinds = MAPS if exposure.kind == "maps" else ROWS
+        kind = kinds[number % len(kinds)]
         first, second = self._pair(number, same=exposure.kind == "maps")
         a, b = (leak_of(self.loaded, ids, exposure) for ids in (first, second))
-        if change is other_layer and exposure.kind != "pooled":
-            b = leak_of(self.loaded, first, self._elsewhere(exposure))
-        elif change is other_model:
+        if kind == "other_layer":
+            last, layer = anatomy(self.loaded.model).layers, exposure.layer
+            other = replace(exposure, layer=layer + 1 if layer < last else layer - 1)
+            b = leak_of(self.loaded, first, other)
+        elif kind == "other_model":
             b = leak_of(self.other, first, exposure)
         values = {}
         for name in a.names:
-            rows = [_rows(one.tensors[name]) for one in (a, b)]
-            n = min(len(one) for one in rows)
+            rows = [_rows(leak.tensors[name]) for leak in (a, b)]
+            n = min(map(len, rows))
             stream = torch.Generator().manual_seed(number)  # keys and values change alike
-            changed = change(rows[0][:n], rows[1][:n], stream)
-            maps = n if exposure.kind == "maps" else None
-            values[name] = _back(changed, a.tensors[name], maps)
+            new = changed(kind, rows[0][:n], rows[1][:n], stream)
+            values[name] = _back(new, a.tensors[name], exposure.kind == "maps")
         leak = replace(a, **values)
         truth = first[: leak.length]
-        if str(exposure) == "kv:1" and change in (swap_row, splice):
+        if str(exposure) == "kv:1" and kind in ("swap_row", "splice"):
             # Each row is one token's there: the leak is, to the last digit, that of a spliced text.
             stream = torch.Generator().manual_seed(number)
-            truth = change(truth, second[: leak.length], stream)
-        return Mismatch(change.__name__, leak, truth.tolist())
+            truth = changed(kind, truth, second[: leak.length], stream)
+        return Mismatch(kind, leak, truth.tolist())
 
     def _pair(self, number: int, same: bool) -> tuple[Tensor, Tensor]:
         """Two texts; maps of texts of different lengths cannot be laid over each other."""
@@ -138,28 +113,21 @@ class Subject:
             second = torch.cat([first[:1], middle.flip(0), first[-1:]])
         return first, second
 
-    def _elsewhere(self, exposure: Exposure) -> Exposure:
-        last = anatomy(self.loaded.model).layers
-        layer = exposure.layer
-        return replace(exposure, layer=layer + 1 if layer < last else layer - 1)
-
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(positions, numbers) of a leaked tensor; a pooled embedding is one row, maps are one too."""
-    if tensor.ndim == 3:
-        return tensor.transpose(0, 1).flatten(1)
-    return tensor if tensor.ndim == 2 else tensor[None]
+    """(positions, numbers) of a leaked tensor; heads come first in it."""
+    return tensor.transpose(0, 1).flatten(1) if tensor.ndim == 3 else tensor
 
 
-def _back(rows: Tensor, like: Tensor, maps: int | None) -> Tensor:
-    """As it leaked; `maps` positions of maps are probabilities again."""
-    if like.ndim == 3:
-        back = rows.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
-        if maps is not None:
-            back = back[..., :maps].clamp(min=1e-9)
-            back = back / back.sum(-1, keepdim=True)
-        return back.contiguous()
-    return rows if like.ndim == 2 else rows[0]
+def _back(rows: Tensor, like: Tensor, maps: bool) -> Tensor:
+    """As it leaked; maps are probabilities again."""
+    if like.ndim == 2:
+        return rows
+    back = rows.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+    if maps:
+        back = back[..., : len(rows)].clamp(min=1e-9)
+        back = back / back.sum(-1, keepdim=True)
+    return back.contiguous()
 
 
 def _attack(exposure: Exposure) -> Attack:
@@ -168,8 +136,7 @@ def _attack(exposure: Exposure) -> Attack:
     return {
         "hidden": states,
         "kv": CachedKeys(encoder=states),
-        "maps": EncoderMaps(deeper=_SHORT),
-        "pooled": PooledEmbedding(_SHORT),
+        "maps": EncoderMaps(deeper=TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)),
     }[exposure.kind]
 
 
@@ -179,14 +146,14 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
     for exposure, numbers in plan:
         started = time.perf_counter()
         given = [subject.mismatch(exposure, number) for number in numbers]
-        leaks = [one.leak for one in given]
+        leaks = [mismatch.leak for mismatch in given]
         model, words = subject.loaded.model, subject.loaded.tokenizer
         found = invert.recover_texts(model, words, leaks, method=_attack(exposure))
         verified: Counter[str] = Counter()
         false: Counter[str] = Counter()
-        for one, result in zip(given, found, strict=True):
-            verified[one.kind] += result.verified
-            false[one.kind] += result.verified and result.ids != one.truth
+        for mismatch, result in zip(given, found, strict=True):
+            verified[mismatch.kind] += result.verified
+            false[mismatch.kind] += result.verified and result.ids != mismatch.truth
         made, claims, wrong = made + len(given), claims + verified.total(), wrong + false.total()
         seconds = (time.perf_counter() - started) / max(1, len(given))
         yield Row(

@@ -1,11 +1,11 @@
 """Many heads: queries, precision, related heads, and the attack's overhead over the oracle.
 
-Queries are given beside H(d² + d), or H(2rd − r² + d) for heads of rank r: the number of unknowns.
+Queries are given next to H(d² + d), or H(2rd − r² + d) for heads of rank r: the number of unknowns.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 import show
 from keyhole import extract, oracle
 from keyhole.extract import Status, canonical
-from show import Row, Stopwatch, relative
+from planted import worst_error
+from show import Row, Stopwatch
 
 KINDS = (
     "plain", "equal", "opposite", "proportional", "zero", "invisible", "anti-proportional",
@@ -21,111 +22,79 @@ KINDS = (
 )  # fmt: skip
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     seeds = range(2 if quick else 5)
-    small, large = (12, 16) if quick else (32, 64)
-    heads = 2 if quick else 8
-    return [
-        *(row for d in (4, 8, 16)[: 1 if quick else 3] for row in few(d, seeds)),
-        *counts(small, 2 if quick else 4, small // 4, seeds, 1e-10, 2.0, full=True),
-        *counts(large, heads, None, seeds, 1e-9, 1.6, full=True),
-        *counts(large, heads, large // 8, seeds, 1e-9, 1.6, full=False),
-        *related(range(9 if quick else 50)),
-        *overhead(quick),
-    ]
-
-
-def few(d: int, seeds: range) -> list[Row]:
-    """In few dimensions, finding the heads costs more than reading them."""
-    return counts(d, 2, None, seeds, 1e-9, 8.0, full=True)
+    small, large, heads = (12, 16, 2) if quick else (32, 64, 8)
+    for d in (4,) if quick else (4, 8, 16):  # finding the heads costs more than reading them
+        yield from counts(d, 2, None, seeds, 1e-9, 8.0)
+    yield from counts(small, 2 if quick else 4, small // 4, seeds, 1e-10, 2.0)
+    yield from counts(large, heads, None, seeds, 1e-9, 1.6)
+    yield from counts(large, heads, large // 8, seeds, 1e-9, 1.6, by_rank=True)
+    yield from related(range(9 if quick else 50))
+    full = ((64, 8, None), (64, 8, 8), (64, 16, None), (128, 8, None), (128, 8, 16))
+    for d, heads, rank in ((16, 2, None),) if quick else full:
+        yield overhead(d, heads, rank, quick)
 
 
 def counts(
-    d: int, heads: int, rank: int | None, seeds: range, bound: float, share: float, full: bool
-) -> list[Row]:
-    """`full`: queries beside the unknowns of full-rank heads, whatever the rank."""
+    d: int,
+    heads: int,
+    rank: int | None,
+    seeds: range,
+    bound: float,
+    share: float,
+    by_rank: bool = False,
+) -> Iterator[Row]:
+    """`by_rank`: queries next to the unknowns of heads of that rank, not of full rank."""
     errors, queries = [], []
     for seed in seeds:
         target = plant(d, heads, rank, seed)
         result = extract.MultiHead(seed=seed)(target)
-        errors.append(worst(result.model, target))
+        errors.append(worst_error(result.model, target))
         queries.append(result.queries)
-    r = d if full or rank is None else rank
-    floor = heads * (2 * r * d - r * r + d)
+    r = rank if by_rank and rank else d
+    unknowns = heads * (2 * r * d - r * r + d)
     what = f"d={d}, H={heads}, " + ("full rank" if rank is None else f"rank {rank}")
     formula = "H(d²+d)" if r == d else "H(2rd-r²+d)"
-    published = 4 * heads * d * d - 2 * heads + 1
-    return [
-        Row(f"error, {what}", f"{max(errors):.1e}", f"<= {bound:.0e}", max(errors) <= bound),
-        Row(
-            f"queries, {what}",
-            f"{min(queries)} to {max(queries)} = {max(queries) / floor:.2f} {formula}",
-            f"<= {share} x {floor} (published: {published})",
-            max(queries) <= share * floor if d >= 32 else None,  # below, fixed costs weigh most
-        ),
-    ]
+    yield show.at_most(f"error, {what}", max(errors), bound)
+    yield Row(
+        f"queries, {what}",
+        f"{min(queries)} to {max(queries)} = {max(queries) / unknowns:.2f} {formula}",
+        f"<= {share} x {unknowns} (published: {4 * heads * d * d - 2 * heads + 1})",
+        max(queries) <= share * unknowns if d >= 32 else None,  # below, fixed costs weigh most
+    )
 
 
-def related(seeds: range) -> list[Row]:
+def related(seeds: range) -> Iterator[Row]:
     """Equal, opposite, proportional, zero and invisible heads: is the canonical form right?"""
-    right, errors, statuses = 0, [], []
+    right, recovered, errors = 0, 0, []
     for seed in seeds:
         target = related_heads(seed)
         result = extract.MultiHead(seed=seed)(target)
-        errors.append(worst(result.model, canonical(target)))
-        statuses.append(result.status)
+        errors.append(worst_error(result.model, canonical(target)))
+        recovered += result.status is Status.RECOVERED
         right += result.status is Status.RECOVERED and errors[-1] <= 1e-6
     what = f"canonical form right, {len(KINDS)} kinds, up to 16 heads"
-    recovered = statuses.count(Status.RECOVERED)
-    return [
-        Row(what, f"{right} of {len(seeds)}", f"{len(seeds)}", right == len(seeds)),
-        Row("recovered there; worst error of W or v", f"{recovered}; {max(errors):.1e}"),
-    ]
+    yield Row(what, f"{right} of {len(seeds)}", f"{len(seeds)}", right == len(seeds))
+    yield Row("recovered there; worst error of W or v", f"{recovered}; {max(errors):.1e}")
 
 
-def overhead(quick: bool) -> list[Row]:
-    sizes = (
-        ((16, 2, None),)
-        if quick
-        else ((64, 8, None), (64, 8, 8), (64, 16, None), (128, 8, None), (128, 8, 16))
+def overhead(d: int, heads: int, rank: int | None, quick: bool) -> Row:
+    ratios: list[float] = []
+    for seed in range(1 if quick else 3):
+        watch = Stopwatch(plant(d, heads, rank, seed))
+        _, seconds = show.timed(lambda: extract.MultiHead(seed=seed)(watch))  # noqa: B023
+        ratios.append(seconds / watch.seconds)
+    return show.ratio(
+        f"attack / oracle alone, d={d}, H={heads}, rank {rank or d}",
+        f"{seconds:.2f} s / {watch.seconds:.2f} s; {min(ratios):.2f} to {max(ratios):.2f}",
+        "<= 1.5",
+        None if quick else max(ratios) <= 1.5,
     )
-    rows: list[Row] = []
-    for d, heads, rank in sizes:
-        ratios: list[float] = []
-        for seed in range(1 if quick else 3):
-            watch = Stopwatch(plant(d, heads, rank, seed))
-            started = time.perf_counter()
-            extract.MultiHead(seed=seed)(watch)
-            seconds = time.perf_counter() - started
-            ratios.append(seconds / watch.seconds)
-        what = f"attack / oracle alone, d={d}, H={heads}, rank {rank or d}"
-        measured = (
-            f"{seconds:.2f} s / {watch.seconds:.2f} s; {min(ratios):.2f} to {max(ratios):.2f}"
-        )
-        met = None if quick else max(ratios) <= 1.5
-        rows.append(Row(what, measured, "" if quick else "<= 1.5", met, promise=False))
-    return rows
 
 
 def plant(d: int, heads: int, rank: int | None, seed: int) -> oracle.MultiHead:
-    target = oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
-    assert isinstance(target, oracle.MultiHead)
-    return target
-
-
-def worst(found: object, truth: oracle.MultiHead) -> float:
-    """The largest relative error of any W or v, heads matched by W; inf if the numbers differ."""
-    if not isinstance(found, oracle.MultiHead) or len(found.W) != len(truth.W):
-        return float("inf")
-    W, V = torch.stack(list(found.W)), torch.stack(list(found.v))
-    truths = torch.stack(list(truth.W))
-    partner = torch.cdist(truths.flatten(1), W.flatten(1)).argmin(1)
-    if len(partner.unique()) < len(W):
-        return float("inf")
-    largest = truths.abs().max()
-    pairs = [(W[p], t) for p, t in zip(partner, truth.W, strict=True)]
-    errors = [relative(w, t) if t.any() else float(w.abs().max() / largest) for w, t in pairs]
-    return max(*errors, *(relative(V[p], t) for p, t in zip(partner, truth.v, strict=True)))
+    return oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed)
 
 
 def related_heads(seed: int) -> oracle.MultiHead:
@@ -154,22 +123,14 @@ def relative_of(
     kind: str, W: Tensor, v: Tensor, other: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
     """A head that stands to (W, v) as `kind` says, with value `other` where that is free."""
-    match kind:
-        case "equal":
-            return W, other
-        case "opposite":
-            return -W, other
-        case "proportional":
-            return factor * W, other
-        case "anti-proportional":
-            return -factor * W, other
-        case "zero":
-            return 0 * W, other
-        case "invisible":
-            return W.mT.contiguous(), 0 * v
-        case _:
-            return -W, v
+    if kind == "invisible":
+        return W.mT.contiguous(), 0 * v
+    if kind == "opposite with equal v":
+        return -W, v
+    factors = {"equal": 1, "opposite": -1, "zero": 0, "proportional": factor,
+               "anti-proportional": -factor}  # fmt: skip
+    return factors[kind] * W, other
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -1,10 +1,9 @@
-"""Texts recovered from hidden states beside the planted ones: what the benchmarks on them count."""
+"""Texts recovered from hidden states: what benchmarks count against the planted ones."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from subjects import Change
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Recovered texts beside the planted ones."""
+    """Recovered texts and the planted ones."""
 
     truths: list[list[int]]
     recoveries: list[invert.TextRecovery]
@@ -38,15 +37,16 @@ class Outcome:
     @property
     def exact(self) -> float:
         """The share of texts that are right and verified."""
-        return self._texts(lambda same, recovery: same and recovery.verified) / len(self.recoveries)
+        return sum(self._verified()) / len(self.recoveries)
 
     @property
     def false(self) -> int:
-        return self._texts(lambda same, recovery: recovery.verified and not same)
+        return self._verified().count(False)
 
-    def _texts(self, wanted: Callable[[bool, invert.TextRecovery], bool]) -> int:
+    def _verified(self) -> list[bool]:
+        """Whether each text that is called verified is right."""
         pairs = zip(self.truths, self.recoveries, strict=True)
-        return sum(wanted(truth == recovery.ids, recovery) for truth, recovery in pairs)
+        return [truth == recovery.ids for truth, recovery in pairs if recovery.verified]
 
     @property
     def marked(self) -> tuple[int, int]:

@@ -8,8 +8,10 @@ target. A draw without a guarantee counts as a violation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +20,19 @@ import show
 from keyhole import extract, oracle
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.tolerant_as_published import tolerance_for
+from planted import normals
 from show import Row
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     draws = range(3 if quick else 100)
-    rows = []
     sizes = ((4, 0.5), (4, 0.1), (8, 0.1), (16, 0.1), (8, 1e-4))
     for dim, accuracy in sizes[1:2] if quick else sizes:
-        rows += within_tolerance(dim, accuracy, draws)
+        yield from within_tolerance(dim, accuracy, draws)
     for dim, margin, accuracy in ((2, 0.5, 0.9),) if quick else ((2, 0.5, 0.2), (3, 0.3, 0.5)):
-        rows += from_signs(dim, margin, accuracy, draws)
+        yield from from_signs(dim, margin, accuracy, draws)
     for dim, rank in ((8, 1),) if quick else ((8, 1), (12, 1), (12, 2), (16, 2)):
-        rows += gaussian_measurements(dim, rank, range(2 if quick else 20))
-    return rows
+        yield gaussian_measurements(dim, rank, range(2 if quick else 20))
 
 
 class Extreme:
@@ -46,8 +47,7 @@ class Extreme:
         return truth + self._tau * (self._noisy(sequences) - truth).sign()
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One draw: what was stated, guaranteed and measured, per entry and in norm."""
 
     stated: float
@@ -58,10 +58,10 @@ class Outcome:
 
     @classmethod
     def of(cls, result: Extraction, target: oracle.Head) -> Outcome:
-        error, error_v = result.model.W - target.W, result.model.v - target.v
-        entry, norm = float(error.abs().max()), float(torch.linalg.matrix_norm(error))
-        norm_v = float(torch.linalg.vector_norm(error_v))
-        guaranteed, stated = result.guarantee or float("nan"), result.stated.accuracy
+        entry = _entry(result, target)
+        norm = float(torch.linalg.matrix_norm(result.model.W - target.W))
+        norm_v = float(torch.linalg.vector_norm(result.model.v - target.v))
+        guaranteed, stated = result.guarantee or math.nan, result.stated.accuracy
         kept = (
             max(norm, norm_v) <= stated
             and entry <= guaranteed <= stated / target.dim * (1 + 1e-6)
@@ -70,27 +70,30 @@ class Outcome:
         return cls(stated, guaranteed, entry, norm, not kept)
 
 
+def _entry(result: Extraction, target: oracle.Head) -> float:
+    """The largest error of an entry of W."""
+    return float((result.model.W - target.W).abs().max())
+
+
+def _violations(what: str, count: int, draws: int, details: str) -> Row:
+    return Row(what, f"{count} violations in {draws} draws", "0", count == 0, f"{details}; medians")
+
+
 def _row(what: str, outcomes: list[Outcome], dim: int, counts: str) -> Row:
-    violations = sum(each.violated for each in outcomes)
-
-    def middle(name: str) -> float:
-        return median(getattr(each, name) for each in outcomes)
-
-    return Row(
+    stated, guaranteed, entry, norm, _ = (median(column) for column in zip(*outcomes, strict=True))
+    largest_norm = max(each.norm / each.stated for each in outcomes)
+    largest_entry = max(each.entry / each.guaranteed for each in outcomes)
+    return _violations(
         what,
-        f"{violations} violations in {len(outcomes)} draws",
-        "0",
-        violations == 0,
-        f"in norm: stated {middle('stated'):.1e}, measured {middle('norm'):.1e} (largest "
-        f"{max(each.norm / each.stated for each in outcomes):.1%} of stated); of an entry: stated "
-        f"{middle('stated') / dim:.1e}, guaranteed {middle('guaranteed'):.1e}, measured "
-        f"{middle('entry'):.1e} (largest "
-        f"{max(each.entry / each.guaranteed for each in outcomes):.1%} of guaranteed); {counts}; "
-        "medians",
+        sum(each.violated for each in outcomes),
+        len(outcomes),
+        f"in norm: stated {stated:.1e}, measured {norm:.1e} (largest {largest_norm:.1%} of "
+        f"stated); of an entry: stated {stated / dim:.1e}, guaranteed {guaranteed:.1e}, "
+        f"measured {entry:.1e} (largest {largest_entry:.1%} of guaranteed); {counts}",
     )
 
 
-def within_tolerance(dim: int, accuracy: float, draws: range) -> list[Row]:
+def within_tolerance(dim: int, accuracy: float, draws: range) -> Iterator[Row]:
     outcomes, errors, proved, taus, queries = [], [], [], [], set[int]()
     for seed in draws:
         target, bound = _planted(dim, seed, zeros=seed % 3)
@@ -102,25 +105,20 @@ def within_tolerance(dim: int, accuracy: float, draws: range) -> list[Row]:
         queries.add(result.queries)
         taus.append(tau)
         ours = extract.Tolerant(tau, max_norm=0.5 + 1 / bound)(blurred)
-        errors.append(float((ours.model.W - target.W).abs().max()))
-        proved.append(ours.guarantee or float("inf"))
-    case = f"d={dim}, accuracy {accuracy:g}"
-    inside = sum(error <= bound for error, bound in zip(errors, proved, strict=True))
+        errors.append(_entry(ours, target))
+        proved.append(ours.guarantee or math.inf)
+    what = f"Theorem 6.1, d={dim}, accuracy {accuracy:g}"
     (count,) = queries
-    counts = f"tau {median(taus):.1e}, {count} queries = d² + d"
-    return [
-        _row(f"Theorem 6.1, {case}", outcomes, dim, counts),
-        Row(
-            f"Theorem 6.1, {case}: ours, tokens no longer than its",
-            f"{len(draws) - inside} violations in {len(draws)} draws",
-            "0",
-            inside == len(draws),
-            f"of an entry: guaranteed {median(proved):.1e}, measured {median(errors):.1e}; medians",
-        ),
-    ]
+    yield _row(what, outcomes, dim, f"tau {median(taus):.1e}, {count} queries = d² + d")
+    yield _violations(
+        f"{what}: ours, tokens no longer than its",
+        sum(error > bound for error, bound in zip(errors, proved, strict=True)),
+        len(draws),
+        f"of an entry: guaranteed {median(proved):.1e}, measured {median(errors):.1e}",
+    )
 
 
-def from_signs(dim: int, margin: float, accuracy: float, draws: range) -> list[Row]:
+def from_signs(dim: int, margin: float, accuracy: float, draws: range) -> Iterator[Row]:
     outcomes, asked, stated, queries, errors = [], [], [], [], []
     for seed in draws:
         target, bound = _planted(dim, seed, margin=margin)
@@ -131,21 +129,19 @@ def from_signs(dim: int, margin: float, accuracy: float, draws: range) -> list[R
         stated.append(result.stated.queries)
         ours = extract.SignOnly(accuracy=accuracy / dim, seed=seed)(signs)
         queries.append(ours.queries)
-        errors.append(float((ours.model.W - target.W).abs().max()) * dim / accuracy)
-    case = f"d={dim}, margin {margin:g}, accuracy {accuracy:g}"
+        errors.append(_entry(ours, target) * dim / accuracy)
+    what = f"Theorem B.1, d={dim}, margin {margin:g}, accuracy {accuracy:g}"
     counts = f"{median(asked):,.0f} queries of {median(stated):,.0f} stated"
-    return [
-        _row(f"Theorem B.1, {case}", outcomes, dim, counts),
-        Row(
-            f"Theorem B.1, {case}: ours to the same accuracy",
-            f"{median(queries):,.0f} queries, largest error {max(errors):.1%} of promised",
-            "<= 100%",
-            max(errors) <= 1,
-        ),
-    ]
+    yield _row(what, outcomes, dim, counts)
+    yield Row(
+        f"{what}: ours to the same accuracy",
+        f"{median(queries):,.0f} queries, largest error {max(errors):.1%} of promised",
+        "<= 100%",
+        max(errors) <= 1,
+    )
 
 
-def gaussian_measurements(dim: int, rank: int, draws: range) -> list[Row]:
+def gaussian_measurements(dim: int, rank: int, draws: range) -> Row:
     """How many independent Gaussian pairs the convex program of Theorem 5.1 takes."""
     parts: list[str] = []
     for factor in (3, 4, 5, 6, 8):
@@ -155,7 +151,7 @@ def gaussian_measurements(dim: int, rank: int, draws: range) -> list[Row]:
             method = extract.NuclearNorm(rank=rank, oversampling=factor, seed=seed)
             good += show.relative(method(target).model.W, target.W) <= 1e-5
         parts.append(f"{factor}rd: {good} of {len(draws)}")
-    return [Row(f"Theorem 5.1, d={dim}, r={rank}, W within 1e-5", ", ".join(parts))]
+    return Row(f"Theorem 5.1, d={dim}, r={rank}, W within 1e-5", ", ".join(parts))
 
 
 def _planted(
@@ -163,15 +159,13 @@ def _planted(
 ) -> tuple[oracle.Head, float]:
     """A head with ‖v‖ = 1, with zeros in v or with every |v_i| beyond a margin, and its ‖W‖."""
     head = oracle.plant(dim=dim, seed=seed, scale=0.5)
-    stream = torch.Generator().manual_seed(seed)
-    v = head.v.clone()
+    draw, v = normals(seed), head.v.clone()
     v[:zeros] = 0.0
+    while margin is not None and float((v / v.norm()).abs().min()) < margin:
+        v = draw(dim)
     v = v / v.norm()
-    while margin is not None and float(v.abs().min()) < margin:
-        v = torch.randn(dim, generator=stream, dtype=torch.float64)
-        v = v / v.norm()
     return oracle.Head(head.W, v), float(torch.linalg.matrix_norm(head.W, 2))
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

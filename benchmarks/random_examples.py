@@ -2,7 +2,7 @@
 
 N sequences of 1 to 4 Gaussian tokens, drawn once, and their answers; all weights are fitted to them
 by least squares (scipy's Levenberg–Marquardt, the Jacobian in closed form) from one start, and from
-16. Beside it as many chosen questions (`SingleHead`; under errors of ±τ `Tolerant`, whose tokens
+16. Next to it as many chosen questions (`SingleHead`; under errors of ±τ `Tolerant`, whose tokens
 are no longer than the random ones). Solved: the error on fresh examples of the same kind is below
 1e-6 of their spread. Scores of pairs of tokens have the stated standard deviation: attention is
 soft at 1, sharp at 8, all in one place at 32. An experiment, not a theorem.
@@ -11,6 +11,7 @@ soft at 1, sharp at 8, all in one place at 32. An experiment, not a theorem.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import show
 from keyhole import extract, oracle
+from planted import normals
 from show import Row
 
 LENGTHS = (1, 2, 3, 4)
@@ -28,16 +30,14 @@ STARTS = 16
 FRESH = 2000
 
 
-def run(quick: bool) -> list[Row]:
-    rows: list[Row] = []
+def run(quick: bool) -> Iterator[Row]:
     for dim, seeds in ((4, 2),) if quick else ((4, 10), (8, 5), (16, 2)):
         # Sharper still, a search at d = 16 takes minutes and ends nowhere.
         for spread in (1.0,) if quick else (1.0, 8.0, 32.0)[: 2 if dim > 8 else 3]:
             for factor in (1.0, 2.0) if quick else (1.0, 1.5, 2.0, 4.0):
-                rows += exact(dim, spread, factor, range(seeds))
-    for dim, factor in ((4, 4),) if quick else ((4, 4), (4, 16), (8, 4), (8, 16)):
-        rows += inexact(dim, 1e-3, factor, range(2 if quick else 10))
-    return rows
+                yield exact(dim, spread, factor, range(seeds))
+    for dim, repeats in ((4, 4),) if quick else ((4, 4), (4, 16), (8, 4), (8, 16)):
+        yield inexact(dim, 1e-3, repeats, range(2 if quick else 10))
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,16 @@ class Examples:
 
     @classmethod
     def draw(cls, target: oracle.Oracle, count: int, size: float, seed: int) -> Examples:
-        stream = torch.Generator().manual_seed(seed)
+        draw, kinds = normals(seed), len(LENGTHS)
         parts = [
-            size
-            * torch.randn(
-                (count + len(LENGTHS) - 1 - place) // len(LENGTHS), length, target.dim,
-                generator=stream, dtype=torch.float64,
-            )
+            size * draw((count + kinds - 1 - place) // kinds, length, target.dim)
             for place, length in enumerate(reversed(LENGTHS))
-        ]  # fmt: skip
+        ]
         parts = [part for part in parts if len(part)]
         return cls(parts, torch.cat([target(part) for part in parts]))
 
     @property
-    def longest(self) -> float:
+    def max_norm(self) -> float:
         return max(float(torch.linalg.vector_norm(part, dim=-1).max()) for part in self.parts)
 
     def model(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -116,16 +112,15 @@ def _fresh_error(target: oracle.Head, theta: np.ndarray, size: float, seed: int)
     return float(np.sqrt((off**2).mean()) / fresh.answers.std())
 
 
-def exact(dim: int, spread: float, factor: float, seeds: range) -> list[Row]:
+def exact(dim: int, spread: float, factor: float, seeds: range) -> Row:
     unknowns = dim * dim + dim
     count = math.ceil(factor * unknowns)
-    first, best, fitted, chosen = [], [], 0, []
+    first, best, chosen, fitted = [], [], [], 0
     for seed in seeds:
         target, size = _planted(dim, spread, seed)
         examples = Examples.draw(target, count, size, seed)
-        start_size = spread / (dim * size**2)
         fits = []
-        for start in examples.starts(start_size, seed):
+        for start in examples.starts(spread / (dim * size**2), seed):
             fits.append(examples.fit(start))
             if fits[-1][1] < 1e-10:  # more starts could not fit these examples better
                 break
@@ -134,51 +129,42 @@ def exact(dim: int, spread: float, factor: float, seeds: range) -> list[Row]:
         first.append(_fresh_error(target, fits[0][0], size, seed))
         best.append(_fresh_error(target, theta, size, seed))
         result = extract.SingleHead()(oracle.Counted(target, count + 100))
-        if count >= unknowns:
-            weights = np.concatenate([result.model.W.numpy().ravel(), result.model.v.numpy()])
-            chosen.append(_fresh_error(target, weights, size, seed))
-    solved = [sum(error < 1e-6 for error in errors) for errors in (first, best)]
-    asked = f"chosen: {sum(e < 1e-6 for e in chosen)} of {len(chosen)}" if chosen else (
-        "chosen: below the number of unknowns"
-    )  # fmt: skip
-    return [
-        Row(
-            f"exact, d={dim}, scores ±{spread:g}, N={count} = {factor:g} x unknowns",
-            f"random: solved {solved[0]} of {len(seeds)} from one start, {solved[1]} from {STARTS}",
-            details=f"median error on fresh examples {median(first):.1e}, {median(best):.1e}; "
-            f"fitted to their own examples: {fitted}; {asked}",
-        )
-    ]
+        weights = np.concatenate([result.model.W.numpy().ravel(), result.model.v.numpy()])
+        chosen.append(_fresh_error(target, weights, size, seed))
+    solved = [sum(error < 1e-6 for error in errors) for errors in (first, best, chosen)]
+    return Row(
+        f"exact, d={dim}, scores ±{spread:g}, N={count} = {factor:g} x unknowns",
+        f"random: solved {solved[0]} of {len(seeds)} from one start, {solved[1]} from {STARTS}",
+        details=f"median error on fresh examples {median(first):.1e}, {median(best):.1e}; fitted "
+        f"to their own examples: {fitted}; chosen: {solved[2]} of {len(chosen)}",
+    )
 
 
-def inexact(dim: int, tau: float, factor: int, seeds: range) -> list[Row]:
+def inexact(dim: int, tau: float, repeats: int, seeds: range) -> Row:
     """Errors drawn anew for every answer: the same number of random and of chosen questions."""
     random, chosen, counts = [], [], set[int]()
+    count = extract.Tolerant(tau, repeats=repeats).expected_queries(dim)
     for seed in seeds:
         target, size = _planted(dim, 1.0, seed)
-        repeats = factor
-        method = extract.Tolerant(tau, repeats=repeats, seed=seed)
         noisy = oracle.Noisy(target, tau, seed=seed, fresh=True)
-        count = method.expected(dim)
         examples = Examples.draw(noisy, count, size, seed)
         fits = [examples.fit(start) for start in examples.starts(1.0 / (dim * size**2), seed)[:4]]
         theta = min(fits, key=lambda fit: fit[1])[0]
         W = torch.as_tensor(theta[: dim * dim]).view(dim, dim)
         random.append(float((W - target.W).abs().max()))
-        method = extract.Tolerant(tau, repeats=repeats, max_norm=examples.longest, seed=seed)
-        result = method(oracle.Clipped(noisy, examples.longest))
+        limit = examples.max_norm
+        method = extract.Tolerant(tau, repeats=repeats, max_norm=limit, seed=seed)
+        result = method(oracle.Clipped(noisy, limit))
         chosen.append(float((result.model.W - target.W).abs().max()))
         counts.add(result.queries)
     ratio = median(r / c for r, c in zip(random, chosen, strict=True))
-    return [
-        Row(
-            f"errors of ±{tau:g}, d={dim}, N={count}, scores ±1",
-            f"error of W: random {median(random):.1e}, chosen {median(chosen):.1e} (medians)",
-            details=f"random / chosen {ratio:.1f} (median); chosen asked {min(counts)} to "
-            f"{max(counts)}; tokens of the same greatest norm",
-        )
-    ]
+    return Row(
+        f"errors of ±{tau:g}, d={dim}, N={count}, scores ±1",
+        f"error of W: random {median(random):.1e}, chosen {median(chosen):.1e} (medians)",
+        details=f"random / chosen {ratio:.1f} (median); chosen asked {min(counts)} to "
+        f"{max(counts)}; tokens of the same greatest norm",
+    )
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -43,28 +44,22 @@ def attack(folder: str, dim: int, life: int) -> None:
         Path(folder, "status").write_text(extract.SingleHead()(ledger).status.value)
 
 
-def run(quick: bool) -> list[Row]:
+def run(quick: bool) -> Iterator[Row]:
     dim = 24 if quick else 64
     forked = multiprocessing.get_context("fork")  # torch is loaded once
     with tempfile.TemporaryDirectory() as folder:
-        lives = 0
-        for life in range(3, 60):
-            process = forked.Process(target=attack, args=(folder, dim, life))
+        for kills in range(57):
+            process = forked.Process(target=attack, args=(folder, dim, kills + 3))
             process.start()
             process.join()
-            lives += 1
             if process.exitcode != -signal.SIGKILL:
                 break
         status = Path(folder, "status").read_text()
         asked = Counter(Path(folder, "diary").read_text().split())
-    twice = sum(count - 1 for count in asked.values())
-    return [
-        Row(
-            f"d={dim}: outcome after {lives - 1} kills", status, "recovered", status == "recovered"
-        ),
-        Row(f"questions asked twice, of {len(asked):,}", str(twice), "0", twice == 0),
-    ]
+    yield show.exactly(f"d={dim}: outcome after {kills} kills", status, "recovered")
+    twice = asked.total() - len(asked)
+    yield show.exactly(f"questions asked twice, of {len(asked):,}", twice, 0)
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -25,13 +26,15 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from keyhole.core import environment
 from keyhole.oracle import Oracle
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,44 @@ class Stopwatch:
         self.seconds += time.perf_counter() - started
         self._log.append((self._log[-1][0] + len(sequences), self.seconds))
         return answers
+
+
+def at_most(what: str, value: float, bound: float, details: str = "") -> Row:
+    """An error that must not exceed a bound."""
+    return Row(what, f"{value:.1e}", f"<= {bound:.0e}", value <= bound, details)
+
+
+def exactly(what: str, value: object, wanted: object, details: str = "") -> Row:
+    """A count or a word that must be this one."""
+    return Row(what, str(value), str(wanted), value == wanted, details)
+
+
+def every(what: str, count: int, total: int, details: str = "") -> Row:
+    """How many out of how many; it must be all."""
+    return Row(what, f"{count} of {total}", "all", count == total, details)
+
+
+def ratio(what: str, measured: str, wanted: str, met: bool | None, details: str = "") -> Row:
+    """What depends on the machine: never a promise, and not judged where `met` is None."""
+    return Row(what, measured, "" if met is None else wanted, met, details, promise=False)
+
+
+def timed(function: Callable[[], T]) -> tuple[T, float]:
+    """What a call gives, and its seconds."""
+    started = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - started
+
+
+def least_seconds(*functions: Callable[[], object], runs: int) -> list[float]:
+    """The least seconds of each, measured in turn; the first round warms up."""
+    rounds = [[timed(function)[1] for function in functions] for _ in range(runs + 1)]
+    return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def peak_memory() -> float:
+    """Of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import show
@@ -55,30 +56,25 @@ def seconds(start: Start, turns: int) -> tuple[float, float]:
             [sys.executable, *start.arguments], env=os.environ | start.environment, check=True,
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        after = os.times()
-        best = min(best, time.perf_counter() - began)
-        user, system = after.children_user, after.children_system
-        spent = user + system - before.children_user - before.children_system
+        best, after = min(best, time.perf_counter() - began), os.times()
+        spent = (after.children_user - before.children_user) + (
+            after.children_system - before.children_system
+        )
         computing = min(computing, spent)
     return best, computing
 
 
-def run(quick: bool) -> list[Row]:
-    rows: list[Row] = []
+def run(quick: bool) -> Iterator[Row]:
     for start in STARTS[:3] if quick else STARTS:
         took, computing = seconds(start, 1 if quick else 10)
-        rows.append(
-            Row(
-                start.what,
-                f"{took:.2f} s",
-                "" if quick or start.most is None else f"< {start.most} s",
-                None if quick or start.most is None else took < start.most,
-                f"{computing:.2f} s of a processor",
-                promise=False,
-            )
+        yield show.ratio(
+            start.what,
+            f"{took:.2f} s",
+            f"< {start.most} s",
+            None if quick or start.most is None else took < start.most,
+            f"{computing:.2f} s of a processor",
         )
-    return rows
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

@@ -61,11 +61,11 @@ def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=stated)
 
 
-def encoded(loaded: Loaded, texts: Iterable[str], longest: int = 512) -> list[Tensor]:
+def encoded(loaded: Loaded, texts: Iterable[str], max_length: int = 512) -> list[Tensor]:
     """Texts as ids (n,)."""
     words = loaded.tokenizer
     return [
-        torch.tensor(words(text, truncation=True, max_length=longest)["input_ids"])
+        torch.tensor(words(text, truncation=True, max_length=max_length)["input_ids"])
         for text in texts
     ]
 

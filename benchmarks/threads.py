@@ -1,8 +1,8 @@
-"""Threads by the size of the work: one, all, and what Keyhole chooses, alone and beside others.
+"""Threads by the size of the work: one, all, and what Keyhole chooses, alone and next to others.
 
 Checks of the demo's audit, an encoder of 22 million numbers, and encoders whose largest matrix is
 around the limit (`LARGE` in `core/machine.py`) take turns with one thread, with one for each core,
-and with what Keyhole chooses, first as the machine is, then with one busy process beside them. Each
+and with what Keyhole chooses, first as the machine is, then with a busy process next to them. Each
 figure is the best of several turns, over that of one thread in the same circumstances
 and in the same run: below 1 is faster. `--encoder` is the folder of all-MiniLM-L6-v2.
 """
@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ BATCHES = {"one text": 1, "64 texts": 64}
 TURN = 0.05  # seconds of one turn of such passes with one thread, about
 PATIENCE = 2.0  # seconds after which a row takes no further turn
 NEAR = 1.25  # how much slower than the better of one and all what is chosen may be
-# Of the demo's audit a few checks, which take about a second together.
+# Of the demo's audit a few checks, which take about a second in all.
 ENDPOINTS = ("the scorer with four heads", "the one-layer Transformer",
              "the attention layer, last token")  # fmt: skip
 CHECKS = ("KH-PREDICTIONS-CUTS",)
@@ -46,29 +46,19 @@ Work = Callable[[], object]
 
 
 @contextmanager
-def exactly(threads: int) -> Generator[None]:
-    """So many threads, as somebody who has chosen has them: Keyhole leaves them alone."""
-    before, torch_had = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+def threads(count: int, chosen: bool) -> Generator[None]:
+    """So many threads; where somebody has chosen them, Keyhole leaves them alone."""
+    before, torch_had = os.environ.pop("OMP_NUM_THREADS", None), torch.get_num_threads()
+    if chosen:
+        os.environ["OMP_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(torch_had)
-        del os.environ["OMP_NUM_THREADS"]
+        os.environ.pop("OMP_NUM_THREADS", None)
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-
-
-@contextmanager
-def unchosen() -> Generator[None]:
-    """As many threads as torch takes where nobody has chosen."""
-    with exactly(CORES):
-        del os.environ["OMP_NUM_THREADS"]
-        try:
-            yield
-        finally:
-            os.environ["OMP_NUM_THREADS"] = str(CORES)
 
 
 @contextmanager
@@ -128,73 +118,57 @@ def passing(model: BertModel, batch: int) -> Work:
             for _ in range(count):
                 model(ids)
 
-    with exactly(1):
+    with threads(1, chosen=True):
         passes(2)
-        started = time.perf_counter()
-        passes(2)
-        count = max(1, round(2 * TURN / (time.perf_counter() - started)))
+        _, took = show.timed(lambda: passes(2))
+        count = max(1, round(2 * TURN / took))
     return lambda: passes(count)
 
 
 def seconds(work: Work, turns: int) -> dict[str, float]:
     """The best of several turns of each number of threads; they take turns with each other."""
-    ways = {"one": lambda: exactly(1), "all": lambda: exactly(CORES), "chosen": unchosen}
+    ways = {"one": (1, True), "all": (CORES, True), "chosen": (CORES, False)}
     best = dict.fromkeys(ways, float("inf"))
     began = time.perf_counter()
     for turn in range(turns):
         if turn and time.perf_counter() - began > PATIENCE:
             break  # on a crowded machine threads that wait for each other take ten times as long
         for name, way in ways.items():
-            with way():
-                started = time.perf_counter()
-                work()
-                best[name] = min(best[name], time.perf_counter() - started)
+            with threads(*way):
+                best[name] = min(best[name], show.timed(work)[1])
     return best
 
 
-def measured(name: str, work: Work, turns: int, quick: bool) -> list[Row]:
-    """One work alone and beside a busy process."""
-    rows: list[Row] = []
+def measured(name: str, work: Work, turns: int, quick: bool) -> Iterator[Row]:
+    """One work alone and next to a busy process."""
     work()  # what is loaded on demand is loaded
-    for circumstances, beside in (("", nullcontext), (", busy neighbour", busy_neighbour)):
-        with beside():
+    for circumstances, neighbour in (("", nullcontext), (", busy neighbour", busy_neighbour)):
+        with neighbour():
             took = seconds(work, turns)
         ratio = {way: took[way] / took["one"] for way in took}
         worst = ratio["chosen"] / min(ratio["one"], ratio["all"])
-        rows.append(
-            Row(
-                f"{name}{circumstances}",
-                f"all {ratio['all']:.2f}, chosen {ratio['chosen']:.2f}",
-                "" if quick else f"chosen within {NEAR} of the better",
-                None if quick else worst <= NEAR,
-                f"one thread {took['one']:.2f} s, {CORES} cores, load {os.getloadavg()[0]:.1f}",
-                promise=False,
-            )
+        yield show.ratio(
+            f"{name}{circumstances}",
+            f"all {ratio['all']:.2f}, chosen {ratio['chosen']:.2f}",
+            f"chosen within {NEAR} of the better",
+            None if quick else worst <= NEAR,
+            f"one thread {took['one']:.2f} s, {CORES} cores, load {os.getloadavg()[0]:.1f}",
         )
-    return rows
 
 
-def around_the_limit(quick: bool) -> list[Row]:
-    """Encoders on both sides of the limit, on one text and on a batch."""
-    rows: list[Row] = []
-    for width in (64,) if quick else WIDTHS:
-        model = random_encoder(width)
-        size = largest_matrix(model)
-        side = "below the limit" if size < LARGE else "from the limit on"
-        for name, batch in BATCHES.items():
-            what = f"matrices of {width} × {4 * width}, {side}, {name}"
-            rows += measured(what, passing(model, batch), 1 if quick else 3, quick)
-    return rows
-
-
-def run(quick: bool, encoder: Path | None = None) -> list[Row]:
+def run(quick: bool, encoder: Path | None = None) -> Iterator[Row]:
     works: dict[str, Work] = {} if quick else parts()
     works["passes of the classifier that ships"] = encoding(demo.load_demo(), 1 if quick else 4)
     if not quick:
         works["passes of all-MiniLM-L6-v2"] = encoding(subjects.minilm(encoder), 1)
-    turns = 1 if quick else 2
-    rows = [row for name, work in works.items() for row in measured(name, work, turns, quick)]
-    return rows + around_the_limit(quick)
+    for name, work in works.items():
+        yield from measured(name, work, 1 if quick else 2, quick)
+    for width in (64,) if quick else WIDTHS:
+        model = random_encoder(width)
+        side = "below the limit" if largest_matrix(model) < LARGE else "from the limit on"
+        for name, batch in BATCHES.items():
+            what = f"matrices of {width} × {4 * width}, {side}, {name}"
+            yield from measured(what, passing(model, batch), 1 if quick else 3, quick)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Errors are the largest of any entry of W, against the planted truth.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from statistics import median
 
 import show
@@ -14,126 +15,99 @@ from keyhole.extract.extraction import Extraction
 from keyhole.oracle import Oracle
 from show import Row
 
-NORM = 10.0
+D, NORM = 8, 10.0
+SOUND = "measured <= guaranteed"
 
 
-def run(quick: bool) -> list[Row]:
-    seeds = range(3 if quick else 100)
+def run(quick: bool) -> Iterator[Row]:
     few = range(3 if quick else 10)
-    return [
-        *guarantees(8, 1e-3, seeds),
-        *rounding(8, (2, 4) if quick else (2, 4, 6), few),
-        *random_errors(8, 1e-2, (1, 4) if quick else (1, 4, 16, 64), range(3 if quick else 5)),
-        *server(8, few),
-    ]
+    yield from guarantees(1e-3, range(3 if quick else 100))
+    for decimals in (2, 4) if quick else (2, 4, 6):
+        for norm in (1.0, NORM, None):
+            yield rounding(decimals, norm, few)
+    for repeats in (1, 4) if quick else (1, 4, 16, 64):
+        yield random_errors(1e-2, repeats, range(3 if quick else 5))
+    yield server(few)
 
 
-def guarantees(d: int, tau: float, seeds: range) -> list[Row]:
-    rows: list[Row] = []
-    worst: list[list[float]] = []
-    for norm in (NORM, None):
-        inside, errors, shares, queries = 0, [], [], 0
+def guarantees(tau: float, seeds: range) -> Iterator[Row]:
+    errors: dict[float | None, list[float]] = {NORM: [], None: []}
+    for norm, found in errors.items():
+        inside, shares, queries = 0, [], []
         for seed in seeds:
-            target = oracle.plant(dim=d, seed=seed)
+            target = oracle.plant(dim=D, seed=seed)
             noisy = oracle.Noisy(target, tau, seed=seed)
             result = _limited(extract.Tolerant(tolerance=tau, max_norm=norm, seed=seed), noisy)
             error, guarantee = _error(result, target), result.guarantee or math.nan
             error_v = float((result.model.v - target.v).abs().max())
             inside += error <= guarantee and error_v <= (result.guarantee_v or math.nan)
-            errors.append(error)
+            found.append(error)
             shares.append(guarantee / error)
-            queries = max(queries, result.queries)
-        worst.append(errors)
-        case = f"d={d}, tau={tau:.0e}, {_named(norm)}"
-        rows += [
-            Row(
-                f"measured <= guaranteed, {case}",
-                f"{inside} of {len(seeds)}",
-                "all",
-                inside == len(seeds),
-            ),
-            Row(
-                f"measured error, {case}",
-                f"median {median(errors):.1e}, largest {max(errors):.1e}; guaranteed "
-                f"{median(shares):.0f} x (median); at most {queries} queries",
-            ),
-        ]
-    gains = [short / long for short, long in zip(*worst, strict=True)]
-    rows.append(
-        Row("what unbounded tokens gain", f"{min(gains):.0e} x", ">= 100 x", min(gains) >= 100)
-    )
-    return rows
-
-
-def rounding(d: int, decimals: tuple[int, ...], seeds: range) -> list[Row]:
-    rows: list[Row] = []
-    for k in decimals:
-        for norm in (1.0, NORM, None):
-            method = extract.Tolerant(tolerance=0.5 * 10.0**-k, max_norm=norm)
-            pairs = [(oracle.plant(dim=d, seed=s), s) for s in seeds]
-            results = [(_limited(method, oracle.Rounded(t, k)), t) for t, _ in pairs]
-            errors = [_error(result, target) for result, target in results]
-            proved = [result.guarantee for result, _ in results]
-            known = [each for each in proved if each is not None]
-            sound = all(
-                each is None or error <= each for error, each in zip(errors, proved, strict=True)
-            )
-            missing = f", none for {len(proved) - len(known)}" if len(known) < len(proved) else ""
-            promised = f"{median(known):.1e}" if known else "nothing"
-            rows.append(
-                Row(
-                    f"{k} decimals, {_named(norm)}, d={d}",
-                    f"measured {median(errors):.1e}, guaranteed {promised}{missing} (medians)",
-                    "measured <= guaranteed",
-                    sound,
-                )
-            )
-    return rows
-
-
-def random_errors(d: int, tau: float, repeats: tuple[int, ...], seeds: range) -> list[Row]:
-    rows: list[Row] = []
-    for count in repeats:
-        found: list[float] = []
-        for refine in (False, True):
-            errors: list[float] = []
-            for seed in seeds:
-                target = oracle.plant(dim=d, seed=seed)
-                noisy = oracle.Noisy(target, tau, seed=seed, fresh=True)
-                method = extract.Tolerant(tau, max_norm=NORM, repeats=count, refine=refine)
-                errors.append(_error(_limited(method, noisy), target))
-            found.append(median(errors))
-        before, after = found
-        # With a single round there is nothing to fit: as many answers as unknowns.
-        better = None if count == 1 else after < before
-        rows.append(
-            Row(
-                f"random errors, tau={tau:g}, {_named(NORM)}, {count} repeats",
-                f"averaged {before:.1e}, then least squares {after:.1e}",
-                "" if count == 1 else "less",
-                better,
-            )
+            queries.append(result.queries)
+        case = f"d={D}, tau={tau:.0e}, {_named(norm)}"
+        yield show.every(f"{SOUND}, {case}", inside, len(seeds))
+        yield Row(
+            f"measured error, {case}",
+            f"median {median(found):.1e}, largest {max(found):.1e}; guaranteed "
+            f"{median(shares):.0f} x (median); at most {max(queries)} queries",
         )
-    return rows
+    gain = min(short / long for short, long in zip(*errors.values(), strict=True))
+    yield Row("what unbounded tokens gain", f"{gain:.0e} x", ">= 100 x", gain >= 100)
 
 
-def server(d: int, seeds: range) -> list[Row]:
+def rounding(decimals: int, norm: float | None, seeds: range) -> Row:
+    method = extract.Tolerant(tolerance=0.5 * 10.0**-decimals, max_norm=norm)
+    errors, known, sound = [], [], True
+    for seed in seeds:
+        target = oracle.plant(dim=D, seed=seed)
+        result = _limited(method, oracle.Rounded(target, decimals))
+        errors.append(_error(result, target))
+        if result.guarantee is not None:
+            known.append(result.guarantee)
+            sound &= errors[-1] <= result.guarantee
+    missing = f", none for {len(seeds) - len(known)}" if len(known) < len(seeds) else ""
+    promised = f"{median(known):.1e}" if known else "nothing"
+    what = f"{decimals} decimals, {_named(norm)}, d={D}"
+    measured = f"measured {median(errors):.1e}, guaranteed {promised}{missing} (medians)"
+    return Row(what, measured, SOUND, sound)
+
+
+def random_errors(tau: float, repeats: int, seeds: range) -> Row:
+    found: list[float] = []
+    for refine in (False, True):
+        method = extract.Tolerant(tau, max_norm=NORM, repeats=repeats, refine=refine)
+        errors: list[float] = []
+        for seed in seeds:
+            target = oracle.plant(dim=D, seed=seed)
+            noisy = oracle.Noisy(target, tau, seed=seed, fresh=True)
+            errors.append(_error(_limited(method, noisy), target))
+        found.append(median(errors))
+    before, after = found
+    # With a single round there is nothing to fit: as many answers as unknowns.
+    return Row(
+        f"random errors, tau={tau:g}, {_named(NORM)}, {repeats} repeats",
+        f"averaged {before:.1e}, then least squares {after:.1e}",
+        "" if repeats == 1 else "less",
+        None if repeats == 1 else after < before,
+    )
+
+
+def server(seeds: range) -> Row:
     """A server that computes in float32 and rounds to three decimals."""
     errors, sound = [], True
     for seed in seeds:
-        target = oracle.plant(dim=d, seed=seed)
-        rounded = oracle.Rounded(_Single(target), 3)
+        target = oracle.plant(dim=D, seed=seed)
+        rounded = oracle.Rounded(_Float32(target), 3)
         result = extract.Tolerant(tolerance=5e-4, precision=2.0**-23)(rounded)
         errors.append(_error(result, target))
         sound &= result.guarantee is not None and errors[-1] <= result.guarantee
-    what = f"float32 answers, 3 decimals, {_named(None)}, d={d}"
-    return [Row(what, f"measured {median(errors):.1e} (median)", "measured <= guaranteed", sound)]
+    what = f"float32 answers, 3 decimals, {_named(None)}, d={D}"
+    return Row(what, f"measured {median(errors):.1e} (median)", SOUND, sound)
 
 
-class _Single:
+class _Float32:
     def __init__(self, inner: Oracle) -> None:
-        self.inner = inner
-        self.dim = inner.dim
+        self.inner, self.dim = inner, inner.dim
 
     def __call__(self, sequences):
         return self.inner(sequences).float().double()
@@ -144,9 +118,7 @@ def _limited(method: extract.Tolerant, target: Oracle) -> Extraction:
 
 
 def _error(result: Extraction, target: oracle.Head) -> float:
-    if result.model is None:
-        return math.inf
-    return float((result.model.W - target.W).abs().max())
+    return math.inf if result.model is None else float((result.model.W - target.W).abs().max())
 
 
 def _named(norm: float | None) -> str:
@@ -154,4 +126,4 @@ def _named(norm: float | None) -> str:
 
 
 if __name__ == "__main__":
-    show.main(run, __doc__)
+    show.main(run)

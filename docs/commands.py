@@ -25,8 +25,6 @@ Hyperparameters of a method are set as `-o name=value`; `keyhole lab methods NAM
 Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input, 3 could not check.
 """
 
-ARGUMENTS = "Arguments"
-
 
 def commands(group: Any = None, title: str = "keyhole") -> Iterator[tuple[str, Any]]:
     """Every command with what is typed for it, groups before what is in them."""
@@ -54,45 +52,38 @@ def option_names() -> set[str]:
 def cli_reference() -> str:
     """What many commands share, once; then every command: usage, what it does, its own options."""
     described = [(title, command, _parameters(command, title)) for title, command in commands()]
-    uses = Counter(line for *_, found in described for group, line in found if group != ARGUMENTS)
+    uses = Counter(line for *_, lines in described for line in lines if _name(line) is not None)
     most: dict[str, str] = {}  # of an option that is described in two ways, the usual one
     for line, count in uses.most_common():
         if count > 1:
-            most.setdefault(_name(line), line)
+            most.setdefault(str(_name(line)), line)
     shared = {*most.values()}
     parts = [_HEAD, "## Options that commands share\n", *(most[name] for name in sorted(most)), ""]
     return "\n".join([*parts, *(_section(*each, shared) for each in described)])
 
 
-def _parameters(command: Any, title: str) -> list[tuple[str, str]]:
-    """The group of each argument and option, and its line in the reference."""
+def _parameters(command: Any, title: str) -> list[str]:
+    """A line for each argument and option."""
     context = command.context_class(command, info_name=title)
-    found: list[tuple[str, str]] = []
+    lines: list[str] = []
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and "--help" not in parameter.opts:
-            argument = parameter.param_type_name == "argument"
-            group = ARGUMENTS if argument else parameter.rich_help_panel or "Options"
             words, about = (" ".join(part.split()) for part in record)
             words = re.sub(r" <.*>", "", words)  # the type says nothing that the help does not
-            found.append((group, f"- `{words}`: {_plain(about).removesuffix(' [required]')}"))
-    return found
+            lines.append(f"- `{words}`: {_plain(about).removesuffix(' [required]')}")
+    return lines
 
 
-def _section(title: str, command: Any, parameters: list[tuple[str, str]], shared: set[str]) -> str:
+def _section(title: str, command: Any, parameters: list[str], shared: set[str]) -> str:
     context = command.context_class(command, info_name=title)
     usage = " ".join([title, *command.collect_usage_pieces(context)])
     parts = [f"## {title}\n", f"`{usage}`\n", _plain(command.help), ""]
     for name in _names(command) if title == "keyhole" else ():  # those of the lab follow it
         inner = command.commands[name]
         parts.append(f"- `{title} {name}`: {_plain(inner.help).splitlines()[0]}")
-    groups: dict[str, list[str]] = {}
-    for group, line in parameters:
-        if line not in shared:
-            groups.setdefault(group, []).append(line)
-    for group, lines in groups.items():
-        parts += [f"\n**{group}**\n", *lines]
-    if common := [_name(line) for _, line in parameters if line in shared]:
+    parts += ["", *(line for line in parameters if line not in shared)]
+    if common := [str(_name(line)) for line in parameters if line in shared]:
         parts.append(f"\nAlso, as above: {', '.join(common)}.")
     if command.epilog:
         lines = command.epilog.splitlines()[1:]
@@ -100,10 +91,10 @@ def _section(title: str, command: Any, parameters: list[tuple[str, str]], shared
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)) + "\n"
 
 
-def _name(line: str) -> str:
-    """The long name of an option, as code."""
-    words = line.split("`")[1].split()
-    return f"`{next(word for word in words if word.startswith('--'))}`"
+def _name(line: str) -> str | None:
+    """The long name of an option, as code; None of an argument."""
+    found = re.match(r"- `(?:-\w, )?(--[\w-]+)", line)
+    return None if found is None else f"`{found[1]}`"
 
 
 def _plain(text: str) -> str:

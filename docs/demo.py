@@ -69,7 +69,7 @@ def row(item: Item) -> dict[str, str]:
         "surface": f"{item.family} of {finding.surface}", "severity": item.severity.value,
         "exposure": words.exposure(finding.exposure), "outcome": words.outcome(finding),
         "error": words.error(finding), "cost": cost(finding),
-        "floor": "–" if finding.floor is None else f"{finding.floor:,}",
+        "floor": "–" if finding.lower_bound is None else f"{finding.lower_bound:,}",
         "seconds": f"{finding.seconds:.2f}",
     }  # fmt: skip
 

@@ -13,7 +13,9 @@ import warm_process
 
 pytestmark = pytest.mark.release  # every benchmark, in minutes
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-BENCHMARKS = sorted(path.stem for path in FOLDER.glob("*.py") if "show.main(" in path.read_text())
+BENCHMARKS = sorted(
+    path.stem for path in FOLDER.glob("*.py") if "\n    show.main(" in path.read_text("utf-8")
+)
 # More than five seconds even where it should be quick, of what other tests look at too.
 LONG = {
     "defences", "endpoint_faults", "endpoint_mlserver", "inversion", "inversion_solvers", "page",

@@ -172,9 +172,9 @@ def test_other_processes_do_nothing(tmp_path):
 
 
 def test_wrong_input():
-    with pytest.raises(InputError, match="expected fail_on among none, unknown, low"):
+    with pytest.raises(InputError, match="fail_on must be one of none, unknown, low"):
         AuditCallback(fail_on="bad")
-    with pytest.raises(InputError, match="expected every of 1 or more"):
+    with pytest.raises(InputError, match="every must be 1 or more"):
         AuditCallback(every=0)
 
 

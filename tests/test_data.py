@@ -68,19 +68,19 @@ def test_reclor(tmp_path):
     [
         ("a.tsv", "sentence\tlabel\nfine\t1\nbad\n", "a.tsv:3"),
         ("a.tsv", "sentence\tlabel\nfine\tyes\n", "number in a.tsv:2, got 'yes'"),
-        ("a.tsv", "words\tlabel\nfine\t1\n", "column sentence or text in a.tsv:2"),
+        ("a.tsv", "words\tlabel\nfine\t1\n", "a.tsv:2 has no text in a column"),
         ("a.tsv", "sentence\tclass\nfine\t1\n", "'label' in a.tsv:2"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text"\n', "a.jsonl:2"),
         ("a.jsonl", "3\n", "a.jsonl:1"),
-        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "below 2 in a.jsonl:1"),
+        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "from 0 to 1, not 2"),
         ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": -1}\n', "from 0"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', "a.jsonl:1"),
         ("a.json", '[{"context": "a"}]', "'answers' in a.json[1]"),
         ("a.json", "[[[], []]]", "a.json[1]"),
         ("a.json", '[[["x"], [{"question": "q", "choice": ["a", "b"], "answer": "c"}], "1"]]',
-         "among the choices"),
+         "none of the choices"),
         ("a.json", "[1, ", "expected JSON"),
-        ("a.tsv", "sentence\tlabel\n", "got none"),
+        ("a.tsv", "sentence\tlabel\n", "there are no texts"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_one_line_with_the_place(tmp_path, name, text, said):
@@ -138,14 +138,14 @@ def test_texts_of_a_column(tmp_path):
 
 
 WRONG_TEXTS = {
-    "nothing": ("t.txt", "\n\n", "expected texts in"),
+    "nothing": ("t.txt", "\n\n", "there are no texts in"),
     "no column": (
         "t.tsv",
         "a\tb\nx\ty\n",
-        "expected a column sentence or text in t.tsv:2, got a, b",
+        "t.tsv:2 has no text in a column sentence or text, only a, b",
     ),
     "broken": ("t.jsonl", '{"text": "a"}\n{"text\n', r"expected JSON in t.jsonl:2"),
-    "a number": ("t.jsonl", '{"text": 3}\n', "expected a column"),
+    "a number": ("t.jsonl", '{"text": 3}\n', "has no text in a column"),
 }
 
 

@@ -72,7 +72,7 @@ class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
     ) -> None:
         expect_count("every", every)
         if fail_on is not None and fail_on not in list(Severity):
-            raise InputError(f"expected fail_on among {', '.join(Severity)}, got {fail_on}")
+            raise InputError(f"fail_on must be one of {', '.join(Severity)}, not {fail_on}")
         self.texts, self.examples, self.exposures = texts, examples, exposures
         self.layers, self.every, self.strict, self.seed = layers, every, strict, seed
         self.fail_on = None if fail_on is None else Severity(fail_on)

@@ -11,7 +11,7 @@ A file is recognised by what is in it, not by its name:
 | reclor | JSON | `{context, question, answers, label}` |
 
 Names of datasets on the hub go through the package `datasets`, where it is installed.
-A wrong file is one line: what was expected, and the line (or entry) where something else stood.
+A wrong file is one line: what is wrong, and in which line or entry.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_examples(
         rows = _from_hub(str(source), split, columns)
     examples = list(islice((row for row in rows if row.text.strip()), limit))
     if not examples:
-        raise InputError(f"expected texts in {source}, got none")
+        raise InputError(f"there are no texts in {source}")
     return examples
 
 
@@ -97,7 +97,7 @@ class _Columns:
         text = self.text or tuple(named)[:1]
         if not text or len(text) > 2:
             wanted = " or ".join(TEXT_COLUMNS)
-            raise InputError(f"expected a column {wanted} in {where}, got {', '.join(row)}")
+            raise InputError(f"{where} has no text in a column {wanted}, only {', '.join(row)}")
         texts = [_field(row, name, str, where) for name in text]
         number = NO_LABEL
         if self.labelled or self.label in row:
@@ -126,14 +126,16 @@ def _number(value: Any, where: str, below: int | None = None) -> int:
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"expected a class as a number in {where}, got {shown!r}") from None
     if not 0 <= number < most or isinstance(value, float):
-        raise InputError(f"expected a class from 0 below {most:,} in {where}, got {shown}")
+        raise InputError(f"the class in {where} must be from 0 to {most - 1:,}, not {shown}")
     return number
 
 
 def _field(row: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
         held = ", ".join(map(str, cast("dict[str, Any]", row))) if isinstance(row, dict) else row
-        raise InputError(f"expected a field {name!r} in {where}, got {str(held)[:80] or 'nothing'}")
+        raise InputError(
+            f"there is no field {name!r} in {where}, only {str(held)[:80] or 'nothing'}"
+        )
     return cast("dict[str, Any]", row)[name]
 
 
@@ -167,7 +169,7 @@ def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
         header = next(reader, [])
         twice = [name for name in header if header.count(name) > 1]
         if twice:
-            raise InputError(f"expected every column once in {path.name}, got {twice[0]!r} twice")
+            raise InputError(f"{path.name} has two columns {twice[0]!r}: rename one")
         for row in reader:
             if not row:
                 continue
@@ -237,7 +239,7 @@ def _dream(entry: list[Any], where: str) -> Iterator[Example]:
         choices = _texts(row, "choice", where)
         answer, question = _field(row, "answer", str, where), _field(row, "question", str, where)
         if answer not in choices:
-            raise InputError(f"expected the answer among the choices in {where}, got {answer!r}")
+            raise InputError(f"the answer {answer!r} is none of the choices in {where}")
         yield Example(
             f"{entry[2]}#{number}", choices.index(answer), "\n".join(turns),
             choices=tuple(f"{question} {choice}" for choice in choices),
@@ -293,7 +295,7 @@ def encode(
     """
     widths = {len(example.choices) for example in examples}
     if len(widths) != 1:
-        raise InputError(f"expected as many choices in every example, got {sorted(widths)}")
+        raise InputError(f"every example must have as many choices as the others: {sorted(widths)}")
     options: dict[str, Any] = {
         "padding": True, "truncation": max_length is not None, "max_length": max_length,
         "return_special_tokens_mask": True, "return_tensors": "pt",

@@ -34,7 +34,8 @@ from keyhole.disrupt import (
 from keyhole.disrupt.registry import Row
 from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
-from keyhole.report import pictures, words
+from keyhole.report import words
+from keyhole.report.page import picture
 
 HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
 
@@ -166,8 +167,8 @@ def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
     skipped = checked(TextTarget(loaded, ["w1 w2"]))
     assert skipped.findings == ()
-    assert "expected a head for classes or text, got BertModel" in skipped.skips[0].reason
-    with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
+    assert "BertModel has no head for classes or text" in skipped.skips[0].reason
+    with pytest.raises(InputError, match="labels 0 to 1, not 4"):
         checked(target(examples=[tiny_classifiers.Example("a", 4, "w1")]))
 
 
@@ -209,7 +210,7 @@ def test_hostile_tokens_are_escaped():
 
 def test_a_picture_places_each_unit_in_its_head():
     units = ((0, 0, 0, 0), (2, 2, 3, 1), (2, 2, 3, 2), (2, 2, 0, 3))
-    drawn = pictures.picture(Cut(tuple("abcd"), "n", "p", 0.9, 0.1, 0.01, 3, 3, units))
+    drawn = picture(Cut(tuple("abcd"), "n", "p", 0.9, 0.1, 0.01, 3, 3, units))
     assert [layer for _, layer in drawn.down] == [1, 3]  # nothing was cut of the second
     assert len(drawn.heads) == 6
     assert {head.size for head in drawn.heads} == {4 * drawn.cell}

@@ -128,7 +128,7 @@ def test_a_search_that_does_not_arrive_is_no_clean_store(maker, tmp_path):
 def test_the_pooling_of_known_texts_is_used(tmp_path):
     name = made_stores.npy(tmp_path, vectors_of(way=Exposure("pooled", 0, "max", False)), TEXTS)
     target = sampled(name, known=TEXTS[:1])
-    assert (target.pooling.name, target.pooling.normalised) == ("max", False)
+    assert (target.pooling.exposure.pooling, target.pooling.exposure.normalised) == ("max", False)
     assert audit(target).findings[0].status is Status.RECOVERED
 
 
@@ -170,7 +170,11 @@ def test_truncated_vectors_are_recognised_without_a_text(tmp_path):
     vectors = embeddings(shipped.model, shipped.tokenizer, texts, way).float().numpy()
     with open_store(made_stores.npy(tmp_path, vectors, texts)) as store:
         target = StoreTarget.of(store, shipped, texts=2)
-    assert (target.pooling.width, target.pooling.unit, target.pooling.sure) == (32, True, False)
+    assert (target.pooling.exposure.width, target.pooling.exposure.unit, target.pooling.sure) == (
+        32,
+        True,
+        False,
+    )
     assert "they vary together as the encoder's first numbers do" in target.pooling.reason
     other = np.roll(vectors, 5, axis=1)
     message = r"do not look like the first of those: .* --known"
@@ -224,7 +228,7 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
     )  # fmt: skip
     audited = Audit.load(tmp_path / "keyhole-report.json")
     assert done.returncode == audited.exit_code, done.stderr
-    assert EXPOSURE in done.stdout
+    assert report.words.exposure(EXPOSURE) in done.stdout
     (finding,) = audited.findings
     page = (tmp_path / "keyhole-report.html").read_text("utf-8")
     if right:

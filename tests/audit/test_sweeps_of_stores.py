@@ -119,7 +119,7 @@ def test_processes_count_the_corpus_themselves(opened, tmp_path):
 def test_workers_need_the_name_of_the_encoder(opened):
     target = opened(2, BRIEF)
     nameless = tuple(replace(part, encoder=None) for part in target.parts)
-    with pytest.raises(InputError, match="expected the name of the encoder"):
+    with pytest.raises(InputError, match="workers need the name of the encoder"):
         audit(replace(target, parts=nameless), processes=1)
     with pytest.raises(InputError, match="--processes and --dask need a target by its name"):
         audit(oracle.plant(dim=3), processes=1)

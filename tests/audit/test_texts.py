@@ -83,7 +83,7 @@ def test_a_model_that_computes_no_numbers_is_refused():
 def test_a_reading_says_which_tokens_are_right(audited):
     for finding in audited.findings:
         for cell in finding.texts:
-            if cell.kind == "pooled":  # its length does not leak: aligned.py
+            if cell.kind == "pooled":  # its length does not leak
                 continue
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text
@@ -202,7 +202,7 @@ def test_an_audit_says_which_layers_it_left_out(audited):
 
 
 def test_wrong_wishes():
-    with pytest.raises(InputError, match="one text or more"):
+    with pytest.raises(InputError, match="no texts to read back"):
         TextTarget(target("bert").loaded, ())
     with pytest.raises(InputError, match="precisions among"):
         target("bert", precisions=("int3",))

@@ -46,7 +46,7 @@ def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp
 
 def test_extract_with_each_method(target, tmp_path, here):
     low = here("extract", target, "--method", "low-rank", "--json")
-    assert json.loads(low.stdout)["floor"] == 8 + 2 * 2 * 8 - 4
+    assert json.loads(low.stdout)["lower_bound"] == 8 + 2 * 2 * 8 - 4
     given = here("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
     assert json.loads(given.stdout)["queries"] == 36
     convex = here("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")
@@ -183,7 +183,7 @@ def test_a_nan_in_a_problem_is_wrong_input(tmp_path, here):
     replace(problem, B=problem.B * torch.nan).save(tmp_path / "p.safetensors")
     done = here("invert", "p.safetensors", "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("keyhole: expected finite numbers in B, got 6 NaN")
+    assert done.stderr.startswith("keyhole: B holds 6 NaN")
     assert done.stderr.count("\n") == 1
 
 

@@ -119,7 +119,7 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
         (("http://192.0.2.9/v2/models/m",), "192.0.2.9 is another machine: give --authorized"),
         (("http://h/v2/models/m", "--header", TOKEN), "--header takes NAME=VARIABLE"),
         (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "names an environment variable"),
-        (("http://127.0.0.1:9/v2/models/m", "--endpoint", "timeout=0"), "expected timeout above 0"),
+        (("http://127.0.0.1:9/v2/models/m", "--endpoint", "timeout=0"), "timeout must be above 0"),
     ],
 )
 def test_wrong_options_are_one_line(run, tmp_path, command, words, line):

@@ -131,9 +131,9 @@ def test_orthogonal_heads_are_planted_with_their_bases(here, tmp_path):
         (["-o", "tokens=3"], "head has no option 'tokens'"),
         (["--kind", "inversion", "-o", "decimals=3"], "inversion has no option 'decimals'"),
         (["--kind", "nothing"], "there is no kind 'nothing': choose among head, multi-head"),
-        (["-o", "decimals=16"], "expected decimals of at most 15, got 16"),
-        (["-o", "noise=-1"], "expected a noise of 0 or more, got -1.0"),
-        (["-o", "max_norm=0"], "expected a norm above 0, got 0.0"),
+        (["-o", "decimals=16"], "decimals must be at most 15, not 16"),
+        (["-o", "noise=-1"], "a noise must be 0 or more, not -1.0"),
+        (["-o", "max_norm=0"], "a norm must be above 0, not 0.0"),
     ],
 )
 def test_planting_refuses_what_means_nothing(options, message, here):

@@ -54,7 +54,7 @@ def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
         (("-o", "hide=heads"), "--hide must be embeddings, not 'heads'"),
         (("--precision", "int8"), "--precision must be float32 or bfloat16 or float16, not 'int8'"),
         (("--degrade", "permuted"), "--degrade permuted cannot be done to a gradient"),
-        (("-o", "steps=0"), "of 1 or more, got 0"),
+        (("-o", "steps=0"), "must be 1 or more, not 0"),
     ],
 )
 def test_what_makes_no_gradient(keyhole, options, words):

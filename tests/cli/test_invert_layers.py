@@ -67,11 +67,14 @@ def test_a_stack_comes_back_from_its_file(tmp_path):
     [
         ("s.safetensors --method end-to-end -o branches=2", "end-to-end has no option 'branches'"),
         ("s.safetensors --method end-to-end -o seconds=2", "end-to-end has no option 'seconds'"),
-        ("s.safetensors -o starts=0", "expected starts of 1 or more, got 0"),
-        ("p.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in p.safetensors, got B, V, W"),
-        ("gap.safetensors", "expected tensors 1.W, 1.V, 2.W, … and B in gap.safetensors, got "),
+        ("s.safetensors -o starts=0", "starts must be 1 or more, not 0"),
+        (
+            "p.safetensors",
+            "p.safetensors must hold tensors 1.W, 1.V, 2.W, … and B: it holds B, V, W",
+        ),
+        ("gap.safetensors", "gap.safetensors must hold tensors 1.W, 1.V, 2.W, … and B: it holds "),
         ("wide.safetensors", "layer 2 must take the 4 outputs of layer 1"),
-        ("nan.safetensors", "layer 2: expected finite numbers in W, got 16 NaN"),
+        ("nan.safetensors", "layer 2: W holds 16 NaN"),
     ],
 )
 def test_what_is_no_stack_is_refused_in_one_line(tmp_path, here, words, error):

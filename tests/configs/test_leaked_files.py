@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from keyhole import configs
 from keyhole.configs.files import SLOT_MAGIC
 from keyhole.recover import HiddenStates
-from keyhole.recover.files.llama_slot import MAGIC
+from keyhole.recover.files.arrays import MAGIC
 
 
 def found(path):

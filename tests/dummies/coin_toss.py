@@ -21,7 +21,7 @@ class CoinToss:
     def __call__(self, oracle):
         return settle(self, oracle)
 
-    def expected(self, dim):
+    def expected_queries(self, dim):
         return 0
 
     def steps(self, oracle):

@@ -206,7 +206,7 @@ def check(result: extract.Extraction, case: Case, budget: int | None) -> None:
     if result.status in (Status.RECOVERED, Status.WITHIN):
         assert off <= case.error
         assert result.known == 1
-        assert abs(result.floor * case.numbers - case.unknowns) < case.numbers + 1
+        assert abs(result.lower_bound * case.numbers - case.unknowns) < case.numbers + 1
     if result.status is Status.MISMATCH:
         assert result.known == 0
     if result.status is Status.BUDGET:

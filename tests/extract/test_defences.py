@@ -38,7 +38,7 @@ def test_all_are_expected_to_end_in_some_way():
 def test_defences_that_give_everything_away(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.RECOVERED, tried.reason
-    assert tried.thief_error <= 1e-10
+    assert tried.attacker_error <= 1e-10
     assert tried.better
     assert tried.waiting == (tried.queries if name == "one query a second" else None)
 
@@ -47,7 +47,7 @@ def test_defences_that_give_everything_away(name):
 def test_defences_that_cost_the_thief_digits(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.INEXACT
-    assert 1e-8 < tried.thief_error <= 2e-2
+    assert 1e-8 < tried.attacker_error <= 2e-2
     assert tried.better, "the honest client loses more"
     assert tried.honest_error > 1e-3
 
@@ -56,7 +56,7 @@ def test_defences_that_cost_the_thief_digits(name):
 def test_defences_that_hold(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.UNSOLVED
-    assert tried.thief_error is None or tried.thief_error > 0.1
+    assert tried.attacker_error is None or tried.attacker_error > 0.1
     budget = PLANNED[name].queries(DIM)
     assert budget is None or tried.queries <= budget == 15
 
@@ -111,7 +111,7 @@ def test_labels_of_long_sequences():
     tried = try_defence(Trial("labels", change), TARGET, CLIENT, seed=0)
     assert tried.attack == "SignOnly, tokens copied"
     assert tried.status is Status.INEXACT
-    assert tried.thief_error <= 1e-3
+    assert tried.attacker_error <= 1e-3
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_the_command(here, tmp_path, monkeypatch):
         (["head.safetensors", "-o", "rank=2"], "--against-defences has no option 'rank'"),
         (["head.safetensors", "--method", "tolerant"], "leave --method out"),
         (["heads.safetensors"], "read one head's scores"),
-        (["head.safetensors", "-o", "usual_norm=0"], "expected a usual norm"),
+        (["head.safetensors", "-o", "usual_norm=0"], "usual_norm must be"),
     ],
 )
 def test_what_does_not_go_together(options, reason, here):

@@ -27,7 +27,7 @@ def test_the_exam_measures_by_signs_how_far_a_model_is_off(off):
 
 def test_the_exam_puts_its_questions_where_the_model_says_so():
     exam = SignExam.near(oracle.SignOnly(HEAD), 0, Step(HEAD, 1, 1), finest=1e-4)
-    for questions, answers in exam.papers:
+    for questions, answers in exam.sets:
         values = [
             [abs(reference.score(X.numpy(), HEAD.W.numpy(), HEAD.v.numpy())) for X in level]
             for level in questions.unflatten(0, (len(exam.levels), -1))

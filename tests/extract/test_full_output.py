@@ -66,7 +66,7 @@ def test_last_token_at_full_size():
     truth = layer(64, 1, 64, False, False, seed=1)
     result = FullOutput(seed=1)(truth)
     assert result.status is Status.RECOVERED
-    assert result.queries == FullOutput().expected(64) == 130
+    assert result.queries == FullOutput().expected_queries(64) == 130
     assert worst(result.model, truth) <= 1e-9
 
 

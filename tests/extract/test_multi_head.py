@@ -49,11 +49,11 @@ def test_random_heads_to_rounding(d, heads, rank):
 
 def test_queries_beside_the_unknowns():
     full = extract.MultiHead()(plant(24, 3))
-    assert full.floor == 3 * (24 * 24 + 24)
-    assert full.queries <= 1.3 * full.floor
+    assert full.lower_bound == 3 * (24 * 24 + 24)
+    assert full.queries <= 1.3 * full.lower_bound
     low = extract.MultiHead()(plant(32, 4, 4))
-    assert low.floor == 4 * (2 * 4 * 32 - 16 + 32)
-    assert low.queries <= 1.9 * low.floor
+    assert low.lower_bound == 4 * (2 * 4 * 32 - 16 + 32)
+    assert low.queries <= 1.9 * low.lower_bound
     assert low.known == full.known == 1.0
 
 
@@ -217,7 +217,7 @@ def test_the_trace_falls_and_ends_where_the_result_is():
 
 @pytest.mark.parametrize("heads", [0, -1])
 def test_bad_arguments(heads):
-    with pytest.raises(InputError, match="expected heads of 1 or more"):
+    with pytest.raises(InputError, match="heads must be 1 or more"):
         extract.MultiHead(heads=heads)
 
 
@@ -257,10 +257,10 @@ def test_values_on_one_ray_that_fill_the_space(kind, d):
 
 
 def test_expected_queries():
-    assert extract.MultiHead().expected(10) is None
+    assert extract.MultiHead().expected_queries(10) is None
     target = plant(24, 3)
     spent = extract.MultiHead()(target).queries
-    assert abs(extract.MultiHead(heads=3).expected(24) - spent) <= 0.1 * spent
+    assert abs(extract.MultiHead(heads=3).expected_queries(24) - spent) <= 0.1 * spent
 
 
 class Odd:

@@ -197,11 +197,11 @@ def test_a_ledger_resumes_without_asking_twice(tmp_path: Path) -> None:
 
 
 def test_the_expected_number_of_queries() -> None:
-    expected = OneLayerTransformer(width=24).expected(8)
+    expected = OneLayerTransformer(width=24).expected_queries(8)
     assert expected is not None
     assert 0.8 < OneLayerTransformer()(transformer(8, 24)).queries / expected < 1.25
-    assert OneLayerTransformer().expected(8) is None
-    assert OneLayerTransformer(width=3, attention=LowRank()).expected(8) is None
+    assert OneLayerTransformer().expected_queries(8) is None
+    assert OneLayerTransformer(width=3, attention=LowRank()).expected_queries(8) is None
     with pytest.raises(InputError):
         OneLayerTransformer(width=-2)
 

@@ -196,11 +196,11 @@ def test_a_recovered_transformer_survives_a_file(tmp_path: Path) -> None:
 
 
 def test_the_expected_number_of_queries() -> None:
-    expected = OneLayerTransformer(width=16, attention=MultiHead(heads=2)).expected(12)
+    expected = OneLayerTransformer(width=16, attention=MultiHead(heads=2)).expected_queries(12)
     assert expected is not None
     assert 0.8 < ATTACK(transformer(12, 2, 16)).queries / expected < 1.25
-    assert OneLayerTransformer(width=16, attention=MultiHead()).expected(12) is None
-    assert OneLayerTransformer(attention=MultiHead(heads=2)).expected(12) is None
+    assert OneLayerTransformer(width=16, attention=MultiHead()).expected_queries(12) is None
+    assert OneLayerTransformer(attention=MultiHead(heads=2)).expected_queries(12) is None
 
 
 TARGET = transformer(6, 2, 5, seed=1)

@@ -30,7 +30,7 @@ def test_questions_in_doubt_bring_the_error_down():
     assert len(errors) == 10
     assert errors[-1] < 0.1 < 0.3 < errors[0]
     assert errors[-1] < client.served(guarded(TARGET, 3), labels=True).error / 5
-    assert labels.queries <= method.expected(5)
+    assert labels.queries <= method.expected_queries(5)
 
 
 def test_the_judge_counts_wrong_labels():

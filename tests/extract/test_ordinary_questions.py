@@ -25,7 +25,7 @@ def test_a_head_is_stolen_with_questions_like_everybodys(dim, tokens):
     assert result.status is Status.RECOVERED, result.reason
     assert torch.allclose(result.model.W, target.W, rtol=0, atol=1e-10)
     assert torch.allclose(result.model.v, target.v, rtol=0, atol=1e-10)
-    assert result.queries == method.expected(dim)
+    assert result.queries == method.expected_queries(dim)
     assert counted.queries >= result.queries
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_one_head_is_not_taken_for_one():
 def test_too_few_dimensions_for_tokens_that_differ():
     result = OrdinaryQuestions(min_tokens=8)(oracle.plant(dim=2))
     assert result.status is Status.NOT_APPLICABLE
-    assert "2 dimensions have no room" in result.reason
+    assert "2 dimensions are too few" in result.reason
 
 
 def test_a_budget_leaves_what_was_read():
@@ -91,8 +91,8 @@ def test_products_with_the_jacobian_are_those_of_autograd():
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"usual_norm": 0.0}, "usual norm"), ({"min_tokens": 0}, "least number of tokens"),
-     ({"answer_error": -1.0}, "answer's error"), ({"oversampling": 0.5}, "oversampling")],
+    [({"usual_norm": 0.0}, "usual_norm"), ({"min_tokens": 0}, "min_tokens"),
+     ({"answer_error": -1.0}, "answer_error"), ({"oversampling": 0.5}, "oversampling")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(settings, reason):
     with pytest.raises(InputError, match=reason):

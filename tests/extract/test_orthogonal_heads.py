@@ -46,7 +46,7 @@ def test_known_bases_take_as_many_queries_as_there_are_unknowns(sizes):
     method = OrthogonalHeads(bases)
     result = method(truth)
     assert result.status is Status.RECOVERED
-    assert result.queries == method.expected(truth.dim) == sum(k * k + k for k in sizes)
+    assert result.queries == method.expected_queries(truth.dim) == sum(k * k + k for k in sizes)
     assert worst(result.model, truth) <= 1e-12
 
 
@@ -78,8 +78,8 @@ def test_bases_are_checked():
     with pytest.raises(InputError, match="rows"):
         OrthogonalHeads([first])(orthogonal_heads([3, 3])[0])
     for name, value, message in (
-        ("points", 0, "expected points of 1 or more, got 0"),
-        ("levels", 0, "expected levels of 1 or more, got 0"),
+        ("points", 0, "points must be 1 or more, not 0"),
+        ("levels", 0, "levels must be 1 or more, not 0"),
         ("precision", 0.0, r"the precision must lie between 0 and 1: got 0\.0"),
         ("precision", 2.0, r"the precision must lie between 0 and 1: got 2\.0"),
     ):

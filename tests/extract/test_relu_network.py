@@ -226,10 +226,10 @@ def test_a_wrong_width_is_refused_or_noticed() -> None:
 
 def test_the_expected_number_of_queries_is_about_right() -> None:
     target = plant("relu", dim=16, width=40, seed=0)
-    expected = ReluNetwork(width=40).expected(16)
+    expected = ReluNetwork(width=40).expected_queries(16)
     assert expected is not None
     assert 0.8 < ReluNetwork()(target).queries / expected < 1.25
-    assert ReluNetwork().expected(16) is None
+    assert ReluNetwork().expected_queries(16) is None
 
 
 RELU = plant("relu", dim=6, width=8, seed=1)

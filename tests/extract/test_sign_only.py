@@ -46,7 +46,7 @@ def test_a_million_to_one_within_three_halves_of_the_floor(seed):
     assert max(errors(found, head)) <= found.guarantee <= 1e-6
     assert found.guarantee_v <= 1e-6
     assert found.queries <= 1.25 * floor(8, 1e-6)
-    assert found.floor == math.ceil(floor(8, 1e-6))
+    assert found.lower_bound == math.ceil(floor(8, 1e-6))
     assert torch.linalg.vector_norm(found.model.v) == pytest.approx(1)
     assert signs.calls < 120  # batches: a level of bisection is one
 

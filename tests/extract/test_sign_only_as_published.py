@@ -33,7 +33,7 @@ def test_measured_within_guaranteed_within_stated(dim, margin, seed):
     method = extract.SignOnlyAsPublished(bound, margin, accuracy=0.9, seed=seed)
     found = method(oracle.SignOnly(head))
     assert found.status in (Status.INEXACT, Status.UNVERIFIED)
-    assert found.queries <= found.stated.queries == method.expected(dim)
+    assert found.queries <= found.stated.queries == method.expected_queries(dim)
     error = found.model.W - head.W
     assert float(torch.linalg.matrix_norm(error)) <= found.stated.accuracy == 0.9
     assert float(torch.linalg.vector_norm(found.model.v - head.v)) <= 0.9
@@ -103,7 +103,7 @@ def test_a_budget_leaves_what_is_known():
     head, bound = planted(2, 1, 0.4)
     signs = oracle.SignOnly(head)
     method = extract.SignOnlyAsPublished(bound, 0.4, accuracy=0.9)
-    needed = method.expected(2)
+    needed = method.expected_queries(2)
     early = method(oracle.Counted(signs, 100))
     assert (early.status, early.known) == (Status.BUDGET, 0)
     late = method(oracle.Counted(signs, needed - 2))
@@ -114,7 +114,7 @@ def test_a_budget_leaves_what_is_known():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bound": 0.0}, "expected a bound above 0, got 0.0"),
+        ({"bound": 0.0}, "bound must be above 0, not 0.0"),
         ({"margin": 0.0}, "the margin must be above 0 and at most 1: got 0.0"),
         ({"accuracy": 1.0}, "accuracy must lie between 0 and 1: got 1.0"),
         ({"chance": 0.0}, "chance must lie between 0 and 1: got 0.0"),

@@ -20,7 +20,7 @@ def test_exactly_d_squared_plus_d_queries_to_rounding(d):
         target = oracle.plant(dim=d, seed=seed)
         result = extract.SingleHead(seed=seed)(target)
         assert result.status is Status.RECOVERED
-        assert result.queries == result.floor == d * d + d
+        assert result.queries == result.lower_bound == d * d + d
         assert worst(result.model, target) <= 1e-12
 
 

@@ -63,7 +63,7 @@ def test_scores_and_values_come_back(kind):
         for one_of, other in zip(forms(found, places), forms(truth, places), strict=True):
             assert apart(one_of, other) < 1e-6
     assert apart(found.b, truth.b) < 1e-12 if bool(truth.b.any()) else not bool(found.b.any())
-    assert result.floor == -(-truth.unknowns // truth.outputs)
+    assert result.lower_bound == -(-truth.unknowns // truth.outputs)
 
 
 def test_every_tokens_answers_come_back_too():

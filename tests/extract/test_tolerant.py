@@ -272,13 +272,13 @@ def test_exact_uniform_attention_is_recovered():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("tolerance", -1.0, "expected a tolerance of 0 or more, got -1.0"),
-        ("tolerance", math.nan, "expected a tolerance of 0 or more, got nan"),
-        ("bound", 0.0, "expected bound above 0, got 0.0"),
-        ("margin", -1.0, "expected margin above 0, got -1.0"),
-        ("max_norm", math.inf, "expected max_norm above 0, got inf"),
-        ("repeats", 0, "expected repeats of 1 or more, got 0"),
-        ("precision", 0.0, "expected precision above 0, got 0.0"),
+        ("tolerance", -1.0, "tolerance must be 0 or more, not -1.0"),
+        ("tolerance", math.nan, "tolerance must be 0 or more, not nan"),
+        ("bound", 0.0, "bound must be above 0, not 0.0"),
+        ("margin", -1.0, "margin must be above 0, not -1.0"),
+        ("max_norm", math.inf, "max_norm must be above 0, not inf"),
+        ("repeats", 0, "repeats must be 1 or more, not 0"),
+        ("precision", 0.0, "precision must be above 0, not 0.0"),
     ],
 )
 def test_bad_arguments_are_refused(name, value, message):

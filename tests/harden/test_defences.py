@@ -317,8 +317,8 @@ def test_dropout_comes_from_the_seed_and_goes_back():
     ("make", "message"),
     [
         (lambda: FreeLB(steps=0), "steps must be 1 or more"),
-        (lambda: FreeLB(rate=-1), "expected rate of 0 or more"),
-        (lambda: SMART(weight=float("nan")), "expected weight of 0 or more"),
+        (lambda: FreeLB(rate=-1), "rate must be 0 or more"),
+        (lambda: SMART(weight=float("nan")), "weight must be 0 or more"),
         (lambda: R3F(kind="laplace"), "kind must be normal or uniform"),
         (lambda: ASA(radius=2.0), "radius must be from 0 to 1"),
         (lambda: AttackMasks(share=1.0), "share must be"),

@@ -165,15 +165,15 @@ def test_a_loss_that_is_not_a_number_ends_the_train_small():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"epochs": 0}, "expected epochs of 1 or more, got 0"),
-        ({"batch": 0}, "expected batch of 1 or more, got 0"),
-        ({"rate": 0.0}, "rate must be above 0, got 0"),
+        ({"epochs": 0}, "epochs must be 1 or more, not 0"),
+        ({"batch": 0}, "batch must be 1 or more, not 0"),
+        ({"rate": 0.0}, "a rate must be above 0, not 0"),
     ],
 )
 def test_wrong_settings(changes, words):
     with pytest.raises(InputError, match=words):
         train_small(Plain(), small.model(), small.examples(8), **changes)
-    with pytest.raises(InputError, match="expected examples of 1 or more, got 0"):
+    with pytest.raises(InputError, match="examples must be 1 or more, not 0"):
         train_small(Plain(), small.model(), [])
 
 

@@ -49,17 +49,17 @@ def test_names_and_options_that_are_none():
     problem, _ = invert.plant(3, 2)
     with pytest.raises(InputError, match=r"no method .newton.: choose among auto, "):
         invert.run(problem, "newton")
-    with pytest.raises(InputError, match="expected attention maps"):
+    with pytest.raises(InputError, match="needs the attention maps"):
         invert.run(problem, "closed-form")
     with pytest.raises(InputError, match=r"closed-form has no option starts: it is of auto"):
         invert.run(problem, "closed-form", starts=4)
     with pytest.raises(InputError, match=r"residual-stream has no option seconds: it is of"):
         invert.run(problem, "residual-stream", seconds=1.0)
-    with pytest.raises(InputError, match="expected starts of 1 or more, got 0"):
+    with pytest.raises(InputError, match="starts must be 1 or more, not 0"):
         invert.run(problem, starts=0)
-    with pytest.raises(InputError, match="expected solutions of 1 or more, got 0"):
+    with pytest.raises(InputError, match="solutions must be 1 or more, not 0"):
         invert.run(problem, solutions=0)
-    with pytest.raises(InputError, match="expected seconds above 0"):
+    with pytest.raises(InputError, match="seconds must be above 0"):
         invert.run(problem, seconds=-1.0)
     with pytest.raises(InputError, match="expected a device of this machine"):
         invert.run(problem, device="abacus")

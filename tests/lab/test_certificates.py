@@ -181,14 +181,14 @@ def test_what_cannot_be_certified_is_said():
     wrong = certify(model, batch, 1 - label)
     assert not wrong.right
     assert not wrong.holds
-    with pytest.raises(InputError, match="expected k of at least 1, got 0"):
+    with pytest.raises(InputError, match="k of 1 or more, got 0"):
         certify(model, batch, label, 0)
-    with pytest.raises(InputError, match="expected one text to certify, got 3"):
+    with pytest.raises(InputError, match="one text at a time: got 3"):
         certify(model, tiny_heads.texts(3), label)
     padded = {name: value[2:] for name, value in tiny_heads.texts(3).items()}
-    with pytest.raises(InputError, match="expected a text without padding, got 2 of 11 tokens"):
+    with pytest.raises(InputError, match="must not be padded: 2 of 11 tokens"):
         certify(model, padded, label)
-    with pytest.raises(InputError, match="expected two classes or more to certify, got 1"):
+    with pytest.raises(InputError, match="needs two classes or more: the model has 1"):
         certify(small(6, 0.1, classes=1)[0], batch, 0)
-    with pytest.raises(InputError, match="expected a BERT classifier with gelu"):
+    with pytest.raises(InputError, match="are for BERT classifiers with gelu"):
         certify(tiny_heads.model("gpt2", "causal"), batch, label)

@@ -50,7 +50,7 @@ def test_what_was_not_measured_is_not_made_up():
         lambda: cost.text(30, processor="cpu"),
         lambda: cost.text(5, exposure="hidden", processor="cpu"),
     ):
-        with pytest.raises(InputError, match="expected a length that was measured"):
+        with pytest.raises(InputError, match="tokens were not measured: choose a length"):
             ask()
     with pytest.raises(InputError, match="choose among gpu, cpu"):
         cost.text(5, processor="tpu")

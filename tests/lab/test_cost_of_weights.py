@@ -52,7 +52,7 @@ def test_a_head_takes_exactly_so_many(dim, exposure, rank, method, view):
     meter = asked(method, view(target) if view else target)
     estimate = cost.head(dim, rank=rank, exposure=exposure)
     assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-    assert estimate.lower_bound == method(view(target) if view else target).floor
+    assert estimate.lower_bound == method(view(target) if view else target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])
@@ -61,7 +61,7 @@ def test_a_layer_that_answers_with_vectors_takes_exactly_so_many(dim):
     meter = asked(extract.FullOutput(), target)
     for estimate in (cost.layer(dim, exposure="vectors"), cost.head(dim, exposure="vectors")):
         assert (estimate.queries, estimate.tokens) == (meter.queries, meter.tokens)
-        assert estimate.lower_bound == extract.FullOutput()(target).floor
+        assert estimate.lower_bound == extract.FullOutput()(target).lower_bound
 
 
 @pytest.mark.parametrize("dim", [8, 16])
@@ -130,15 +130,15 @@ def test_prices():
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (lambda: cost.head(0), "expected a width of 1 or more"),
+        (lambda: cost.head(0), "width must be 1 or more"),
         (lambda: cost.head(8, rank=9), "the rank must not exceed the dimension, 8"),
         (lambda: cost.head(8, rank=2, exposure="signs"), "the rank is of use with scores"),
         (lambda: cost.head(8, exposure="smell"), "choose among scores"),
         (lambda: cost.head(8, exposure="signs", accuracy=2.0), "the accuracy must lie between"),
         (lambda: cost.layer(8, exposure="log-probabilities"), "the vocabulary must be larger"),
-        (lambda: cost.layer(8, heads=9), "expected heads of at most 8"),
-        (lambda: cost.Prices(rate=0), "expected a rate above 0"),
-        (lambda: cost.Prices(price=-1), "expected a price of 0 or more"),
+        (lambda: cost.layer(8, heads=9), "heads must be at most 8"),
+        (lambda: cost.Prices(rate=0), "rate must be above 0"),
+        (lambda: cost.Prices(price=-1), "price must be 0 or more"),
     ],
 )
 def test_wrong_input(ask, words):

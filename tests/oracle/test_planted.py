@@ -104,9 +104,9 @@ def test_bad_questions_are_refused_in_one_line(sequences, message):
     ("arguments", "message"),
     [
         ({"kind": "tail"}, "expected a kind among"),
-        ({"dim": 0}, "expected dim of 1 or more"),
+        ({"dim": 0}, "dim must be 1 or more"),
         ({"rank": 9, "dim": 4}, "expected a rank from 1 to dim = 4, got 9"),
-        ({"scale": float("nan")}, "expected scale of 0 or more"),
+        ({"scale": float("nan")}, "scale must be 0 or more"),
     ],
 )
 def test_bad_plans_are_refused(arguments, message):
@@ -169,9 +169,9 @@ def test_what_is_done_to_answers_is_stored_with_the_target(tmp_path):
     ("flags", "message"),
     [
         ({"decimals": "two"}, "expected decimals as a number, got 'two' in"),
-        ({"decimals": "99"}, "expected decimals of at most 15, got 99 in"),
-        ({"noise": "nan"}, "expected a noise of 0 or more, got nan in"),
-        ({"max_norm": "0"}, "expected a norm above 0, got 0.0 in"),
+        ({"decimals": "99"}, "decimals must be at most 15, not 99 in"),
+        ({"noise": "nan"}, "a noise must be 0 or more, not nan in"),
+        ({"max_norm": "0"}, "a norm must be above 0, not 0.0 in"),
     ],
 )
 def test_a_file_that_degrades_wrongly_is_refused(flags, message, tmp_path):

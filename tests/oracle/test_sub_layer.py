@@ -66,7 +66,7 @@ def test_symmetries_change_nothing_and_are_not_counted():
         ({"K": torch.zeros(2, 12, 4, dtype=torch.float64)}, "expected V of shape"),
         ({"q": torch.zeros(3, 5, dtype=torch.float64)}, "expected q of shape"),
         ({"frequencies": torch.zeros(3, 1, dtype=torch.float64)}, "expected 2 frequencies or none"),
-        ({"epsilon": 0.0}, "epsilon must be above 0"),
+        ({"epsilon": 0.0}, "an epsilon must be above 0"),
         ({"b": torch.zeros(12)}, "expected b in float64"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_batch_of_one_and_other_dtypes():
         (torch.ones(4, 6, dtype=torch.long), "floating-point"),
         ("text", "floating-point"),
         (torch.full((4, 6), torch.nan), "only NaN"),
-        (torch.full((4, 6), torch.inf), "infinity"),
+        (torch.full((4, 6), torch.inf), "must be finite"),
     ],
 )
 def test_what_is_no_leak(values, message):
@@ -95,7 +95,7 @@ def test_what_is_no_leak(values, message):
 def test_a_mask_or_precision_that_does_not_belong():
     with pytest.raises(InputError, match="a mask of 4 positions, got 3"):
         invert.HiddenStates(normal(4, 6), 1, mask=torch.ones(3))
-    with pytest.raises(InputError, match="a precision among float32"):
+    with pytest.raises(InputError, match=r"precision .*float32"):
         invert.HiddenStates(normal(4, 6), 1, precision="int3")
 
 
@@ -107,7 +107,7 @@ def test_files_that_are_none(tmp_path):
     whole = path.read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:5], b"", b"PK\x03\x04" + whole):
         path.write_bytes(broken)
-        with pytest.raises(InputError, match="expected a leak file") as caught:
+        with pytest.raises(InputError, match="a leak file") as caught:
             invert.load_leak(path)
         assert "\n" not in str(caught.value)
 
@@ -161,9 +161,7 @@ def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):
             assert (given is None) == (back is None)
             assert given is None or torch.equal(given, back)
     assert Pooled(values, steps=values.abs()).digest != Pooled(values).digest
-    with pytest.raises(
-        InputError, match=r"expected a precision among float32, .* int4, got binary"
-    ):
+    with pytest.raises(InputError, match=r"precision .*float32, .* int4"):
         HiddenStates(values[None], 1, precision="binary")
 
 
@@ -176,9 +174,9 @@ def test_a_cut_vector_was_normalised_again_if_its_length_is_one():
 
 def test_what_is_said_of_rows_has_to_agree_with_them():
     values = torch.randn(3, 4)
-    with pytest.raises(InputError, match="expected rows of 5 numbers"):
+    with pytest.raises(InputError, match="width is 5, but the rows"):
         HiddenStates(values, 1, width=5)
-    with pytest.raises(InputError, match="expected permuted rows without padding"):
+    with pytest.raises(InputError, match="permuted rows take no mask"):
         HiddenStates(values, 1, permuted=True, mask=torch.tensor([1, 1, 0]))
-    with pytest.raises(InputError, match="expected normalised"):
+    with pytest.raises(InputError, match="normalised"):
         Pooled(values[0], normalised=None)

@@ -67,5 +67,5 @@ def test_a_linear_map_needs_all_pairs():
 )
 def test_pairs_have_to_be_pairs(stored):
     for undo in (undo_rotation, undo_linear):
-        with pytest.raises(InputError, match="expected"):
+        with pytest.raises(InputError, match="known and stored vectors must"):
             undo(torch.ones(3, 4), stored)

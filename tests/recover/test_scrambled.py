@@ -121,15 +121,15 @@ def test_other_defences(bert, defence):
 
 
 def test_what_cannot_be_done(bert):
-    with pytest.raises(InputError, match="expected a defence among none, noise"):
+    with pytest.raises(InputError, match="choose one of none, noise"):
         read_behind(bert, TEXTS[:1], "hidden:1", "hope")
-    with pytest.raises(InputError, match="expected one secret, got rotated and mixed"):
+    with pytest.raises(InputError, match="give one secret, not rotated and mixed"):
         degrade(leak(bert, "hidden:1"), forms=["mixed:1", "rotated:1"])
     with pytest.raises(InputError, match="rotated:KEY"):
         degrade(leak(bert, "hidden:1"), forms=["rotated"])
     with pytest.raises(InputError, match="expected hidden states, keys and values"):
         degrade(leak(bert, "maps:1"), forms=["rotated:1"])
-    with pytest.raises(InputError, match="expected rows of several tokens to be mixed"):
+    with pytest.raises(InputError, match="only rows of several tokens can be mixed"):
         degrade(leak(bert, "pooled"), forms=["mixed:1"])
     assert isinstance(degrade(leak(bert, "kv:1"), forms=["mixed:1"]), KeyValues)
     permuted = degrade(leak(bert, "hidden:1"), forms=["permuted", "rotated:1"])

@@ -79,7 +79,7 @@ def test_noise_has_the_strength_asked_for_and_is_repeatable():
 
 @pytest.mark.parametrize(
     ("precision", "noise", "words"),
-    [("int3", 0.0, "a precision among"), ("int8", -1.0, "noise of 0 or more")],
+    [("int3", 0.0, "precision .*int8"), ("int8", -1.0, "noise")],
 )
 def test_wrong_wishes(precision, noise, words):
     with pytest.raises(InputError, match=words):
@@ -107,12 +107,12 @@ def test_forms_are_what_they_say(bert):
      ["permuted", "permuted"], [""]],
 )  # fmt: skip
 def test_other_forms_are_refused(bert, forms):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=r"unknown form|given twice|exceeds"):
         degrade(leak_of(*bert, TEXT, "hidden:2"), forms=forms)
 
 
 def test_only_hidden_states_take_other_forms(bert):
-    with pytest.raises(InputError, match="expected hidden states to be permuted, got maps:1"):
+    with pytest.raises(InputError, match="only hidden states can be permuted, not maps:1"):
         degrade(leak_of(*bert, TEXT, "maps:1"), forms=["permuted"])
 
 
@@ -128,11 +128,11 @@ def test_a_pooled_embedding_is_cut_normalised_and_reduced_to_signs(bert):
     given = capture(bert[0], again.exposure, ids=torch.tensor([bert[1](TEXT)["input_ids"]]))
     assert torch.allclose(given["values"][0], again.values, atol=1e-6)
     for form in ("permuted", "subset:2"):
-        with pytest.raises(InputError, match=f"expected hidden states to be {form.split(':')[0]}"):
+        with pytest.raises(InputError, match=f"only hidden states can be {form.split(':')[0]}"):
             degrade(leak, forms=["normalised", form])
-    with pytest.raises(InputError, match="at most 32 numbers"):
+    with pytest.raises(InputError, match="exceeds the 32 numbers"):
         degrade(leak, forms=["truncated:33"])
-    with pytest.raises(InputError, match="expected a precision among"):
+    with pytest.raises(InputError, match="precision"):
         degrade(leak_of(*bert, TEXT, "hidden:1"), "binary")
 
 
@@ -143,5 +143,5 @@ def test_noise_that_is_stated_is_what_was_added():
         stated = with_noise(degrade(leak, noise=share, seed=7), share)
         assert stated.noise == pytest.approx(share * float(leak.values.std()), rel=0.01)
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(InputError, match="noise must be 0 or more"):
+        with pytest.raises(InputError, match="noise"):
             with_noise(leak, wrong)

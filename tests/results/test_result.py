@@ -18,7 +18,7 @@ class Weighed(Result):
     """A result with a number and, if it found any, weights."""
 
     kind: ClassVar[str] = "weighing"
-    beside: ClassVar[str] = "weights"
+    tensors_key: ClassVar[str] = "weights"
 
     error: float
     W: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class Weighed(Result):
     @classmethod
     def restore(cls, data, tensors):
         if data["error"] < 0:
-            raise InputError(f"expected an error of 0 or more, got {data['error']}")
+            raise InputError(f"an error must be 0 or more, not {data['error']}")
         return cls(float(data["error"]), tensors.get("W"))
 
 
@@ -58,7 +58,7 @@ def test_a_file_comes_back_without_tensors(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
 
 
-def test_tensors_lie_beside_it_and_move_with_it(tmp_path):
+def test_tensors_lie_next_to_it_and_move_with_it(tmp_path):
     W = torch.arange(6.0, dtype=torch.float64).view(2, 3)
     (tmp_path / "here").mkdir()
     Weighed(0.5, W).save(tmp_path / "here" / "r.json")
@@ -67,7 +67,7 @@ def test_tensors_lie_beside_it_and_move_with_it(tmp_path):
     assert torch.equal(Weighed.load(tmp_path / "there" / "r.json").W, W)
     (tmp_path / "there" / "r.safetensors").unlink()
     with pytest.raises(
-        InputError, match=r"^expected the weights beside .*r\.json, got .*: there is no such file$"
+        InputError, match=r"^expected the weights next to .*r\.json, got .*: there is no such file$"
     ):
         Weighed.load(tmp_path / "there" / "r.json")
 
@@ -81,7 +81,7 @@ def test_tensors_lie_beside_it_and_move_with_it(tmp_path):
         ({"format": 1, "kind": "audit", "error": 1}, "expected a saved weighing, got audit"),
         ({"format": 1, "kind": "weighing"}, r"expected a saved weighing, got KeyError\('error'\)"),
         ({"format": 1, "kind": "weighing", "error": "x"}, "expected a saved weighing, got TypeErr"),
-        ({"format": 1, "kind": "weighing", "error": -1}, "expected an error of 0 or more, got -1"),
+        ({"format": 1, "kind": "weighing", "error": -1}, "an error must be 0 or more, not -1"),
     ],
 )
 def test_anything_else_is_one_line(tmp_path, data, words):

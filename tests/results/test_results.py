@@ -78,7 +78,7 @@ def test_missing_weights(tmp_path):
     extract.SingleHead()(oracle.plant(dim=2)).save(tmp_path / "r.json")
     (tmp_path / "r.safetensors").unlink()
     with pytest.raises(
-        InputError, match=r"^expected the weights beside .*r\.json, got .*: there is no"
+        InputError, match=r"^expected the weights next to .*r\.json, got .*: there is no"
     ):
         Extraction.load(tmp_path / "r.json")
 

@@ -70,9 +70,8 @@ def test_it_is_asked_for_texts_that_are_known(monkeypatch):
         assert all(headers["Authorization"] == "Bearer a key" for *_, headers in asked)
         loaded = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
         target = StoreTarget.of(store, loaded, texts=3)
-    assert (target.pooling.name, target.pooling.normalised, target.pooling.sure) == (
-        "cls", True, True,
-    )  # fmt: skip
+    way = target.pooling.exposure
+    assert (way.pooling, way.normalised, target.pooling.sure) == ("cls", True, True)
 
 
 def test_one_of_several_models_is_asked_for():

@@ -43,5 +43,5 @@ def test_its_pooling_is_found_out(pooling, weights, loaded):
         open_store(f"{url}/v1/embeddings", TEXTS) as store,
     ):
         target = StoreTarget.of(store, loaded, texts=len(TEXTS))
-    assert (target.pooling.name, target.pooling.normalised) == (pooling, True)
+    assert (target.pooling.exposure.pooling, target.pooling.exposure.normalised) == (pooling, True)
     assert target.pooling.sure, target.pooling.reason

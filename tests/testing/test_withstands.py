@@ -22,7 +22,8 @@ from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.stores import open_store
-from keyhole.testing import CouldNotCheck, assert_withstands, sessions
+from keyhole.testing import CouldNotCheck, assert_withstands
+from keyhole.testing.sessions import sessions
 from keyhole.testing.withstands import lines
 
 TEXTS = ["w1 w2 w3 w4 w5", "w9 w8 w7"]
@@ -176,10 +177,10 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
 
 
 WRONG = [
-    (lambda: assert_withstands("demo", "scars"), "expected an exposure such as hidden:3"),
-    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "needs tokenizer="),
+    (lambda: assert_withstands("demo", "scars"), "there is no exposure scars: give"),
+    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "expected tokenizer="),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "expected a model for hidden:1"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most must be from"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share with flips"),
@@ -212,7 +213,7 @@ def test_hostile_words_stay_in_one_line(encoder):
     assert line.isprintable()
 
 
-def test_the_innermost_listener_hears(encoder):
+def test_the_innermost_session_is_notified(encoder):
     heard: list[str] = []
     outer, inner = (lambda _: heard.append("outer")), (lambda _: heard.append("inner"))
     sessions.append(outer)

@@ -17,8 +17,8 @@ from keyhole.assess.assessment import (
     State,
     assess,
     assess_fleet,
+    compared,
 )
-from keyhole.assess.baseline import compared
 from keyhole.assess.policy import Policy, decided, find_policy, read_policy
 from keyhole.assess.severity import Scale, Score, Severity, score
 from keyhole.core.exposure import RULES, Family, Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 
@@ -45,8 +45,7 @@ class Assessment:
 
     `items` are the findings that count, the worst first; `controls` are attacks without choice,
     run for comparison, and `audit.skips` what was not tried: neither is in the counts. `gone` are
-    findings of a baseline that are no longer there (baseline.py), `decision` is what a policy says
-    of all this (decision.py).
+    findings of a baseline that are no longer there, `decision` is what a policy says of all this.
     """
 
     audit: Audit
@@ -392,3 +391,48 @@ def assess_fleet(
     """Every audit with its meaning; `judge` takes the target's name, and may know a policy."""
     made = {name: judge(name, audit) for name, audit in fleet.audits.items()}
     return FleetAssessment(fleet, made)
+
+
+# What changed since an earlier audit: new, worse, same, better, gone.
+#
+# Findings are compared by their ids. What was given away and is so no longer is gone, whether the
+# attack failed this time or there is nothing left to attack. What could not be checked this time is
+# not better for it: it counts as it did.
+
+SLACK = 0.02  # of the share that came back: two runs of one search differ by as much
+
+
+def compared(new: Assessment, old: Assessment) -> Assessment:
+    """Each item with what became of it, and those of the old audit that are gone."""
+    before = {item.id: item for item in old.items}
+    items = tuple(replace(item, state=state(item, before.get(item.id))) for item in new.items)
+    now = {item.id: item for item in items}
+    gone = tuple(
+        replace(item, state=State.GONE)
+        for item in old.items
+        if item.finding.exposed and item.id not in now
+    )
+    cards = tuple(
+        replace(card, worst=None if card.worst is None else now.get(card.worst.id))
+        for card in new.families
+    )
+    return replace(new, items=items, families=cards, gone=gone)
+
+
+def state(item: Item, old: Item | None) -> State:
+    """What became of one finding."""
+    was = old is not None and old.finding.exposed
+    if item.finding.outcome is Outcome.UNCHECKED:
+        return State.NEW if old is None else State.SAME
+    if not item.finding.exposed:
+        return State.GONE if was else State.SAME if old is not None else State.NEW
+    if old is None:
+        return State.NEW
+    if not was:
+        return State.WORSE
+    more = item.share - old.share
+    change = (item.severity.rank - old.severity.rank, item.score - old.score)
+    for difference in (*change, more if abs(more) > SLACK else 0):
+        if difference:
+            return State.WORSE if difference > 0 else State.BETTER
+    return State.SAME

@@ -98,10 +98,10 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     table = _parsed(path)
     if path.name == FILES[1]:
         if "keyhole" not in _tool(table):
-            raise InputError(f"expected a table [tool.keyhole] in {path}, got none")
+            raise InputError(f"{path} has no table [tool.keyhole]")
         table = _table(_tool(table)["keyhole"], "tool.keyhole", path)
     if not table:
-        raise InputError(f"expected {', '.join(_KEYS)} or environment in {path}, got nothing")
+        raise InputError(f"{path} is empty: give {', '.join(_KEYS)} or environment")
     environments = _table(table.pop("environment", {}), "environment", path)
     policy = _layer(Policy(source=str(path)), table, path)
     for name, inner in environments.items():  # all of them are read: a mistake shows at once
@@ -110,7 +110,7 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
             policy = replace(layered, source=f"{path}, environment {name}")
     if environment is not None and environment not in environments:
         known = ", ".join(environments) or "none"
-        raise InputError(f"expected an environment of {path} ({known}), got {environment[:40]}")
+        raise InputError(f"{path} has no environment {environment[:40]}, but {known}")
     return policy
 
 
@@ -119,7 +119,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"expected a policy in TOML, got {path}: {error}") from error
+        raise InputError(f"{path} is not TOML: {error}") from error
 
 
 def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,10 +132,8 @@ def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     for key in table:
         if key not in _KEYS:
             near = get_close_matches(key, _KEYS, 1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise InputError(
-                f"expected {', '.join(_KEYS)} or environment in {path}, got {key[:40]}{hint}"
-            )
+            hint = f"did you mean {near[0]}?" if near else f"give {', '.join(_KEYS)}"
+            raise InputError(f"unknown key {key[:40]} in {path}: {hint}")
     changes = {_KEYS[key]: _value(key, value, policy, path) for key, value in table.items()}
     return replace(policy, **cast("Any", changes))
 
@@ -168,8 +166,7 @@ def _severities(policy: Policy, value: Any, path: Path) -> dict[str, Severity]:
         if word not in list(Severity) or word == Severity.UNKNOWN:
             names = ", ".join(severity for severity in Severity if severity != Severity.UNKNOWN)
             raise InputError(
-                f"expected the severity of {name[:60]} in {path} as one of {names}, got "
-                f"{word!r:.40}"
+                f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
             )
         given[name] = Severity(word)
     return {**given, **{name: s for name, s in policy.severities.items() if name not in given}}
@@ -185,16 +182,15 @@ def _ignore(value: Any, path: Path) -> Ignore:
     table = _table(value, "ignore", path)
     if set(table) != {"finding", "reason", "until"}:
         raise InputError(
-            f"expected finding, reason and until in [[ignore]] of {path}, got "
+            f"[[ignore]] of {path} must have finding, reason and until, and has "
             f"{', '.join(table)[:60] or 'nothing'}"
         )
     finding, reason, until = table["finding"], table["reason"], table["until"]
     if not isinstance(finding, str) or not isinstance(reason, str) or not reason.strip():
-        raise InputError(f"expected a finding and a reason in words in [[ignore]] of {path}")
+        raise InputError(f"[[ignore]] of {path} must have a finding and a reason in words")
     if isinstance(until, datetime) or not isinstance(until, date):
         raise InputError(
-            f"expected until in [[ignore]] of {path} as a date such as 2027-06-30, got "
-            f"{until!r:.40}"
+            f"until in [[ignore]] of {path} must be a date such as 2027-06-30, not {until!r:.40}"
         )
     return Ignore(finding, reason, until)
 
@@ -273,9 +269,9 @@ def condition(words: str) -> Condition:
     if _NAME.fullmatch(words) and "-" in words:
         return Condition(words, lambda item: item.finding.exposed and matches(words, item))
     raise InputError(
-        f"expected in fail-on a severity ({', '.join(_FAILING)}), a family "
+        f"fail-on does not know {words[:60]!r}: give a severity ({', '.join(_FAILING)}), a family "
         f"({', '.join(Family)}), an id of a rule or finding, or a figure such as "
-        f"'text.exact > 0.1', got {words[:60]!r}"
+        "'text.exact > 0.1'"
     )
 
 
@@ -287,15 +283,15 @@ def matches(pattern: str, item: Item) -> bool:
 def _figure(words: str, family: str, name: str, sign: str, number: str) -> Callable[[Item], bool]:
     if family not in list(Family) or name not in FIGURES:
         raise InputError(
-            f"expected a family ({', '.join(Family)}) and a figure ({', '.join(FIGURES)}) "
-            f"such as text.exact in fail-on, got {words[:60]!r}"
+            f"fail-on does not know {words[:60]!r}: give a family ({', '.join(Family)}) and a "
+            f"figure ({', '.join(FIGURES)}), such as text.exact"
         )
     try:
         limit = float(number)
     except ValueError:
         limit = math.nan
     if math.isnan(limit):
-        raise InputError(f"expected a number at the end of {words[:60]!r} in fail-on")
+        raise InputError(f"{words[:60]!r} in fail-on must end with a number")
 
     def met(item: Item) -> bool:
         value = FIGURES[name](item)

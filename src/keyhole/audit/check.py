@@ -1,7 +1,7 @@
 """What an audit consists of: checks that are made one by one, and what each of them gives.
 
 A check is one attack on one exposure of one part of the target. It needs nothing from the others,
-so an audit that was stopped goes on with those that are not done (journal.py).
+so an audit that was stopped goes on with those that are not done (core/journal.py).
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from keyhole.audit.check import Check, Checked, nothing_to_try
+from keyhole.audit.check import Check, Checked
 from keyhole.audit.texts import TextTarget, exposure_of
 from keyhole.core import Finding, Outcome, Skip
-from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.core.status import OUTCOMES
@@ -65,7 +64,7 @@ def _endpoint(
 
 def _weights(tried: Tried, exposure: Exposure) -> Finding:
     broken = OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
-    had = "nothing" if tried.thief_error is None else f"a copy off by {tried.thief_error:.1e}"
+    had = "nothing" if tried.attacker_error is None else f"a copy off by {tried.attacker_error:.1e}"
     refused = f", {tried.refused:.0%} of its questions refused" if tried.refused else ""
     return Finding(
         exposure=exposure,
@@ -74,7 +73,7 @@ def _weights(tried: Tried, exposure: Exposure) -> Finding:
         reason=f"{tried.setting}: the attacker has {had}, an honest client answers off by "
         f"{tried.honest_error:.1e}{refused}; {tried.reason}",
         remedy=_BROKEN if broken else _HELD,
-        error=tried.thief_error,
+        error=tried.attacker_error,
         queries=tried.queries,
         seconds=tried.seconds,
     )
@@ -82,10 +81,6 @@ def _weights(tried: Tried, exposure: Exposure) -> Finding:
 
 def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Secrets in front of a model's keys and values and its hidden states."""
-    try:
-        parts = anatomy(target.loaded.model)
-    except InputError as error:  # a family whose parts are not known
-        return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
     return [
         Check(
             exposure := replace(
@@ -93,7 +88,7 @@ def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
             ),
             partial(_model, exposure, target, leak, defence, seed),
         )
-        for leak, defence in _leaks(parts)
+        for leak, defence in _leaks(anatomy(target.loaded.model))
     ]
 
 

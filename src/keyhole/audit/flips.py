@@ -1,10 +1,9 @@
 """The prediction from a little attention cut, the text left alone: one row for each attacker.
 
-Whoever can touch a model's attention (a mask that a client may send, a
-pruned cache, a fault in memory) and cuts one unit in a hundred: how many right answers become
-wrong? Which attackers are tried stands in disrupt/registry.py. One of them cuts at random; what the
-others flip beyond that is the attack's own. Where an example has no label, the model's own answer
-is held to be right.
+An attacker who can touch a model's attention (through a mask that a client may send, a pruned
+cache, a fault in memory) cuts one unit in a hundred: how many right answers become wrong?
+disrupt/registry.py lists the attackers. One of them cuts at random, as a control. Where an example
+has no label, the model's own answer counts as right.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     loaded, task = target.loaded, head_of(target.loaded.model)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
-        reason = f"expected a head for classes or text, got {name}: keyhole disrupt takes others"
+        reason = f"{name} has no head for classes or text: try keyhole disrupt"
         return [nothing_to_try(Skip(_CUT, "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
@@ -130,11 +129,11 @@ def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = s
 
 
 def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
-    """Said before the first check, not after the last: the model has such classes."""
+    """Refuse labels that the model does not have, before the first check."""
     classes = int(loaded.model.config.num_labels)
     largest = max((example.label for example in examples), default=NO_LABEL)
     if largest >= classes:
-        raise InputError(f"expected labels from 0 to {classes - 1}, got {largest}")
+        raise InputError(f"the model has the labels 0 to {classes - 1}, not {largest}")
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:

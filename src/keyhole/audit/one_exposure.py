@@ -20,7 +20,7 @@ from keyhole.audit import flips, gradients, stores, texts, weights
 from keyhole.audit.check import Check, joined
 from keyhole.audit.target import Target
 from keyhole.core import Audit
-from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import Track, untracked
 from keyhole.models.capture import KINDS, Exposure
@@ -49,12 +49,11 @@ def audit_exposure(
     expect_seed(seed)
     expect_number("share", share, above=0)
     expect_count("budget", budget)
-    if precision not in PRECISIONS:
-        raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
+    expect_among("a precision", precision, PRECISIONS)
     if share is not None and exposure != FLIPS:
-        raise InputError(f"expected share with {FLIPS}, got {exposure}")
+        raise InputError(f"share is for {FLIPS}, not for {exposure}: leave it out")
     if budget is not None and exposure != SCORES:
-        raise InputError(f"expected budget with {SCORES}, got {exposure}")
+        raise InputError(f"budget is for {SCORES}, not for {exposure}: leave it out")
     started = time.perf_counter()
     checks = _checks(target, exposure, precision, share, budget, seed)
     with stopping_on_ctrl_c():
@@ -77,7 +76,7 @@ def _checks(
     kind = exposure.partition(":")[0]
     if kind not in NAMES:
         raise InputError(
-            f"expected an exposure such as hidden:3, {', '.join(NAMES[1:])}, got {exposure}"
+            f"there is no exposure {exposure}: give one such as hidden:3, {', '.join(NAMES[1:])}"
         )
     if exposure == SCORES:
         made = [
@@ -98,5 +97,5 @@ def _checks(
         ]
     if not made:
         what = "an endpoint" if exposure == SCORES else "a model"
-        raise InputError(f"expected {what} for {exposure}, got {target.name or 'an endpoint'}")
+        raise InputError(f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none")
     return [check for checks in made for check in checks]

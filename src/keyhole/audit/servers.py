@@ -1,10 +1,10 @@
 """A server of a language model: which routes are open, and what can be read of what they return.
 
 Every route that answers without a key and returns states, log-probabilities or cache files is a
-finding by itself; log-probabilities of the whole vocabulary give away the last layer besides
-(last_layers.py). With the model's weights the audit goes on: texts are sent, and read back from
-the states alone; the last state is computed from log-probabilities; and the text is sent as
-vectors, where a server may take those (vector_prompts.py).
+finding by itself; log-probabilities of the whole vocabulary also give away the last layer. With the
+model's weights the audit goes on: it sends texts and reads them back from the states alone,
+computes the last state from log-probabilities, and sends a text as vectors, where a server may take
+those.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ _RULES = {
     STATES: "KH-TEXT-HIDDEN-STATES", VECTOR: "KH-TEXT-EMBEDDING", CACHE: "KH-TEXT-KEYS-AND-VALUES",
     LOGPROBS: "KH-TEXT-LOG-PROBABILITIES",
 }  # fmt: skip
-_PROBE = "a secret"  # what routes are asked about before anything is known of them
+# What routes are asked about before anything is known of them. After some texts comes half a
+# character, of which llama.cpp gives no log-probabilities: then the next text is tried.
+_PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
 _CLOSE = 1e-3  # of the state's length: what float32 and printing leave
 _MANY = 384  # log-probabilities that a state needs at least, where its width is not known
 
@@ -89,9 +91,9 @@ def checks(part: str, target: ServerTarget) -> list[Check]:
         exposed = partial(Exposure, name=route.name, part=part)
         exposure = exposed(_RULES[route.gives], "route")
         made.append(Check(exposure, partial(_probe, exposure, server, route, loaded)))
-        if reads(server, route):
+        if server.kind == "llama.cpp" and route.path == COMPLETION:  # tokens by their numbers
             exposure = exposed("KH-WEIGHTS-LAST-LAYER")
-            made.append(Check(exposure, partial(last_layer, exposure, server, route, _PROBE)))
+            made.append(Check(exposure, partial(last_layer, exposure, server, route)))
         if loaded is not None and route.gives == STATES:
             exposure = exposed("KH-TEXT-HIDDEN-STATES", "served")
             run = partial(_texts, exposure, server, route, loaded, target.texts)
@@ -104,7 +106,7 @@ def checks(part: str, target: ServerTarget) -> list[Check]:
     if loaded is not None and server.kind in FORMS:
         name = FORMS[server.kind].name(server.kind)
         exposure = Exposure("KH-WEIGHTS-VECTOR-PROMPTS", name=name, part=part)
-        made.append(Check(exposure, partial(takes_vectors, exposure, server, loaded, _PROBE)))
+        made.append(Check(exposure, partial(takes_vectors, exposure, server, loaded)))
     return made
 
 
@@ -113,12 +115,24 @@ def _probe(
 ) -> Checked:
     del track
     started = time.perf_counter()
-    answered = server.try_route(route, _PROBE)
+    answered, _ = _first_answer(server, route, _PROBES)
     status, reason = _verdict(server, route, answered, loaded)
     if status is None:
         skip = Skip(exposure, "probe", f"not given: {reason}", unchecked=answered.status == 0)
         return Checked(skips=(skip,))
     return _checked(exposure, route, "probe", status, reason, started, sought=route.gives)
+
+
+def _first_answer(
+    server: Server, route: Route, texts: Sequence[str], *, key: bool = False
+) -> tuple[Answered, str]:
+    """The answer to the first text of which the route gives something, and that text."""
+    answered, text = Answered(), ""
+    for text in texts:
+        answered = server.try_route(route, text, key=key)
+        if answered.open or answered.status != 200 or route.gives != LOGPROBS:
+            break
+    return answered, text
 
 
 def _checked(
@@ -148,7 +162,7 @@ def _verdict(
         return None, answered.reason
     given = "answers without a key: "
     if route.gives == STATES:
-        given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBE!r}"
+        given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBES[0]!r}"
     elif route.gives == VECTOR:
         # What a vector gives away takes its encoder and texts to find out: audit/stores.py.
         given += (
@@ -183,8 +197,10 @@ def _texts(
         answered = server.try_route(route, text, key=True)
         if not answered.open:
             return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
-        leak = HiddenStates(torch.tensor(answered.content), parts.layers)
-        recoveries.append(_recovered(loaded, leak, served=route.eight_bits))
+        leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+        if route.eight_bits:
+            (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
+        recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
         progress(number + 1)
     originals = [Original.of(loaded.tokenizer, text, max_length) for text in texts]
     readings = tuple(
@@ -202,12 +218,6 @@ def _texts(
     )  # fmt: skip
 
 
-def _recovered(loaded: Loaded, leak: Leak, *, served: bool) -> TextRecovery:
-    if served:
-        (leak,) = with_served_noise(Attacked.of(loaded.model, loaded.tokenizer), [leak])
-    return recover_text(loaded.model, loaded.tokenizer, leak)
-
-
 def _state(
     exposure: Exposure,
     server: Server,
@@ -221,11 +231,7 @@ def _state(
     started = time.perf_counter()
     if head_of(loaded.model) != "causal":
         return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
-    answered, text = Answered(), ""
-    for text in texts:  # after some texts comes half a character, of which llama.cpp says nothing
-        answered = server.try_route(route, text, key=True)
-        if answered.open:
-            break
+    answered, text = _first_answer(server, route, texts, key=True)
     if not answered.open:
         return Checked(skips=(Skip(exposure, "none", f"not given: {answered.reason}"),))
     status, reason, error = _compared(loaded, text, answered.content, route)
@@ -269,8 +275,7 @@ def _compared(
 #
 # Every answer of the whole vocabulary gives away one direction of what the output matrix spans,
 # until there are no more (extract/output_layer.py). The audit asks for `QUERIES` of them at most.
-# Where the server states a width beyond that it takes a sample, and says how far that came and how
-# to go on.
+# Where the server states a larger width, it takes a sample, and says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
 _WIDEST = 0.9  # of the queries: a twelfth more than the width is asked for, and a few to check
@@ -281,17 +286,10 @@ REMEDY = (
 )
 
 
-def reads(server: Server, route: Route) -> bool:
-    """Is it a route whose answers give whole vectors, by the numbers of tokens?"""
-    return server.kind == "llama.cpp" and route.path == COMPLETION
-
-
-def last_layer(
-    exposure: Exposure, server: Server, route: Route, probe: str, track: Track
-) -> Checked:
+def last_layer(exposure: Exposure, server: Server, route: Route, track: Track) -> Checked:
     """The layer, from a bounded number of answers; skipped where they are no whole vectors."""
     started = time.perf_counter()
-    answered = server.try_route(route, probe, key=bool(os.environ.get(KEY)))
+    answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
     if not answered.open:
         return Checked(skips=(Skip(exposure, "OutputLayer", f"not given: {answered.reason}"),))
     address = server.address or server.url
@@ -312,31 +310,29 @@ def last_layer(
     finding = Finding(
         exposure=exposure, attack="OutputLayer", status=result.status,
         reason=reason, remedy=REMEDY, error=None if result.check is None else result.check.worst,
-        queries=counted.queries, seconds=time.perf_counter() - started, lower_bound=result.floor,
-        known=result.known, sought="last layer",
+        queries=counted.queries, seconds=time.perf_counter() - started,
+        lower_bound=result.lower_bound, known=result.known, sought="last layer",
     )  # fmt: skip
     return Checked((finding,))
 
 
-# Does a server take vectors in the place of a prompt? With the model's weights it is found out.
+# Does a server take vectors in place of a prompt? With the model's weights the audit finds out.
 #
-# A text is sent as the embeddings of its tokens. If the log-probabilities that come back are those
-# of the model for that text, the server computes whatever function of vectors it is asked for: what
-# attacks on weights need, and a way past every filter that reads prompts.
+# It sends a text as the embeddings of its tokens. If the answer has the model's log-probabilities
+# for that text, the server computes on any vectors that it is sent: what attacks on weights need,
+# and a way past every filter that reads prompts.
 
 _SAME = 0.1  # of a log-probability: bfloat16 through all layers leaves less
 
 
-def takes_vectors(
-    exposure: Exposure, server: Server, loaded: Loaded, text: str, track: Track
-) -> Checked:
+def takes_vectors(exposure: Exposure, server: Server, loaded: Loaded, track: Track) -> Checked:
     """Whether it does, without a key."""
     del track
     form, started = FORMS[server.kind], time.perf_counter()
     if head_of(loaded.model) != "causal":
         return Checked(skips=(Skip(exposure, "none", "the weights have no head for next tokens"),))
     parts = anatomy(loaded.model)
-    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=parts.device)
+    ids = torch.tensor([loaded.tokenizer(_PROBES[0])["input_ids"]], device=parts.device)
     try:
         with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
             given = oracle(parts.table[ids].double().cpu())[0]

@@ -1,8 +1,8 @@
 """Texts from the embeddings that a vector store keeps: how many of them can be read exactly.
 
 A sample of the vectors, chosen at random, is read back with the encoder's weights and nothing else
-(vectors.py), and counts of a corpus, which are made once. From the share of the sample follows an
-interval for all (share.py).
+but counts of a corpus, which are made once. The share of the sample gives an interval for all
+(`Estimate` in core/finding.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from keyhole.core.machine import device_of, largest_matrix
 from keyhole.core.progress import Track, untracked
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
-from keyhole.models.capture import Exposure as Captured
 from keyhole.models.capture import capture
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity, kept_open
 from keyhole.models.pieces import unknown_token, written
-from keyhole.recover import Mark, Pooled, TextRecovery
-from keyhole.recover.attack import Attack, Counts, Target
+from keyhole.recover import Pooled, TextRecovery
+from keyhole.recover.attack import Attack
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.pooling import (
@@ -57,7 +56,7 @@ from keyhole.recover.run import LEARN_MORE, NOT_ARRIVED, recovering
 from keyhole.report import words
 from keyhole.stores import Store
 
-_NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # can be told of the rest
+_NO_SHARE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)  # the rest is not estimated
 _AT_ONCE = {"cpu": 8, "cuda": 256}  # vectors that one check reads
 ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
 _WITNESSES = 8  # texts with known vectors that the pooling is found out by
@@ -81,9 +80,8 @@ class StoreTarget:
 
     `texts` are those that the store still has of the sample, None where it has none; `max_length`
     is after how many tokens the encoder cuts a text off; `cells` is what the store says of how
-    numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one
-    that counts
-    the corpus that ships. `encoder` is the name that other processes open the encoder by.
+    numbers were rounded (recover/leaks.py: Pooled). `method` is the attack, by default the one that
+    counts the corpus that ships. `encoder` is the name by which other processes open the encoder.
     """
 
     name: str
@@ -112,7 +110,7 @@ class StoreTarget:
         kept = [None] * len(rows) if store.texts is None else store.texts(rows)
         max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
         pooling = _pooling(store, loaded, vectors, kept, known, max_length)
-        if pooling.width is not None:
+        if pooling.exposure.width is not None:
             pooling = _truncated(store, loaded, pooling)
         return cls(
             store.name, f"{store.identity}; {loaded.name} {loaded.identity}", store.count, loaded,
@@ -135,7 +133,7 @@ class StoreTarget:
             "weights": identity(self.loaded.model),
             "pooling": str(self.pooling),
             "max_length": self.max_length,
-            "method": method.settings if isinstance(method, Counts) else repr(method),
+            "method": method.settings if isinstance(method, CountedReader) else repr(method),
             "texts": len(self.rows),
             "data": digest(list(self.rows), list(self.texts), values.numpy().tobytes()),
             "device": next(self.loaded.model.parameters()).device.type,
@@ -214,15 +212,14 @@ def checks(part: str, target: StoreTarget) -> list[Check]:
         mismatch = finding(exposure, Status.MISMATCH, reason)
         return [Check(exposure, lambda _: Checked((mismatch,)))]
     attack = _ready_once(target)
-    return [
-        Check(
-            exposure,
-            partial(_in_process, target, _part(exposure, target, start, end), attack),
-            f"{start + 1}–{end} of {count}",
-            partial(_for_worker, target, _part(exposure, target, start, end)),
-        )
-        for start, end in _spans(count, _at_once(target))
-    ]
+    step = _AT_ONCE[anatomy(target.loaded.model).device.type]
+    made: list[Check] = []
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        few = _part(exposure, target, start, end)
+        run, sent = partial(_in_process, target, few, attack), partial(_for_worker, target, few)
+        made.append(Check(exposure, run, f"{start + 1}–{end} of {count}", sent))
+    return made
 
 
 _Ready = Callable[[Track], Attack]
@@ -235,7 +232,7 @@ def _in_process(target: StoreTarget, part: Part, attack: _Ready, track: Track) -
 def _for_worker(target: StoreTarget, part: Part) -> Callable[[int], Checked]:
     """What a worker is sent."""
     if target.encoder is None:
-        raise InputError(f"expected the name of the encoder of {target.name}, got none")
+        raise InputError(f"workers need the name of the encoder of {target.name}: open it by name")
     device = anatomy(target.loaded.model).device
     kind = str(device) if device.index else device.type  # the first GPU: each worker has its own
     source = Source(target.encoder, target.loaded.identity, kind)
@@ -249,34 +246,20 @@ def _part(exposure: Exposure, target: StoreTarget, start: int, end: int) -> Part
     )  # fmt: skip
 
 
-def _spans(count: int, step: int) -> list[tuple[int, int]]:
-    return [(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def _at_once(target: StoreTarget) -> int:
-    return _AT_ONCE[anatomy(target.loaded.model).device.type]
-
-
 def _ready_once(target: StoreTarget) -> _Ready:
     """The attack, whose corpus, if it has one, is counted where the first check asks for it."""
     made: list[Attack] = []
 
     def attack(track: Track) -> Attack:
         method = target.method
-        if not isinstance(method, Counts):
+        if not isinstance(method, CountedReader):
             return method
         if not made:
-            attacked, exposure = _attacked(target)
-            attacked = replace(attacked, track=track)
-            made.append(method.ready(attacked, exposure))
+            attacked = Attacked.of(target.loaded.model, target.loaded.tokenizer)
+            made.append(method.ready(replace(attacked, track=track), target.pooling.exposure))
         return made[0]
 
     return attack
-
-
-def _attacked(target: StoreTarget) -> tuple[Attacked, Captured]:
-    loaded = target.loaded
-    return Attacked.of(loaded.model, loaded.tokenizer), target.pooling.exposure
 
 
 def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -288,10 +271,10 @@ def whole(stores: Mapping[str, StoreFacts], findings: Sequence[Finding]) -> tupl
             pieces.setdefault(given.part, []).append(given)
         else:
             others.append(given)
-    return (*others, *(_together(stores[name], found) for name, found in pieces.items()))
+    return (*others, *(_joined(stores[name], found) for name, found in pieces.items()))
 
 
-def _together(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
+def _joined(facts: StoreFacts, parts: Sequence[Finding]) -> Finding:
     first = parts[0].texts[0]
     readings = tuple(reading for part in parts for reading in part.texts[0].readings)
     cell = replace(first, readings=readings)
@@ -377,11 +360,11 @@ def _opened(source: Source, part: Part) -> tuple[Loaded, Attack | None]:
     loaded, method = open_model(source.encoder, device=source.device), part.method
     if loaded.identity != source.identity:
         raise InputError(
-            f"expected the encoder {source.identity} at {source.encoder} on every worker, got "
-            f"{loaded.identity}"
+            f"{source.encoder} is {loaded.identity} where a worker runs, and {source.identity} "
+            "elsewhere: it must be the same on every machine"
         )
-    if isinstance(method, Counts):
-        attacked = Target.of(loaded.model, loaded.tokenizer)
+    if isinstance(method, CountedReader):
+        attacked = Attacked.of(loaded.model, loaded.tokenizer)
         method = method.ready(attacked, part.pooling.exposure)
     return loaded, method
 
@@ -423,14 +406,11 @@ def status_of(cell: Readings, statuses: Sequence[Status]) -> Status:
 
 
 def _recover(loaded: Loaded, part: Part, track: Track) -> list[TextRecovery]:
-    pooling = part.pooling
+    way = part.pooling.exposure
     leaks = [
-        Pooled(
-            vector, pooling=pooling.name, normalised=pooling.normalised, width=pooling.width,
-            unit=pooling.unit, **part.cells,
-        )
+        Pooled(vector, way.pooling, way.normalised, width=way.width, unit=way.unit, **part.cells)
         for vector in part.vectors
-    ]  # fmt: skip
+    ]
     progress = track(words.exposure(part.exposure), total=len(leaks))
     recoveries: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
@@ -445,7 +425,8 @@ def _reading(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) -> 
     """What was read of one vector, next to the store's own text where it has one."""
     tokenizer, text = loaded.tokenizer, part.texts[place]
     special = set(tokenizer.all_special_ids) - {unknown_token(tokenizer)}
-    tokens = [token for token in _tokens(tokenizer, recovery) if token[2] not in special]
+    pieces = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
+    tokens = [token for token in pieces if token[2] not in special]
     near = _similarity(loaded, part, place, recovery)
     if text is None or not text.strip():
         return Reading(
@@ -482,14 +463,9 @@ def _similarity(loaded: Loaded, part: Part, place: int, recovery: TextRecovery) 
 
 
 def _overlap(ids: Sequence[int], truth: Sequence[int]) -> float:
-    """F1 of the tokens as bags: twice those in common, over all of both."""
+    """F1 of the tokens as multisets: twice those in common, over all of both."""
     common = (Counter(ids) & Counter(truth)).total()
     return 2 * common / max(1, len(ids) + len(truth))
-
-
-def _tokens(tokenizer: Any, recovery: TextRecovery) -> list[tuple[str, Mark, int]]:
-    pieces = written(tokenizer, recovery.ids)
-    return list(zip(pieces, recovery.marks, recovery.ids, strict=True))
 
 
 # Which encoder made a store's vectors? Of several, the one that explains them best.
@@ -533,7 +509,11 @@ def _likeness(candidate: StoreTarget) -> float:
     if known is None:  # its folder says how it pools, and nobody looked at the vectors
         loaded = candidate.loaded
         guess = from_statistics(
-            loaded.model, loaded.tokenizer, ORDINARY, candidate.vectors, candidate.pooling.width
+            loaded.model,
+            loaded.tokenizer,
+            ORDINARY,
+            candidate.vectors,
+            candidate.pooling.exposure.width,
         )
         known = guess.likeness
     return 0.0 if known is None else known

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from keyhole.audit import defences, flips, gradients, inputs, texts, weights
 from keyhole.audit.answers import AnswersTarget
-from keyhole.audit.check import Check
+from keyhole.audit.check import Check, nothing_to_try
 from keyhole.audit.leaks import LeakTarget
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.servers import ServerTarget
@@ -30,6 +30,7 @@ from keyhole.core.journal import digest
 from keyhole.core.machine import device_of, expect_device, largest_matrix
 from keyhole.data import Example, read_examples, read_texts
 from keyhole.models import Loaded, demo
+from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import class_names, head_of, identity, load_model, task_of
 from keyhole.oracle import Oracle, identity_of
 from keyhole.oracle.connection import expect_authorized, names_address, without_password
@@ -136,6 +137,11 @@ class ModelPart:
         }
 
     def checks(self, seed: int, *, against_defences: bool) -> list[Check]:
+        try:
+            anatomy(self.target.loaded.model)
+        except InputError as error:  # a family whose parts are not known
+            skip = Skip(Exposure("KH-TEXT-OTHER"), "none", str(error))
+            return [nothing_to_try(skip), *flips.checks(self.name, self.target, seed)]
         families = [texts.checks, gradients.checks, flips.checks]
         families += [defences.model_checks] if against_defences else []
         return [check for family in families for check in family(self.name, self.target, seed)]

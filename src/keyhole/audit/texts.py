@@ -9,7 +9,6 @@ Which leaks are tried with which attack stands in recover/registry.py.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +76,7 @@ class TextTarget:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise InputError("expected one text or more, got none")
+            raise InputError("there are no texts to read back: give one or more")
         unknown = [name for name in self.precisions if name not in PRECISIONS]
         if unknown or not self.precisions:
             raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")
@@ -85,10 +84,7 @@ class TextTarget:
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     """Every exposure of a model from which text may be read."""
-    try:
-        parts = anatomy(target.loaded.model)
-    except InputError as error:  # a family whose parts are not known
-        return [nothing_to_try(Skip(Exposure("KH-TEXT-OTHER"), "none", str(error)))]
+    parts = anatomy(target.loaded.model)
     made: list[Check] = []
     for entry, row in _ordered():
         asked = not row.permuted or PERMUTED in target.precisions
@@ -376,22 +372,12 @@ def explained(cell: Readings) -> bool:
     """Is as much right as chance alone may well have right?"""
     if cell.chance is None:
         return True
+    from scipy.stats import binom  # on demand: it takes a second to load
+
     pieces = [piece for reading in cell.readings for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    return _at_least(right, len(pieces), cell.chance) > _BY_CHANCE
-
-
-def _at_least(right: int, total: int, share: float) -> float:
-    """The probability of so many right or more, each by itself with this probability."""
-    if share >= 1 or not right:
-        return 1.0
-    log, other = math.log(share), math.log1p(-share)
-    terms = (
-        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
-        + k * log + (total - k) * other
-        for k in range(right, total + 1)
-    )  # fmt: skip
-    return math.fsum(math.exp(term) for term in terms)
+    # The probability of so many right or more, each by itself with the probability `chance`.
+    return float(binom.sf(right - 1, len(pieces), cell.chance)) > _BY_CHANCE
 
 
 def _inside(tokenizer: Any, ids: Sequence[int]) -> list[int]:

@@ -91,7 +91,7 @@ def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Tr
     seen = oracle if row.view is None else row.view(oracle)
     # A hair more: a budget in queries comes back from its share as the same whole number.
     budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
-    expected = budget if budget is not None else method.expected(oracle.dim)
+    expected = budget if budget is not None else method.expected_queries(oracle.dim)
     extraction = method(Counted(seen, budget, track(words.exposure(exposure), expected)))
     if budget is not None and extraction.model is not None:
         # The budget binds the attacker, not the auditor: how good is what the attacker has?
@@ -109,7 +109,7 @@ def _run(row: Row, method: Method, exposure: Exposure, oracle: Oracle, track: Tr
         error=None if extraction.check is None else extraction.check.worst,
         queries=extraction.queries,
         seconds=extraction.seconds,
-        lower_bound=extraction.floor,
+        lower_bound=extraction.lower_bound,
         known=extraction.known,
         trace=extraction.trace,
     )

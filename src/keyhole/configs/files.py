@@ -184,7 +184,7 @@ SAVED_STATES = Rule(
     "it holds a prompt's token ids as they are, and its hidden states",
     _KEEP, "keyhole recover MODEL FILE",
 )  # fmt: skip
-SLOT_MAGIC = b"qsgg"  # as recover/files/llama_slot.py has it; a test compares
+SLOT_MAGIC = b"qsgg"  # as recover/files/arrays.py has it; a test compares
 _HEADER = 2**20  # bytes of a header that is read: those of large models are about as long
 
 

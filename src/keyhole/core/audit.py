@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -74,9 +74,6 @@ class Audit(Result):
             lines.append(f"  skipped: {len(self.skips)}")
         return "\n".join([*lines, f"  {self.seconds:.1f} s, {self.created}"])
 
-    def contents(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
         _expect_fields(data)
@@ -127,9 +124,6 @@ class Fleet(Result):
         for name, audit in self.audits.items():
             lines.append(f"  {name}: {audit.exposed} of {len(audit.attacks)} exposures")
         return "\n".join(lines)
-
-    def contents(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003

@@ -12,7 +12,7 @@ class KeyholeError(Exception):
 
 
 class InputError(KeyholeError, ValueError):
-    """What the caller gave cannot be used: `expected …, got …`. The CLI exits with 2."""
+    """What the caller gave cannot be used, and why, in one line. The CLI exits with 2."""
 
 
 class MissingExtra(InputError):
@@ -26,7 +26,7 @@ class MissingExtra(InputError):
         return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
-# What a number that a caller gives must be: one line that says what was expected.
+# What a number that a caller gives must be: one line that says what it must be.
 #
 # Every whole number fits into 64 bits, and a seed into 32, so that what is computed from one (a
 # seed for each epoch, a generator's state) fits as well.
@@ -37,7 +37,7 @@ MOST = 2**63 - 1
 
 def expect_seed(seed: int) -> None:
     if not 0 <= seed < SEEDS:
-        raise InputError(f"expected a seed from 0 to {SEEDS - 1:,}, got {seed}")
+        raise InputError(f"a seed is from 0 to {SEEDS - 1:,}, not {seed}")
 
 
 def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST) -> None:
@@ -45,8 +45,8 @@ def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST)
     if value is None or least <= value <= most:
         return
     if value < least:
-        raise InputError(f"expected {name} of {least} or more, got {value}")
-    raise InputError(f"expected {name} of at most {most:,}, got {value}")
+        raise InputError(f"{name} must be {least} or more, not {value}")
+    raise InputError(f"{name} must be at most {most:,}, not {value}")
 
 
 def expect_number(
@@ -56,11 +56,11 @@ def expect_number(
     if value is None:
         return
     if least is not None and not (math.isfinite(value) and value >= least):
-        raise InputError(f"expected {name} of {least:g} or more, got {value}")
+        raise InputError(f"{name} must be {least:g} or more, not {value}")
     if above is not None and not (math.isfinite(value) and value > above):
-        raise InputError(f"expected {name} above {above:g}, got {value}")
+        raise InputError(f"{name} must be above {above:g}, not {value}")
     if not math.isfinite(value):
-        raise InputError(f"expected a finite {name}, got {value}")
+        raise InputError(f"{name} must be finite, not {value}")
 
 
 def expect_among(name: str, value: object, known: Any) -> None:

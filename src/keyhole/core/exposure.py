@@ -88,19 +88,19 @@ RULES = (
         "KH-WEIGHTS-SIGNS", _W, "Weights from labels alone",
         "The sign of a score, or the label, locates the decision boundary; bisection along many "
         "lines gives the weights up to their scale.",
-        "docs/choosing.md",
+        "docs/extraction.md",
     ),
     Rule(
         "KH-WEIGHTS-SCORES", _W, "Weights from scores",
         "A score is one equation in the weights: about as many chosen queries as there are "
         "unknowns give all of them.",
-        "docs/choosing.md",
+        "docs/extraction.md",
     ),
     Rule(
         "KH-WEIGHTS-VECTORS", _W, "Weights from vectors",
         "An endpoint that returns vectors gives many equations with every answer, and so its "
         "weights in very few queries.",
-        "docs/choosing.md",
+        "docs/extraction.md",
     ),
     Rule(
         "KH-INPUTS-ATTENTION-MAPS", _I, "Input from a layer's output and attention maps",
@@ -173,7 +173,7 @@ RULES = (
     *(
         Rule(
             f"KH-{family.upper()}-OTHER", family, f"Another exposure of {family}", family.question,
-            "docs/choosing.md",
+            "docs/extraction.md",
         )
         for family in Family
     ),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Self
 
 from keyhole.core.errors import InputError
@@ -98,11 +96,6 @@ class Skip:
     extra: str = ""
 
 
-def points(trace: list[list[Any]]) -> tuple[tuple[int, float], ...]:
-    """A trace as it is read from JSON."""
-    return tuple((int(queries), float(error)) for queries, error in trace)
-
-
 # A flipped prediction and where attention was cut for it: what a report shows of a disruption.
 
 _MOST = 4096  # layers, and heads: no model has as many, and a picture has a square for each
@@ -129,17 +122,17 @@ class Cut:
     def __post_init__(self) -> None:
         for name, count in (("layers", self.layers), ("heads", self.heads)):
             if not 0 <= count <= _MOST:
-                raise InputError(f"expected 0 to {_MOST:,} {name} in a cut, got {count}")
+                raise InputError(f"a cut has 0 to {_MOST:,} {name}, not {count}")
         if self.layers * self.heads > _MOST:
             raise InputError(
-                f"expected at most {_MOST:,} heads in all in a cut, got {self.layers * self.heads}"
+                f"a cut has at most {_MOST:,} heads in all layers, not {self.layers * self.heads}"
             )
         sizes = (self.layers, self.heads, len(self.tokens), len(self.tokens))
         for unit in self.units:
             if not all(0 <= place < size for place, size in zip(unit, sizes, strict=True)):
                 raise InputError(
-                    f"expected units of {self.layers} layers, {self.heads} heads and "
-                    f"{len(self.tokens)} tokens in a cut, got {unit}"
+                    f"the unit {unit} of a cut is outside of its {self.layers} layers, "
+                    f"{self.heads} heads and {len(self.tokens)} tokens"
                 )
 
 
@@ -160,8 +153,8 @@ class Estimate:
         ordered = 0 <= self.exact <= self.least <= self.most <= self.population
         if not (ordered and self.exact <= self.sample <= self.population and self.sample):
             raise InputError(
-                f"expected an estimate of texts that can be read, got {self.exact} of {self.sample}"
-                f" and {self.least} to {self.most} of {self.population}"
+                f"no sample gives this estimate: {self.exact} of {self.sample} texts read, "
+                f"{self.least} to {self.most} of {self.population}"
             )
 
     @classmethod
@@ -180,7 +173,7 @@ class Estimate:
             return f"of {self.population:,} texts, {self.exact:,} can be read exactly: all tried"
         return (
             f"of {self.population:,} texts, {self.share} can be read exactly "
-            f"({tried}; {percent(float(CONFIDENCE))} confidence)"
+            f"({tried}; {percent(CONFIDENCE)} confidence)"
         )
 
 
@@ -257,76 +250,40 @@ class Readings:
         return sum(reading.exact and reading.verified for reading in self.readings)
 
 
-# How much of a whole a sample of it vouches for, exactly.
+# How much of a whole a sample of it vouches for.
 #
 # Of N things n are drawn without replacement, and k of them are hits. The interval holds every
 # number K of hits in the whole under which neither so few nor so many hits had a chance of (1 −
 # c)/2 or less: Clopper and Pearson's (1934), with the hypergeometric distribution in place of the
-# binomial, which it becomes as N grows. Where all are drawn it is k alone. Whole numbers
-# throughout: nothing is rounded.
+# binomial, which it becomes as N grows. Where all are drawn it is k alone.
 
-CONFIDENCE = Fraction(19, 20)
+CONFIDENCE = 0.95
+_ROUNDING = 1e-9  # relative: a chance that equals the limit may come out a little above it
 
 
 def hits_in_all(
-    hits: int, drawn: int, population: int, confidence: Fraction = CONFIDENCE
+    hits: int, drawn: int, population: int, confidence: float = CONFIDENCE
 ) -> tuple[int, int]:
     """The least and the most hits there may be in all, by those among the drawn."""
     if not 0 <= hits <= drawn <= population or drawn < 1 or not 0 < confidence < 1:
         raise InputError(
-            f"expected hits among the drawn and those among all, got {hits}, {drawn}, {population}"
+            f"hits must be among the drawn, and those among all: got {hits}, {drawn}, {population}"
         )
-    tail = (1 - confidence) / 2
+    tail = (1 - confidence) / 2 * (1 + _ROUNDING)
     least = _least(hits, drawn, population, tail)
     return least, population - _least(drawn - hits, drawn, population, tail)
 
 
-def _least(hits: int, drawn: int, population: int, tail: Fraction) -> int:
+def _least(hits: int, drawn: int, population: int, tail: float) -> int:
     """The smallest K under which `hits` or more have a better chance than `tail`.
 
     That chance grows with K, so it is found by bisection.
     """
-    limit = tail * math.comb(population, drawn)
+    from scipy.stats import hypergeom  # with the models, without which no store is sampled
+
     possible = range(hits, population - (drawn - hits) + 1)
     return possible[
-        bisect_left(possible, True, key=lambda K: _are_more(limit, hits, drawn, population, K))
+        bisect_left(
+            possible, True, key=lambda K: hypergeom.sf(hits - 1, population, K, drawn) > tail
+        )
     ]
-
-
-def _are_more(limit: Fraction, hits: int, drawn: int, population: int, K: int) -> bool:
-    """Is Σ_{x ≥ hits} C(K, x) C(N − K, n − x) > limit? So many samples have as many hits or more.
-
-    Terms rise to the mode and fall from there, each by a smaller factor than the one before it, so
-    what is left is at most a geometric series: most of a long sum need not be added up.
-    """
-    others = population - K
-    lowest, most = max(hits, drawn - others), min(drawn, K)
-    if lowest > most:
-        return False
-    mode = (drawn + 1) * (K + 1) // (population + 2)
-    start = min(max(lowest, mode), most)
-    first = math.comb(K, start) * math.comb(others, drawn - start)
-
-    def up(x: int) -> tuple[int, int]:
-        """The factor from the term of x to the next, as a fraction."""
-        return (K - x) * (drawn - x), (x + 1) * (others - drawn + x + 1)
-
-    total, term = 0, first
-    for x in range(start, most + 1):
-        total += term
-        if total > limit:
-            return True
-        gain, loss = up(x)
-        term = term * gain // loss  # nothing is left over
-        gain, loss = up(x + 1)
-        falls = start == lowest and gain < loss
-        if falls and total * (loss - gain) + term * loss <= limit * (loss - gain):
-            return False
-    term = first
-    for x in range(start - 1, lowest - 1, -1):
-        gain, loss = up(x)
-        term = term * loss // gain
-        total += term
-        if total > limit:
-            return True
-    return False

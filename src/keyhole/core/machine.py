@@ -82,7 +82,7 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
 # most of the gain; where another process is busy, a thread that has to wait for its turn holds up
 # all others, thousands of times a second. So small work takes one thread, and large work as many as
 # torch takes by itself, one for each core. `benchmarks/threads.py` measures both, on matrices on
-# both sides of the limit; docs/fleets.md says what it measured.
+# both sides of the limit; docs/pipelines.md says what it measured.
 #
 # Somebody's own choice stands: the environment's, and a number that torch would not have taken.
 

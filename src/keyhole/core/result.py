@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -64,9 +65,9 @@ class Result(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook shows (report/page.py)."""
-        return shown(self)
+    def _repr_html_(self) -> str:
+        """What a notebook shows. By name: the report stands in a layer above, and loads late."""
+        return importlib.import_module("keyhole.report.page").html(self)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "kind": self.kind, **self.contents()}
@@ -163,8 +164,13 @@ def expect_format(version: object, where: str = "") -> None:
 T = TypeVar("T")
 
 
-def restored(kind: type[T], data: object, where: str = "", *, more: bool = False) -> T:
-    """The dataclass that `data` describes; `more` lets keys pass that are none of its fields."""
+def restored(
+    kind: type[T], data: object, where: str = "", *, more: bool = False, **made: object
+) -> T:
+    """The dataclass that `data` describes, but for the fields in `made`, which are set as they are.
+
+    `more` lets keys pass that are none of its fields.
+    """
     if not isinstance(data, Mapping):
         raise _unlike(where or kind.__name__, "an object", data)
     given = cast("Mapping[str, Any]", data)
@@ -174,9 +180,11 @@ def restored(kind: type[T], data: object, where: str = "", *, more: bool = False
         raise InputError(
             f"expected {', '.join(known)} in {where or kind.__name__}, got {unknown[0]}"
         )
-    hints, values = get_type_hints(kind), dict[str, Any]()
+    hints, values = get_type_hints(kind), dict[str, Any](made)
     for name, field in known.items():
         place = f"{where}.{name}" if where else name
+        if name in made:
+            continue
         if name in given:
             values[name] = typed(hints[name], given[name], place)
         elif field.default is MISSING and field.default_factory is MISSING:
@@ -250,22 +258,3 @@ def _unlike(where: str, wanted: str, value: object) -> InputError:
         else ("an object" if isinstance(value, dict) else "a list")
     )
     return InputError(f"expected {where} as {wanted}, got {shown[:60]}")
-
-
-# What a notebook shows of a result: a slot that results ask, and that the package fills.
-#
-# Results stand in a layer below the report, which knows how to draw them, so they cannot import it:
-# `keyhole/__init__.py` says where it is found, and it is loaded when the first result is shown.
-
-View = Callable[[Any], str]
-_views: list[View] = []
-
-
-def show_with(view: View) -> None:
-    """From now on results are shown by `view`."""
-    _views[:] = [view]
-
-
-def shown(result: Any) -> str | None:
-    """HTML for a notebook; None, where nobody draws it, leaves it to the result's `repr`."""
-    return _views[0](result) if _views else None

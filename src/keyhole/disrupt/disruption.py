@@ -83,7 +83,7 @@ class Control:
 class Disruption(Result):
     """All outcomes, in the order of the examples, with the method and the control.
 
-    `method` is what `described` (attacker.py) says of the attacker. `model` is where it was loaded
+    `method` is what `described` says of the attacker. `model` is where it was loaded
     from, `identity` what two models share that give the same answers, `data` where the examples
     came from. `examples` are the examples themselves, for pictures; files leave them out.
     """

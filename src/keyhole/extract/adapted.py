@@ -1,9 +1,10 @@
 """The attack that fits a defence: the attacker knows what the server does, only not its weights.
 
-rounds, or adds noise       long tokens; intervals, then least squares over many probes,
+the server                  the attacker
+rounds, or adds noise       sends long tokens; intervals, then least squares over many probes,
                             which averages errors out (tolerant.py)
 answers with labels         bisects (sign_only.py)
-shortens long tokens        tokens that stay inside (ordinary_questions.py)
+shortens long tokens        sends shorter ones (ordinary_questions.py)
 refuses short sequences     writes them several times over (`Copied`)
 refuses unusual inputs      asks like anybody else (ordinary_questions.py)
 """
@@ -91,9 +92,9 @@ class Adapted:
         return Copied(oracle, self.change.min_tokens or 1, self.change.max_tokens)
 
 
-# Short questions asked in many words: copies of tokens get past a limit on lengths.
+# Copies of tokens get past a limit on lengths (ours).
 #
-# Ours. A head does not see how often a whole sequence is written: c copies of each token share out
+# A head does not see how often a whole sequence is written: c copies of each token share out
 # the attention that one had, so `f` of a sequence written c times is `f` of the sequence. Where no
 # multiple of its length is allowed, a pair [a ; b] is asked as n copies of a and m of b,
 #
@@ -111,7 +112,7 @@ class Copied(Wrapper):
     """A server that takes `min_tokens` to `max_tokens` tokens, asked whatever one likes."""
 
     def __init__(self, inner: Oracle, min_tokens: int, max_tokens: int | None = None) -> None:
-        expect_count("a least number of tokens", min_tokens)
+        expect_count("min_tokens", min_tokens)
         super().__init__(inner, "copied")
         self._min, self._max = min_tokens, max_tokens
         self._v: Tensor | None = None

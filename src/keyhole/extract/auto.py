@@ -92,7 +92,7 @@ class Auto:
     seed: int = 0
     tolerance: float = 1e-8
 
-    def expected(self, dim: int) -> int | None:  # noqa: ARG002
+    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
         return None
 
     def __call__(self, oracle: Oracle) -> Extraction:

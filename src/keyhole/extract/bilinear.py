@@ -216,7 +216,7 @@ class BilinearForms:
                 rows = rows[record.errors[rows] * square > _SOUND]
             else:
                 raise Unsuccessful(
-                    Status.SATURATED, "attention stays at 0 or 1 however small the inputs are"
+                    Status.SATURATED, "attention is 0 or 1 however small the inputs are"
                 )
         return min(5, count)
 

@@ -27,7 +27,7 @@ def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
     """Equal heads merged, invisible ones dropped; the first of equal heads keeps its place.
 
     `tolerance` is relative to the largest entry of any W (for equality) or of any v (for zero). If
-    every head is invisible one head of zeros stays, since a model has at least one.
+    every head is invisible one head of zeros is kept, since a model has at least one.
     """
     W, v = _stacked(model)
     groups, seen = _groups(model, tolerance)

@@ -1,11 +1,15 @@
-"""`keyhole extract TARGET --against-defences` as a function."""
+"""`keyhole extract TARGET --against-defences` as a function: every defence, from both sides.
+
+Errors are measured on one set of questions, against the answers of the bare target, so that they
+can be compared: an attacker whose copy is off by less than the server's own answers has a better
+server than its clients have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +17,7 @@ from torch import Tensor
 from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.progress import Progress, Track, silent, untracked
-from keyhole.core.result import Result, environment, restored
+from keyhole.core.result import Result, environment
 from keyhole.extract.adapted import Adapted
 from keyhole.extract.auto import Kind, choose
 from keyhole.extract.judge import NEARLY
@@ -43,7 +47,7 @@ def against_defences(
     """Put every defence in front of a target, attack it as it is best attacked, and measure both.
 
     `target` is what the command line takes, or any oracle that answers with one head's scores; the
-    defences stand in this process, in front of it. `usual_norm` is the norm of an honest client's
+    defences are added in this process. `usual_norm` is the norm of an honest client's
     tokens, d^¼ if not given. The attacker knows which defence it meets. `endpoint`, `authorized`
     and `notice` are as for an extraction.
     """
@@ -91,7 +95,7 @@ def try_defence(
         attack=str(attack),
         status=status,
         reason=result.reason,
-        thief_error=error,
+        attacker_error=error,
         honest_error=honest.error,
         refused=honest.refused,
         queries=result.queries,
@@ -123,12 +127,9 @@ def _setting(trial: Trial, dim: int) -> str:
     return ", ".join(part for part in parts if part) or "answers as they are"
 
 
-# What came of every defence: how far off the attacker is, and how far off the honest client.
-
-
 @dataclass(frozen=True)
 class Tried:
-    """One defence. Errors are relative, on an honest client's questions; None: nothing was had.
+    """One defence. Errors are relative, on an honest client's questions; None: no copy.
 
     `refused` is the share of the honest client's questions that the defence refuses. `waiting` is
     how long an attacker with one address waits for its answers, in seconds, where a rate holds it.
@@ -139,7 +140,7 @@ class Tried:
     attack: str
     status: Status
     reason: str
-    thief_error: float | None
+    attacker_error: float | None
     honest_error: float
     refused: float
     queries: int
@@ -149,7 +150,8 @@ class Tried:
     @property
     def better(self) -> bool:
         """Has the attacker a better copy than the answers that honest clients get?"""
-        return self.thief_error is not None and self.thief_error <= max(self.honest_error, 1e-8)
+        error = self.attacker_error
+        return error is not None and error <= max(self.honest_error, _SAME)
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,7 +175,7 @@ class DefencesTried(Result):
         rows = [
             (
                 each.defence, each.attack,
-                "nothing" if each.thief_error is None else f"{each.thief_error:.1e}",
+                "nothing" if each.attacker_error is None else f"{each.attacker_error:.1e}",
                 f"{each.honest_error:.1e}", f"{each.refused:.0%}", f"{each.queries:,}",
             )
             for each in self.tried
@@ -195,19 +197,6 @@ class DefencesTried(Result):
         ]
         return "\n".join(lines)
 
-    def contents(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        return cls(
-            target=data["target"],
-            dim=data["dim"],
-            tried=tuple(restored(Tried, each) for each in data["tried"]),
-            seed=data["seed"],
-            environment=data["environment"],
-        )
-
 
 def _duration(seconds: float) -> str:
     """In the largest unit of which there is one at least."""
@@ -215,12 +204,6 @@ def _duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {name}"
     return f"{seconds:.0f} seconds"
-
-
-# Every defence of a server as it is tried, and how much of the answers it leaves.
-#
-# Lengths are in units of what honest clients' tokens have. Bounds on answers are for scores of size
-# about 1, as those of a v with entries of size 1 are.
 
 
 @dataclass(frozen=True)
@@ -241,7 +224,7 @@ class Trial:
 
 
 def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Trial]:
-    """One of each kind, alone and combined."""
+    """One of each kind, alone and combined, for tokens of the usual norm and scores of about 1."""
     norm = usual_norm_of(dim) if usual_norm is None else usual_norm
     none = Degradation(seed=seed)
     bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
@@ -268,12 +251,6 @@ def trials(dim: int, usual_norm: float | None = None, seed: int = 0) -> list[Tri
     ]
 
 
-# What an honest client asks, what a defence costs it, and how good an attacker's copy is to it.
-#
-# Both errors are measured on the same questions, against the answers of the bare target, so that
-# they can be set side by side: an attacker whose copy is off by less than the server's own answers
-# has a better server than its clients have.
-
 _STREAM = 0x484F4E45  # keeps these questions apart from every attack's
 _LENGTHS = (4, 8, 16)
 _EACH = 40  # questions of each length
@@ -298,7 +275,7 @@ class HonestClient:
     @classmethod
     def of(cls, target: Oracle, usual_norm: float | None = None, seed: int = 0) -> HonestClient:
         """Asks the bare target, as its owner can."""
-        expect_number("a usual norm", usual_norm, above=0)
+        expect_number("usual_norm", usual_norm, above=0)
         norm = usual_norm_of(target.dim) if usual_norm is None else usual_norm
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         questions: list[Tensor] = []

@@ -93,8 +93,8 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
 class Explorer:
     """Tries a model beyond the domain in which it is known to agree.
 
-    `error` is the model's own, relative, at tokens of ordinary size; `max_norm` the length of the
-    longest token that the target is known to take.
+    `error` is the model's own, relative, at tokens of ordinary size; `max_norm` is the largest norm
+    of a token that the target is known to take.
     """
 
     oracle: Oracle

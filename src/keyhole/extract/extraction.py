@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, get_type_hints
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.core.result import Result, environment, typed
+from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
@@ -18,7 +18,7 @@ from keyhole.oracle.storage import Planted, from_tensors, metadata_of
 
 
 def setting(default: Any, about: str) -> Any:
-    """A hyperparameter of a method, with what `keyhole extract -o name=value` says of it."""
+    """A hyperparameter of a method, with its help for `keyhole extract -o name=value`."""
     return field(default=default, metadata={"help": about})
 
 
@@ -61,18 +61,18 @@ class Statement:
 class Extraction(Result):
     """What an extraction brought: a model to call like the oracle, and what it cost.
 
-    `queries` counts what the attack asked, `remembered` how many of those a ledger answered for
-    free; the judge's fresh queries are in `check.queries`. `floor` is the number of unknowns over
-    the numbers in an answer: no attack can do with fewer. Where it is still open, for want of a
-    rank, it is the most that there can be, or None. `known` is the share of the unknowns that the
-    answers settle at least, if the target is what the method takes it for: 0 where the answers
-    contradict that, and where nobody can tell how many unknowns there are. `trace` holds (queries,
-    worst fresh-query error) along the way.
-    `domain` is where the model was tried and agrees: lengths of sequences, norms of tokens.
-    `guarantee` bounds the error of every entry of W, `guarantee_v` of v, where the answers prove
-    one under the method's assumptions; None means that nothing is promised. `stated` is what the
-    theorem says in advance, of methods that follow one to the letter. `layer` is what is known of
-    a language model's last layer, whose states the model then takes.
+    - `queries`: what the attack asked; `remembered`: how many of those a ledger answered for free.
+      The judge's fresh queries are in `check.queries`.
+    - `lower_bound`: the number of unknowns over the numbers in an answer; no attack can do with
+      fewer queries. While the rank is open it is the most that there can be, or None.
+    - `known`: the share of the unknowns that the answers settle at least, if the target is what the
+      method takes it for; 0 if the answers contradict that or the unknowns cannot be counted.
+    - `trace`: (queries, worst fresh-query error) along the way.
+    - `domain`: where the model was tried and agrees: lengths of sequences, norms of tokens.
+    - `guarantee` and `guarantee_v`: bounds on the error of every entry of W and of v that the
+      answers prove under the method's assumptions; None: nothing is promised.
+    - `stated`: what the theorem says in advance, of methods that follow one to the letter.
+    - `layer`: what is known of a language model's last layer, whose states the model then takes.
     """
 
     status: Status
@@ -84,7 +84,7 @@ class Extraction(Result):
     check: Check | None = None
     domain: Domain | None = None
     remembered: int = 0
-    floor: int | None = None
+    lower_bound: int | None = None
     known: float = 0.0
     trace: tuple[tuple[int, float], ...] = ()
     guarantee: float | None = None
@@ -106,13 +106,13 @@ class Extraction(Result):
         return None if self.layer is None else self.layer.width
 
     def summary(self) -> str:
-        floor = "" if self.floor is None else f" (unknowns: {self.floor:,})"
+        least = "" if self.lower_bound is None else f" (unknowns: {self.lower_bound:,})"
         free = f", {self.remembered:,} of them remembered" if self.remembered else ""
         stated = "" if self.stated is None else f"{self.stated}\n"
         return (
             f"{self.status}: {self.reason}\n"
             f"{stated}"
-            f"{self.queries:,} queries{free}{floor}, {self.seconds:.2f} s\n"
+            f"{self.queries:,} queries{free}{least}, {self.seconds:.2f} s\n"
             f"{self.advice}"
         )
 
@@ -132,14 +132,7 @@ class Extraction(Result):
         model = None
         if tensors:
             model = from_tensors(data["metadata"], dict(tensors), data[cls.tensors_key])
-        hints = get_type_hints(cls)
-        names = [
-            field.name for field in fields(cls) if field.name in data and field.name != "model"
-        ]
-        return cls(**{name: typed(hints[name], data[name], name) for name in names}, model=model)
-
-
-# What an attack knows at some point, and how much of the whole that is.
+        return restored(cls, data, more=True, model=model)
 
 
 @dataclass(frozen=True)
@@ -174,12 +167,9 @@ class Step:
         return self.known / self.unknowns if self.unknowns else 0.0
 
     @property
-    def fewest(self) -> int | None:
+    def lower_bound(self) -> int | None:
         """The fewest answers that could do."""
         return None if self.unknowns is None else math.ceil(self.unknowns / self.numbers)
-
-
-# What is known of a last layer, in numbers and in words.
 
 
 @dataclass(frozen=True)

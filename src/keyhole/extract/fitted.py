@@ -1,8 +1,8 @@
 """One or several heads from inexact answers, by least squares on random queries (ours).
 
-Ours. The exact methods solve for one number at a time at scales where everything else vanishes;
-answers in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted
-at once, to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
+The exact methods solve for one number at a time at scales where everything else vanishes; answers
+in half precision, or behind a sigmoid, do not reach that far. Here all weights are fitted at once,
+to N = `oversampling`·H(d² + d) answers to random sequences of ordinary size,
 
     min_{W, v}  Σ_k (f(X_k) − a_k)² / σ_k²,    f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i,
 
@@ -72,7 +72,7 @@ class Fitted:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         return None if self.heads is None else self._count(self.heads, dim)
 
     def _count(self, heads: int, dim: int) -> int:
@@ -145,19 +145,14 @@ class Fitted:
     ) -> tuple[Tensor, Tensor, float]:
         """The best of several starts, which ends early when one explains the answers."""
         sigma = self._sigma(answered.values)
-        best: tuple[Tensor, Tensor, float] | None = None
-        for number in range(self.starts):
-            start = _start(answered, heads, stream)
-            if number == 0 and first is not None:
-                start = first
-            fit = _levenberg(answered, sigma, start)
-            if best is None or fit[2] < best[2]:
-                best = fit
-            if best[2] <= _EXPLAINED:
+        fits: list[tuple[Tensor, Tensor, float]] = []
+        for _ in range(self.starts):
+            drawn = _start(answered, heads, stream)
+            start = drawn if fits or first is None else first
+            fits.append(_levenberg(answered, sigma, start))
+            if fits[-1][2] <= _EXPLAINED:
                 break
-        if best is None:
-            raise AssertionError  # there is at least one start
-        return best
+        return min(fits, key=lambda fit: fit[2])
 
 
 class _Answers:

@@ -1,6 +1,6 @@
 """An attention layer, exactly, from the vectors it returns (ours).
 
-Past *Provably Learning Attention with Queries* (arXiv 2601.16873), which reads scores. For one head
+*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 
@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import settle
 from keyhole.extract.vector_answers import Panel, open_panel, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
@@ -50,15 +50,14 @@ class FullOutput:
 
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = field(
-        default=1e-6,
-        metadata={"help": "singular values of V below this, relative to the largest, are none"},
+    resolution: float = setting(
+        1e-6, "singular values of V below this, relative to the largest, are none"
     )
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         """The most that one head with invertible values takes; less if every token answers."""
         return 2 * dim + 2
 
@@ -188,7 +187,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
     else:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"the values of the {len(V)} heads depend on each other: their weights stay mixed",
+            f"the values of the {len(V)} heads depend on each other: W_h cannot be told apart",
         )
     Z, errors = LayerForms(panel, V, blocks).measure(X)
     _require_known(errors)

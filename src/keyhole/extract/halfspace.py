@@ -29,7 +29,7 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
     answers = ask_scores(oracle, sequences)
     if not bool(((answers == 0) | (answers == 1)).all()):
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, "expected signs, 1.0 or 0.0, got answers of other values"
+            Status.NOT_APPLICABLE, "the answers are no signs: each must be 1.0 or 0.0"
         )
     return answers == 1
 

@@ -24,7 +24,7 @@ from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _SCOUTS = 8
-_ROOM = 2.0  # how much larger than the scouts' the largest form may be without loss
+_MARGIN = 2.0  # how much larger than the scouts' the largest form may be without loss
 _FURTHER = 16.0  # factor between the scales that the scouts try
 _TRIES = 32
 _CLEAR = 0.25  # an error of α with which a gate of ½ is seen to be open
@@ -149,7 +149,7 @@ class Forms:
         return (best_logit(self._error) / (self._reach * sizes)).clamp(max=self._reach / 3)
 
     def _scout(self, rows: Tensor) -> float:
-        """The size of the largest of a few forms, with room for the others."""
+        """The size of the largest of a few forms, with a margin for the others."""
         start = 1.0 if self._bound is None else self._bound
         best, limit = best_logit(self._error), self._reach / 3
         xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
@@ -165,11 +165,11 @@ class Forms:
                 break
         if not math.isfinite(size):
             if self._error < _CLEAR:
-                raise Unsuccessful(Status.SATURATED, "the gates stay at 0 or 1 at every scale")
+                raise Unsuccessful(Status.SATURATED, "the gates are at 0 or 1 at every scale")
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, f"±{self._tolerance:g} leaves W without any bound"
             )
-        return _ROOM * max(size, torch.finfo(torch.float64).tiny)
+        return _MARGIN * max(size, torch.finfo(torch.float64).tiny)
 
     def _foreseen(self, W: Interval) -> Tensor:
         """Sizes of the forms as far as W is known, none below a sixteenth of the largest."""

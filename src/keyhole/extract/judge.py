@@ -52,7 +52,7 @@ class Method(Protocol):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]: ...
 
-    def expected(self, dim: int) -> int | None: ...
+    def expected_queries(self, dim: int) -> int | None: ...
 
     def __call__(self, oracle: Oracle) -> Extraction: ...
 
@@ -61,33 +61,33 @@ class Method(Protocol):
 class Exam:
     """Fresh questions with their answers, to judge any number of models by.
 
-    This one is for an oracle that answers exactly: in every paper short tokens come first, then as
+    This one is for an oracle that answers exactly: in every set short tokens come first, then as
     many long ones. `excused` is the largest error with which a model is still an approximation.
     """
 
-    papers: tuple[tuple[Tensor, Tensor], ...]
+    sets: tuple[tuple[Tensor, Tensor], ...]
     excused: float = NEARLY
 
     @property
     def domain(self) -> Domain | None:
         """What the questions cover; None where nothing is to be tried beyond them."""
-        return Domain.of(*zip(*self.papers, strict=True))
+        return Domain.of(*zip(*self.sets, strict=True))
 
     @property
     def queries(self) -> int:
-        return sum(len(answers) for _, answers in self.papers)
+        return sum(len(answers) for _, answers in self.sets)
 
     @classmethod
     def draw(cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS) -> Exam:
         """Sequences of several lengths, tokens of norm about 1 and about √d."""
         stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in lengths:
             shape = (2, _PER_KIND, length, oracle.dim)
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
-            papers.append(within_reach(oracle, sequences.flatten(0, 1)))
-        return cls(tuple(papers))
+            sets.append(within_reach(oracle, sequences.flatten(0, 1)))
+        return cls(tuple(sets))
 
     def check(self, errors: list[Tensor]) -> Check:
         every = torch.cat(errors)
@@ -96,10 +96,10 @@ class Exam:
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, each relative to the largest answer of its kind."""
         errors: list[Tensor] = []
-        largest = max(float(answers.abs().max()) for _, answers in self.papers)
+        largest = max(float(answers.abs().max()) for _, answers in self.sets)
         # Where all answers of a kind cancel, rounding is measured by the others.
         least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
-        for sequences, answers in self.papers:
+        for sequences, answers in self.sets:
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
             scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
             errors.append((wrong / scale.clamp(min=least)).clamp(max=_BEYOND).flatten())
@@ -148,56 +148,63 @@ def settle(
     """
     started = time.perf_counter()
     counted = Counted(oracle)
-    known = remembered(oracle)
+    before = remembered(oracle)
     witness = Witness(counted)
     steps, status, reason = _attempt(method, witness)
-    queries, free = counted.queries, remembered(oracle) - known
-    seconds = time.perf_counter() - started
-
-    last = steps[-1][1] if steps else None
-    checks: list[Check] = []
-    domain: Domain | None = None
-    if status is Status.UNVERIFIED and last:
+    found = Extraction(
+        status, reason, repr(method), model=None, queries=counted.queries,
+        seconds=time.perf_counter() - started, remembered=remembered(oracle) - before,
+    )  # fmt: skip
+    if not steps:
+        return replace(found, reason=_explained(status, reason, None))
+    last = steps[-1][1]
+    if status is Status.UNVERIFIED:
+        limit = method.tolerance if accepted is None else accepted
         try:
             exam = examine(counted, last) if examine else Exam.draw(counted, method.seed)
         except BudgetExhausted:
             reason = "the budget ended before the result could be checked"
+            found = replace(found, reason=reason)
         except (OracleError, InputError) as error:
-            status, reason = Status.ORACLE_FAILED, str(error)
+            found = replace(found, status=Status.ORACLE_FAILED, reason=str(error))
         except Unsuccessful as end:
-            status, reason = end.status, end.reason
+            found = replace(found, status=end.status, reason=end.reason)
         else:
-            checks = [exam.grade(step.model) for _, step in steps]
-            limit = method.tolerance if accepted is None else accepted
-            status, reason = exam.verdict(checks[-1], last, limit)
-            if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
-                error = max(limit, 4 * checks[-1].worst)
-                where = _scope(method, witness, exam, exam.domain, last, error)
-                domain = where.domain
-                status, reason = where.applied(status, reason)
-                if where.differs:
-                    last = _unproved(last)  # it is not, everywhere, what the proof takes it for
-            last = _confirmed(last, status, counted)
-            checks[-1] = replace(
-                checks[-1], queries=counted.queries - queries,
-                remembered=remembered(oracle) - known - free,
-            )  # fmt: skip
-    if last and not checks and last.confirm is not None:
+            found, last = _examined(found, method, witness, exam, steps, limit)
+    check = found.check
+    if check is not None:
+        asked = counted.queries - found.queries
+        free = remembered(oracle) - before - found.remembered
+        check = replace(check, queries=asked, remembered=free)
+    elif last.confirm is not None:
         last = _unproved(last)
-    found = Extraction(
-        status=status, reason=_explained(status, reason, last), method=repr(method), model=None,
-        queries=queries, seconds=seconds, check=checks[-1] if checks else None, domain=domain,
-        remembered=free,
-        trace=tuple((count, check.worst) for (count, _), check in zip(steps, checks, strict=False)),
-    )  # fmt: skip
-    if last is None:
-        return found
     return replace(
-        found, model=last.model, floor=last.fewest, layer=last.layer,
+        found, reason=_explained(found.status, found.reason, last), check=check, model=last.model,
+        lower_bound=last.lower_bound, layer=last.layer,
         # What the answers contradict is not known, however much of it there is.
-        known=0.0 if status is Status.MISMATCH else last.share,
+        known=0.0 if found.status is Status.MISMATCH else last.share,
         guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
     )  # fmt: skip
+
+
+def _examined(
+    found: Extraction, method: Method, witness: Witness, exam: Exam,
+    steps: list[tuple[int, Step]], limit: float,
+) -> tuple[Extraction, Step]:  # fmt: skip
+    """The extraction judged by an exam, and its last step with what of its proof still holds."""
+    checks = [exam.grade(step.model) for _, step in steps]
+    check, (_, last) = checks[-1], steps[-1]
+    status, reason = exam.verdict(check, last, limit)
+    domain: Domain | None = None
+    if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
+        where = _scope(method, witness, exam, exam.domain, last, max(limit, 4 * check.worst))
+        domain = where.domain
+        status, reason = where.applied(status, reason)
+        if where.differs:
+            last = _unproved(last)  # it is not, everywhere, what the proof takes it for
+    trace = tuple((queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True))
+    found = replace(found, status=status, reason=reason, check=check, domain=domain, trace=trace)
+    return found, _confirmed(last, status, witness.inner)
 
 
 def _scope(
@@ -318,21 +325,21 @@ class SignExam(Exam):
         decades = max(0, round(math.log10(_COARSEST / finest)))
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         sizes = 1 / math.sqrt(oracle.dim), 1.0
         for length in LENGTHS:
             shape = (length, _CHOICE * _PER_KIND, oracle.dim)
             lines = [(_draw(size, *shape, stream), _draw(size, *shape, stream)) for size in sizes]
             questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
-            papers.append((questions, ask(oracle, questions)))
-        return cls(tuple(papers), levels=levels)
+            sets.append((questions, ask(oracle, questions)))
+        return cls(tuple(sets), levels=levels)
 
     def grade(self, model: Oracle) -> Check:
         """For each question the finest level down to which all signs agree; 1 if none does."""
         sign = SignOnly(model)
         bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
         errors: list[Tensor] = []
-        for questions, answers in self.papers:
+        for questions, answers in self.sets:
             right = (ask(sign, questions) == answers).unflatten(0, (len(self.levels), -1))
             errors.append(bounds[right.long().cumprod(0).sum(0)])
         return self.check(errors)
@@ -411,7 +418,7 @@ class AmplifiedExam(Exam):
     @property
     def domain(self) -> Domain:
         """Of the ordinary questions; the others are as long as they have to be."""
-        return Domain.of(*zip(*self.papers[::2], strict=True))
+        return Domain.of(*zip(*self.sets[::2], strict=True))
 
     @classmethod
     def amplified(
@@ -420,7 +427,7 @@ class AmplifiedExam(Exam):
         """`reach` is how long an amplified token becomes, `max_norm` how long any may be."""
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
         limit = math.inf if max_norm is None else max_norm * (1 - 1e-12)  # in spite of rounding
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
                 sequences = _draw(size, length, _PER_KIND, oracle.dim, stream)
@@ -429,12 +436,12 @@ class AmplifiedExam(Exam):
                 sequences[:, :-1] *= gain
                 # A single token has no attention to preserve, so it is amplified as it is.
                 sequences[:, -1] *= gain if length == 1 else min(1 / gain, limit / largest)
-                papers.append((sequences, ask(oracle, sequences)))
-        return cls(tuple(papers), tolerance=tolerance, limit=limit)
+                sets.append((sequences, ask(oracle, sequences)))
+        return cls(tuple(sets), tolerance=tolerance, limit=limit)
 
     def grade(self, model: Oracle) -> Check:
         errors: list[Tensor] = []
-        for number, (sequences, answers) in enumerate(self.papers):
+        for number, (sequences, answers) in enumerate(self.sets):
             scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
             excused = self.tolerance if number % 2 == 0 else 0.0
             wrong = (ask(model, sequences) - answers).abs().reshape(-1) - excused
@@ -454,7 +461,7 @@ class AmplifiedExam(Exam):
             return Status.NOT_IDENTIFIABLE, (
                 f"±{self.tolerance:g} hides W: nothing narrower than ±{error:.1e} can be proved"
             )
-        explained = all(self.explained(step, *paper) for paper in self.papers)
+        explained = all(self.explained(step, *each) for each in self.sets)
         return verdict(check, accepted, math.inf if explained else NEARLY)
 
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
@@ -482,9 +489,9 @@ class AmplifiedExam(Exam):
 # The same sequence two and three times over, or a token twice as long where only its sign counts,
 # is the same to a head and another question to whoever blurs the answers or flips the labels.
 
-_COPIES = (2, 3)  # of every token: the attention to each of them stays
-_FACTORS = (0.5, 2.0)  # of a token: the sign of its score stays, without rounding
-_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: the attention to each token stays
+_COPIES = (2, 3)  # of every token: each keeps its attention
+_FACTORS = (0.5, 2.0)  # of a token: its score keeps its sign, without rounding
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: each token keeps its attention
 
 
 def asked_again(

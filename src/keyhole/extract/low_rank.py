@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,19 +37,18 @@ class LowRank:
     rank: int | None = setting(None, "rank of W; found if not given")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = field(
-        default=1e-11,
-        metadata={"help": "what counts as rounding in a new column, relative to the largest"},
+    resolution: float = setting(
+        1e-11, "what counts as rounding in a new column, relative to the largest"
     )
 
     def __post_init__(self) -> None:
-        expect_count("a rank", self.rank, 0)
+        expect_count("rank", self.rank, 0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         expect_rank(self.rank, oracle.dim)  # before anything is paid for
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         expect_rank(self.rank, dim)
         return None if self.rank is None else degrees_of_freedom(dim, self.rank)
 

@@ -78,7 +78,7 @@ class MultiHead:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         if self.heads is None:
             return None
         return self.heads * (dim * dim + 3 * dim + 60) + dim + 60

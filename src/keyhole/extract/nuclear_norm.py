@@ -12,7 +12,7 @@ Kept as the baseline for low_rank.py, which needs fewer queries and no program.
 One departure, in the numerics: a pair is sent as (sδ_k, sx_k), and the form divided by s², since a
 form of Gaussian pairs is of size ‖W‖_F, where logits have few digits left or none. The first few
 find s, and a pair that was sent at an unsuitable one is sent again, the same pair: a few queries
-more than `expected`. A pair whose vᵀδ is small keeps fewer digits; almost surely none is 0.
+more than `expected_queries`. A pair whose vᵀδ is small keeps fewer digits; almost surely none is 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NuclearNorm:
     solver: str = setting("CLARABEL", "solver that CVXPY calls")
 
     def __post_init__(self) -> None:
-        expect_count("a rank", self.rank)
+        expect_count("rank", self.rank)
         expect_number("oversampling", self.oversampling, above=0)
 
     def __call__(self, oracle: Oracle) -> Extraction:
@@ -56,7 +56,7 @@ class NuclearNorm:
         _cvxpy()  # before anything is paid for
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         expect_rank(self.rank, dim)
         return dim + self._measurements(dim)
 

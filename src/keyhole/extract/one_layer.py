@@ -11,8 +11,8 @@ and any method for a head learns W from the second line. Departures:
 
 - (Aᵀw)ᵀx is known once the network is, so a head's length-one questions cost nothing.
 - The paper gives up where Aᵀw = 0. But F = φ(attn(X)) with φ known and linear between hyperplanes:
-  with x scaled up by t and δ down by t the score δᵀWx stays, and for t large enough x and x + δ
-  lie in one region of φ. There, with y = tx + δ/t,
+  with x scaled up by t and δ down by t the score δᵀWx is the same, and for t large enough x and
+  x + δ lie in one region of φ. There, with y = tx + δ/t,
 
       (F([y ; tx]) − F([tx])) / (F([y]) − F([tx])) = σ(δᵀWx),
 
@@ -49,7 +49,7 @@ from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
-_ROOM = 1.01  # how much farther than x + δ the region's nearest wall has to be
+_MARGIN = 1.01  # how much farther than x + δ the region's nearest wall has to be
 _FARTHEST = 1e12  # for t²: beyond, nothing is left of the difference
 _SAMPLE = 8  # answers that show whether there is an odd part
 
@@ -65,9 +65,8 @@ class OneLayerTransformer:
     attention: Method = field(default_factory=SingleHead)
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = field(
-        default=1e-12,
-        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    resolution: float = setting(
+        1e-12, "answers so near to a linear piece are on it; more if they are rounded"
     )
 
     def __post_init__(self) -> None:
@@ -81,11 +80,12 @@ class OneLayerTransformer:
             self.width, seed=self.seed, tolerance=self.tolerance, resolution=self.resolution
         )
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         heads, free = 1, dim  # one head's questions of length one are free
         if isinstance(self.attention, MultiHead):
             heads, free = self.attention.heads or 1, 0
-        network, attention = self._network().expected(heads * dim), self.attention.expected(dim)
+        network = self._network().expected_queries(heads * dim)
+        attention = self.attention.expected_queries(dim)
         if network is None or attention is None:
             return None
         return network + 2 * (attention - free)
@@ -107,7 +107,7 @@ class OneLayerTransformer:
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
                     Status.NOT_APPLICABLE,
-                    f"expected a method for one head, got one for {step.model.kind}",
+                    f"attention must be a method for one head, not for {step.model.kind}",
                 )
             model = OneLayer(step.model.W, network.A, network.w)
             yield Step(model, known + step.known - d, _sum(unknowns, step.unknowns, -d))
@@ -136,7 +136,7 @@ class OneLayerTransformer:
                     yield Step(model, known + step.known, every, remark=last.remark)
         except NotSteerable as obstacle:
             raise Unsuccessful(
-                Status.NOT_APPLICABLE, f"{last.remark}, but the network stays hidden: {obstacle}"
+                Status.NOT_APPLICABLE, f"{last.remark}, but the network cannot be read: {obstacle}"
             ) from obstacle
 
 
@@ -205,7 +205,7 @@ class _InOneRegion:
         if sequences.shape[1] == 1:
             return x.sum(1)
         if sequences.shape[1] > 2:
-            raise InputError(f"expected one token or two, got {sequences.shape[1]}")
+            raise InputError(f"a sequence must have one or two tokens: got {sequences.shape[1]}")
         delta = sequences[:, 0] - x
         sign, t = self._place(x, delta)
         far = x * t.unsqueeze(1)
@@ -228,7 +228,7 @@ class _InOneRegion:
         towards = (-move / at).nan_to_num(0.0, _FARTHEST, -_FARTHEST)
         ahead, behind = towards.amax(1), (-towards).amax(1)
         sign = torch.where(ahead <= behind, 1.0, -1.0).to(torch.float64)
-        return sign, (_ROOM * torch.minimum(ahead, behind)).clamp(1.0, _FARTHEST).sqrt()
+        return sign, (_MARGIN * torch.minimum(ahead, behind)).clamp(1.0, _FARTHEST).sqrt()
 
 
 def _ask_pairs(

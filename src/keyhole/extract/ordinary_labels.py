@@ -1,6 +1,6 @@
 """One head from the labels of ordinary queries (ours).
 
-Ours. Bisection (sign_only.py) sends pairs of tokens of any length. Where short sequences and
+Bisection (sign_only.py) sends pairs of tokens of any length. Where short sequences and
 unusual tokens are refused and answers are labels, there is still a fit, by logistic loss,
 
     min_{W, v}  Σ_k log(1 + exp(−y_k·f(X_k))),   y_k = ±1, X_k random ordinary tokens.
@@ -9,8 +9,8 @@ Random labels teach little: an error ε takes unknowns/ε of them. So the attack
 copy so far is in doubt: of many random questions those with the smallest |f|, fits again, and so
 on; each round lowers the error by a factor, as in active learning of halfspaces. It starts with
 tokens as short as is usual, where attention is nearly even and W = 0 nearly true: with longer ones
-the fit ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. ‖v‖
-stays open.
+the fit ends in a wrong minimum. Later rounds ask with longer tokens, which tell more of W. The
+length of v cannot be known from labels.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class OrdinaryLabels:
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        expect_number("a usual norm", self.usual_norm, above=0)
-        expect_count("a least number of tokens", self.min_tokens)
+        expect_number("usual_norm", self.usual_norm, above=0)
+        expect_count("min_tokens", self.min_tokens)
         expect_count("rounds", self.rounds)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         unknowns = dim * dim + dim
         return int(_OPENING * unknowns) + (self.rounds - 1) * int(_EACH * unknowns)
 
@@ -80,7 +80,10 @@ class OrdinaryLabels:
         units = torch.nn.functional.normalize(units, dim=-1)
         units = units[are_ordinary(units)]
         if not len(units):
-            raise Unsuccessful(Status.NOT_APPLICABLE, f"{dim} dimensions have no room for tokens")
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE,
+                f"{dim} dimensions are too few for tokens of which none are alike",
+            )
         return factor * norm * units[:count]
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
@@ -105,7 +108,7 @@ class OrdinaryLabels:
                 y = torch.cat([y, 2 * ask_scores(oracle, asked) - 1])
             W, v = _fitted(X, y, W, v)
             # Labels bring digits little by little: all that are wanted bring all of them.
-            known = unknowns * len(y) // self.expected(d)
+            known = unknowns * len(y) // self.expected_queries(d)
             yield Step(Head(W, v), known=known, unknowns=unknowns)
 
     def _doubtful(self, model: Head, count: int, factor: float, stream: torch.Generator) -> Tensor:
@@ -138,7 +141,7 @@ class LabelExam(Exam):
     """Fresh ordinary questions (m, n, d) and their labels: the share that a model gets wrong."""
 
     def grade(self, model: Oracle) -> Check:
-        ((questions, labels),) = self.papers
+        ((questions, labels),) = self.sets
         wrong = float(((model(questions) > 0) != (labels > 0)).double().mean())
         return Check(wrong, wrong, len(labels))
 

@@ -1,9 +1,10 @@
 """One head from ordinary queries: a server finds nothing unusual to refuse (ours).
 
-Ours. The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server
-may refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
-another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those will
-do. For a last token b and other tokens C that stay, with u = Wb and Z the sum of e^score over both,
+The published attacks ask with unit vectors, with single tokens, with `[x+δ ; x]`. A server may
+refuse all of that: short sequences, tokens of an odd norm, along one coordinate or along one
+another. It cannot refuse sequences of independent random tokens of an ordinary norm, and those
+suffice. For a fixed last token b and fixed other tokens C, with u = Wb and Z the sum of e^score
+over both,
 
     f([a ; C ; b]) = μ + σ(aᵀu − log Z)·(vᵀa − μ),   μ = f([C ; b]),
 
@@ -65,15 +66,15 @@ class OrdinaryQuestions:
     tolerance: float = 1e-8
 
     def __post_init__(self) -> None:
-        expect_number("a usual norm", self.usual_norm, above=0)
-        expect_number("an answer's error", self.answer_error, least=0)
-        expect_count("a least number of tokens", self.min_tokens)
+        expect_number("usual_norm", self.usual_norm, above=0)
+        expect_number("answer_error", self.answer_error, least=0)
+        expect_count("min_tokens", self.min_tokens)
         expect_number("oversampling", self.oversampling, least=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle, examine=self._examine)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         values = self.count(dim) if self.min_tokens == 1 else self.count(2 * dim) + 1
         return values + dim * (self.count(dim) + 1)
 
@@ -87,16 +88,16 @@ class OrdinaryQuestions:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Fresh questions of the ordinary kind: others are not answered."""
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
-        papers: list[tuple[Tensor, Tensor]] = []
+        sets: list[tuple[Tensor, Tensor]] = []
         for length in (self.min_tokens, self.min_tokens + 1, self.min_tokens + 4):
-            with suppress(Unsuccessful):  # few dimensions have no room for many tokens
+            with suppress(Unsuccessful):  # few dimensions hold few tokens that differ
                 parts = [
                     factor * self.norm(oracle.dim) * ordinary_sequence(length, oracle.dim, stream)
                     for factor in _NORMS
                     for _ in range(_PER_KIND)
                 ]
-                papers.append(within_reach(oracle, torch.stack(parts)))
-        return Exam(tuple(papers), excused=_COARSE if self.answer_error else NEARLY)
+                sets.append(within_reach(oracle, torch.stack(parts)))
+        return Exam(tuple(sets), excused=_COARSE if self.answer_error else NEARLY)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -335,7 +336,7 @@ def ordinary_tokens(count: int, others: Tensor, stream: torch.Generator) -> Tens
             return kept[:count]
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
-        f"{dim} dimensions have no room for {len(others) + 1} tokens of which none are alike",
+        f"{dim} dimensions are too few for {len(others) + 1} tokens of which none are alike",
     )
 
 

@@ -80,7 +80,7 @@ class OrthogonalHeads:
             )
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int | None:  # noqa: ARG002
+    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
         if self.bases is None:
             return None
         return sum(k * k + k for k in (basis.shape[1] for basis in self.bases))

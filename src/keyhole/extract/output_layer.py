@@ -16,7 +16,7 @@ What it gives away is the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, an
 the table of input embeddings too (tied), those are known up to the same map: which differences of
 tokens are parallel, which tokens depend on each other linearly, and all angles and distances after
 whitening by the table's own covariance, which are entries of P. Lengths, cosines and inner products
-of the table itself are W M Wᵀ for a metric M that stays unknown, d(d + 1)/2 numbers. (The final
+of the table itself are W M Wᵀ for an unknown metric M, d(d + 1)/2 numbers. (The final
 norm puts all h on one ellipsoid, which would tell M up to a rotation; that takes d(d + 1)/2 answers
 and more digits than float32 has, and is not done here.)
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,13 +60,9 @@ _COLUMNS = 8  # tokens for each row that a look takes; all of them would tell no
 class OutputLayer:
     """The width of a language model and the matrix of its last layer, up to its symmetry."""
 
-    top: int | None = field(
-        default=None,
-        metadata={"help": "log-probabilities that the target gives at a time, if not all"},
-    )
-    tokens: int | None = field(
-        default=None,
-        metadata={"help": "with top: rows of the matrix to read; as many as the width takes"},
+    top: int | None = setting(None, "log-probabilities that the target gives at a time, if not all")
+    tokens: int | None = setting(
+        None, "with top: rows of the matrix to read; as many as the width takes"
     )
     length: int = setting(4, "tokens of a random prompt")
     most: int = setting(20_000, "prompts that are asked at most")
@@ -89,7 +85,7 @@ class OutputLayer:
         stream = torch.Generator().manual_seed(self.seed ^ JUDGE_STREAM)
         return LayerExam.fresh(step, step.layer, Prompts(self.length, stream))
 
-    def expected(self, dim: int) -> int | None:  # noqa: ARG002
+    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
         """Nobody knows the width before."""
         return None
 
@@ -353,7 +349,7 @@ class LayerStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerExam(Exam):
-    """Fresh answers of the layer, the only paper, and what of them the proposed matrix leaves."""
+    """Fresh answers of the layer, and what the proposed matrix does not explain of them."""
 
     outside: Tensor
     layer: LastLayer
@@ -370,14 +366,14 @@ class LayerExam(Exam):
 
     def grade(self, model: Oracle) -> Check:
         del model  # the matrix of the step, by which `outside` was found
-        ((rows, _),) = self.papers
+        ((rows, _),) = self.sets
         wrong = self.outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
         return self.check([wrong.flatten()])
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         status, reason = super().verdict(check, step, accepted)
         if status is Status.MISMATCH and self.layer.decimals is not None:
-            ((rows, _),) = self.papers
+            ((rows, _),) = self.sets
             share = float(torch.linalg.vector_norm(self.outside) / torch.linalg.vector_norm(rows))
             if share <= _ROUNDED:
                 return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"

@@ -67,7 +67,7 @@ def tolerant(
     answer_error: float, max_norm: float | None = None, bound: float | None = None,
     margin: float | None = None, repeats: int = 1, seed: int = 0,
 ) -> Tolerant:  # fmt: skip
-    """`answer_error` is how far an answer may be off, `max_norm` the longest token allowed."""
+    """`answer_error` is how far an answer may be off, `max_norm` the largest norm of a token."""
     return Tolerant(
         answer_error, bound=bound, margin=margin, max_norm=max_norm, repeats=repeats, seed=seed
     )

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,13 +66,12 @@ class ReluNetwork:
     width: int | None = setting(None, "the largest number of neurons, if it is known")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = field(
-        default=1e-12,
-        metadata={"help": "answers so near to a linear piece are on it; more if they are rounded"},
+    resolution: float = setting(
+        1e-12, "answers so near to a linear piece are on it; more if they are rounded"
     )
 
     def __post_init__(self) -> None:
-        expect_count("a width", self.width, 0)
+        expect_count("width", self.width, 0)
         if not 0 < self.resolution < 1:
             raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 
@@ -82,7 +81,7 @@ class ReluNetwork:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return Exam.draw(oracle, self.seed, _LENGTHS)
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         """About; the search on the circle depends on where the kinks lie."""
         return None if self.width is None else 2 * dim + self.width * (dim - 1 + _PER_KINK)
 
@@ -141,7 +140,7 @@ class ReluNetwork:
         kinks = len(pieces.kinks)
         if kinks > limit:
             raise Unsuccessful(
-                Status.MISMATCH, f"{kinks:,} hyperplanes found, {limit:,} neurons expected"
+                Status.MISMATCH, f"{kinks:,} hyperplanes found, more than {limit:,} neurons have"
             )
         return pieces
 

@@ -47,7 +47,7 @@ def run(
     that it may be though it is another machine; `notice` is called with what a person should know
     at once.
     """
-    expect_count("a budget", budget, 0)
+    expect_count("budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):
         options["bases"] = load_bases(options["bases"])
     if method == "auto" and isinstance(target, str):
@@ -81,7 +81,7 @@ def run(
         notice=note,
     ) as parts:  # fmt: skip
         ready = parts[""]
-        progress = track("extract", method.expected(ready.dim))
+        progress = track("extract", method.expected_queries(ready.dim))
         progress(0, note=name)
         result = method(Counted(ready, progress=progress))
         if isinstance(ready, Ledger) and ready.asked_again:

@@ -18,8 +18,8 @@ sign_only_as_published.py has the theorem as it stands. Departures:
   the scale first, and thresholds halve the probability mass of a Student distribution of that
   scale: no bound is needed, no level is spent on an empty range, outliers take a few more.
 - `accuracy` is promised for every entry of W and of v: widths of brackets and the error of v are
-  carried through to `guarantee`. That costs up to log₂ d bits an entry above the floor, which is
-  (d² + d − 1)·log₂(1/ε) queries for entries of size 1, since the length of v stays open.
+  carried through to `guarantee`. That costs up to log₂ d bits an entry above the lower bound of
+  (d² + d − 1)·log₂(1/ε) queries for entries of size 1; the length of v cannot be known.
 - Wrong labels. One is enough to send a bisection to the wrong half, and its bracket then ends at
   that label. So the judge has both ends of every bracket asked twice more, in other words: a token
   twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`, which mean the
@@ -55,9 +55,8 @@ _BEYOND = 3.0  # times what an inexact v may move a threshold: there only a lie 
 class SignOnly:
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
-    The oracle answers 1.0 where the score
-    is positive and 0.0 elsewhere; the model answers with scores, `oracle.SignOnly(model)` like
-    the oracle.
+    The oracle answers 1.0 where the score is positive and else 0.0; the model answers with scores,
+    and `oracle.SignOnly(model)` answers like the oracle.
     """
 
     accuracy: float = setting(1e-6, "bound on the error of every entry of W and v")
@@ -78,7 +77,7 @@ class SignOnly:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:
         return SignExam.near(oracle, self.seed, step, self.tolerance)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1
         return math.ceil(dim * dim * bits + dim * (bits + 6))
 
@@ -224,7 +223,7 @@ class _Forms:
         return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max()) + self.carried()
 
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
-        """`_above`, kept in the brackets with room for what a better v may say."""
+        """`_above`, kept in the brackets with a margin for what a better v may say."""
         above = self._above(rows, thresholds)
         slack = self.shift(thresholds)
         low, high = thresholds - slack, thresholds + slack

@@ -93,7 +93,7 @@ class SignOnlyAsPublished:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_number("a bound", self.bound, above=0)
+        expect_number("bound", self.bound, above=0)
         if not 0 < self.margin <= 1:
             raise InputError(f"the margin must be above 0 and at most 1: got {self.margin}")
         for name in ("accuracy", "chance"):
@@ -120,7 +120,7 @@ class SignOnlyAsPublished:
     def plan(self, dim: int) -> Plan:
         return Plan.of(self.accuracy, self.bound, self.margin, dim, self.chance)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         return self.plan(dim).queries(dim)
 
     def stated(self, dim: int) -> Statement:
@@ -128,7 +128,7 @@ class SignOnlyAsPublished:
         return Statement(
             "Theorem B.1",
             self.accuracy,
-            self.expected(dim),
+            self.expected_queries(dim),
             f"no label is wrong, ‖W‖ ≤ {self.bound:g}, every |v_i| ≥ {self.margin:g} of ‖v‖ = 1 "
             f"and the average is not among the {percent(self.chance)} furthest off",
         )

@@ -36,7 +36,7 @@ class SingleHead:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         return dim * dim + dim
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:

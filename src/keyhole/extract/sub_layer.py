@@ -82,7 +82,7 @@ class AttentionSubLayer:
     def __call__(self, oracle: Oracle) -> Extraction:
         return settle(self, oracle)
 
-    def expected(self, dim: int) -> int | None:
+    def expected_queries(self, dim: int) -> int | None:
         """For heads that fill the width and share nothing."""
         return 7 * dim
 

@@ -66,7 +66,7 @@ class Tolerant:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_number("a tolerance", self.tolerance, least=0)
+        expect_number("tolerance", self.tolerance, least=0)
         for name in ("bound", "margin", "max_norm", "precision"):
             expect_number(name, getattr(self, name), above=0)
         expect_count("repeats", self.repeats)
@@ -79,7 +79,7 @@ class Tolerant:
             oracle, self.seed, self.tolerance, self.reach(), self.max_norm
         )
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         return self.repeats * (dim * dim + 2 * dim)
 
     @property

@@ -18,7 +18,7 @@ a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤
     τ(ε, B, η, d) = ε / max(2κ·d·(12B + 8)/η, √d).
 
 `tolerance_for` is that, `accuracy_for` its inverse: they are known before anything is asked, and
-every result says them (`stated`). Beside it stands `guarantee`, which follows from the answers by
+every result says them (`stated`). `guarantee` is reported with it: it follows from the answers by
 intervals, entry by entry, and is never larger than ε/d. tolerant.py is our version: no B and no η,
 longer probes, far smaller errors.
 
@@ -77,9 +77,9 @@ class TolerantAsPublished:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        expect_number("a tolerance", self.tolerance, least=0)
-        expect_number("a bound", self.bound, above=0)
-        expect_number("a margin", self.margin, above=0)
+        expect_number("tolerance", self.tolerance, least=0)
+        expect_number("bound", self.bound, above=0)
+        expect_number("margin", self.margin, above=0)
         if self.accuracy is not None and not 0 < self.accuracy < 1:
             raise InputError(f"the accuracy must lie between 0 and 1: got {self.accuracy}")
         if not self.tolerance < self.margin / 2:
@@ -94,7 +94,7 @@ class TolerantAsPublished:
     def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(oracle, self.seed, self.tolerance, reach=1.0, max_norm=None)
 
-    def expected(self, dim: int) -> int:
+    def expected_queries(self, dim: int) -> int:
         return dim * dim + dim
 
     def stated(self, dim: int) -> Statement:
@@ -107,7 +107,7 @@ class TolerantAsPublished:
         return Statement(
             "Theorem 6.1",
             accuracy_for(self.tolerance, *known),
-            self.expected(dim),
+            self.expected_queries(dim),
             f"answers are within ±{self.tolerance:g}, ‖W‖ ≤ {self.bound:g} and "
             f"|v_i| ≥ {self.margin:g} or 0",
             needs,

@@ -2,8 +2,7 @@
 
 Everything random in epoch e (the order of the examples, dropout, the defence's draws) comes from
 the seed and e alone, and the rate from the number of the step. So a run that was stopped and goes
-on from the end of an epoch (checkpoint.py) ends with the same weights, bit for bit, as one that was
-not.
+on from the end of an epoch ends with the same weights, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -231,9 +230,9 @@ def _mixed(seed: int, epoch: int, what: str) -> int:
 def _check(run: Run) -> None:
     for name in ("epochs", "batch", "examples", "pool"):
         if getattr(run, name) < 1:
-            raise InputError(f"expected {name} of 1 or more, got {getattr(run, name)}")
+            raise InputError(f"{name} must be 1 or more, not {getattr(run, name)}")
     if not run.rate > 0:
-        raise InputError(f"rate must be above 0, got {run.rate}")
+        raise InputError(f"a rate must be above 0, not {run.rate}")
     if not 0 <= run.average < 1:
         raise InputError(f"average must be at least 0 and below 1, got {run.average}")
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, environment
-from keyhole.core.finding import points
-from keyhole.core.result import Result
+from keyhole.core.result import Result, restored
 from keyhole.invert.krawczyk import Certificate
 
 _ADVICE = {
@@ -39,11 +38,11 @@ class Inversion(Result):
 
     status: Status
     reason: str
-    method: str
-    X: Tensor | None
-    residual: float | None
-    iterations: int
-    seconds: float
+    method: str = ""
+    X: Tensor | None = None
+    residual: float | None = None
+    iterations: int = 0
+    seconds: float = 0.0
     starts: int = 0
     solutions: tuple[Tensor, ...] = ()
     condition: float | None = None
@@ -87,28 +86,17 @@ class Inversion(Result):
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         X, solutions = inputs_in(tensors)
         proof = data["certificate"]
-        return cls(
-            status=Status(data["status"]),
-            X=X,
-            solutions=solutions,
-            trace=points(data["trace"]),
-            certificate=None if proof is None else Certificate.from_dict(proof),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = (
-    "reason", "method", "residual", "iterations", "seconds", "starts", "condition", "environment",
-)  # fmt: skip
+        certificate = None if proof is None else Certificate.from_dict(proof)
+        return restored(cls, data, more=True, X=X, solutions=solutions, certificate=certificate)
 
 
 def inputs_of(X: Tensor | None, solutions: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is written beside the JSON of an inversion, of one layer or of a stack."""
+    """The tensors of a saved inversion, of one layer or of a stack."""
     if X is None:
         return {}
     return {"X": X, "solutions": torch.stack(list(solutions))} if solutions else {"X": X}
 
 
 def inputs_in(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """X and the solutions, as `inputs_of` put them down."""
+    """X and the solutions, as `inputs_of` wrote them."""
     return tensors.get("X"), tuple(tensors.get("solutions", ()))

@@ -9,10 +9,10 @@ and an enclosure J(box) of the derivatives over the box X̂ ± ρ, entry by entr
 prove that the box holds exactly one solution, and that it lies within the left side of X̂:
 `X ↦ X − Y r(X)` maps the box into itself and contracts it, and Y has an inverse.
 
-The equations are mixed first (balls.py): r, J and Y are those of `r(X) M` with M = V⁻¹ where that
+The equations are mixed first (`Balls`): r, J and Y are those of `r(X) M` with M = V⁻¹ where that
 promises narrower bounds.
 
-All of it is evaluated in ball arithmetic (balls.py) and every bound is rounded upwards. Only Y, M
+All of it is evaluated in ball arithmetic (`Balls`) and every bound is rounded upwards. Only Y, M
 and ρ come from float64, and the proof does not depend on how good they are. ρ starts at |Y r|, and
 while the left side is larger than ρ it becomes the next ρ: the smallest box is found from below.
 
@@ -33,15 +33,14 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from keyhole.core import FORMAT
-from keyhole.core.errors import InputError, MissingExtra
-from keyhole.invert import krawczyk as balls
+from keyhole.core.errors import InputError, MissingExtra, expect_count, expect_number
+from keyhole.core.result import FORMAT, restored
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 BITS = 128
 _ATTEMPTS = 8
-_ROOM = 1.02  # the next box, larger than what is needed by as much as κ may grow meanwhile
+_MARGIN = 1.02  # the next box, larger than what is needed by as much as κ may grow meanwhile
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Certificate:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Certificate:
-        return cls(**{field.name: data[field.name] for field in fields(cls)})
+        return restored(cls, data, more=True)
 
     def summary(self) -> str:
         if self.radius is None:
@@ -102,12 +101,10 @@ def certify(
     started = time.perf_counter()
     X = _checked(problem, X)
     tolerance = problem.tolerance if tolerance is None else tolerance
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"expected tolerance of 0 or more, got {tolerance}")
-    if bits < 64:
-        raise InputError(f"expected bits of 64 or more, got {bits}")
-    balls.flint()
-    unknowns = int(balls.unknown(problem).sum())
+    expect_number("tolerance", tolerance, least=0)
+    expect_count("bits", bits, least=64)
+    flint()
+    unknowns = int(unknown(problem).sum())
     blank = Certificate(None, _unfit(problem, X), None, tolerance, None, unknowns, bits)
     certificate = blank if blank.reason else _attempt(problem, X, blank)
     return replace(certificate, seconds=time.perf_counter() - started)
@@ -131,14 +128,14 @@ def _unfit(problem: Problem, X: Tensor) -> str:
         return f"does not apply: {problem.fault}"
     if not X.isfinite().all():
         wrong = int((~X.isfinite()).sum())
-        return f"does not apply: expected finite numbers in X, got {wrong} NaN or infinite"
+        return f"does not apply: X holds {wrong} NaN or infinite numbers"
     if problem.gamma > 0:
         return (
             "does not apply: with γ > 0 the input that is sought minimises a sum and does not "
             "reproduce the output exactly; certify against the problem with γ = 0"
         )
-    unknown = balls.unknown(problem).cpu()
-    equations, unknowns = problem.B.numel(), int(unknown.sum())
+    free = unknown(problem).cpu()
+    equations, unknowns = problem.B.numel(), int(free.sum())
     if equations != unknowns:
         kind = (
             "outputs rounded anywhere then have no exact solution at all"
@@ -150,7 +147,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
             f"as many of one as of the other; {kind}"
         )
     if problem.known is not None:
-        off = float((X - problem.known.cpu())[~unknown].abs().max()) if unknowns < X.numel() else 0
+        off = float((X - problem.known.cpu())[~free].abs().max()) if unknowns < X.numel() else 0
         if off > 0:
             return f"does not apply: X contradicts the known entries, by up to {off:.1e}"
     return ""
@@ -158,7 +155,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
 
 def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     J = Equations.of([problem], "cpu").linearised(X.unsqueeze(0)).jacobian()[0]
-    J = J[:, balls.unknown(problem).cpu().flatten()]
+    J = J[:, unknown(problem).cpu().flatten()]
     if not J.isfinite().all():
         return replace(blank, reason="does not apply: the layer overflows float64 at this X")
     Y, mix = _preconditioners(problem, J)
@@ -170,7 +167,7 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     )
     if not Y.isfinite().all():
         return replace(blank, reason=singular)
-    with balls.precision(blank.bits):
+    with precision(blank.bits):
         test = _Krawczyk.at(problem, X, Y, mix)
         if not test.contraction(0.0)[1] < 1:
             return replace(blank, reason=singular)
@@ -239,9 +236,9 @@ class _Krawczyk:
         layer, centre, Y = Balls.of(problem, mix), exact(X), exact(inverse)
         J = layer.jacobian(centre, 0.0)
         identity = exact(torch.eye(len(inverse), dtype=torch.float64))
-        step = balls.magnitudes(Y * layer.residuals(centre))
+        step = magnitudes(Y * layer.residuals(centre))
         defect = row_sums(identity - Y * J)
-        return cls(layer, centre, J, Y, balls.magnitudes(Y), step, defect)
+        return cls(layer, centre, J, Y, magnitudes(Y), step, defect)
 
     def contraction(self, radius: float) -> tuple[arb_mat, float]:
         """Row sums of |I − Y J(box)|, and the largest of them.
@@ -257,7 +254,7 @@ class _Krawczyk:
 
     def gain(self) -> arb_mat:
         """Row sums of |Y Mᵀ|: errors of B pass through M, token by token, before they meet Y."""
-        make, size, m = balls.flint().arb_mat, self.Y.nrows(), self.balls.mix.nrows()
+        make, size, m = flint().arb_mat, self.Y.nrows(), self.balls.mix.nrows()
         through = make(size * size // m, m, self.Y.entries()) * self.balls.mix.transpose()
         return row_sums(make(size, size, through.entries()))
 
@@ -266,7 +263,7 @@ class _Krawczyk:
         reach = self.step + self.gain() * tolerance if tolerance else self.step
         first = box = _largest(reach)
         for _ in range(_ATTEMPTS):
-            box *= _ROOM
+            box *= _MARGIN
             if not math.isfinite(box):
                 break
             sums, largest = self.contraction(box)

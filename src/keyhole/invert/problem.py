@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core.errors import InputError, expect_number, expect_seed
+from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_room
 
@@ -69,8 +69,8 @@ class Problem:
             raise InputError(f"expected B of shape n×{V.shape[-1]}, got {_shape(B)}")
         if self.residual and self.outputs != self.dim:
             raise InputError(
-                f"expected as many outputs as inputs with a residual connection, "
-                f"got d = {self.dim}, m = {self.outputs}"
+                "a residual connection needs as many outputs as inputs: "
+                f"d = {self.dim}, m = {self.outputs}"
             )
         self._check_shape("key_bias", W.shape[:-1])
         self._check_shape("output_bias", V.shape[-1:])
@@ -81,9 +81,7 @@ class Problem:
             expected = f"{heads}×{n}×{n}" if W.ndim == 3 else f"{n}×{n}"
             raise InputError(f"expected maps of shape {expected}, got {_shape(self.maps)}")
         for name in _NUMBERS:
-            number = getattr(self, name)
-            if not (math.isfinite(number) and number >= 0):
-                raise InputError(f"expected {name} of 0 or more, got {number}")
+            expect_number(name, getattr(self, name), least=0)
 
     def _check_shape(self, name: str, shape: torch.Size) -> None:
         tensor = getattr(self, name)
@@ -109,6 +107,11 @@ class Problem:
     def heads(self) -> int:
         return 1 if self.W.ndim == 2 else self.W.shape[0]
 
+    @property
+    def unbiased(self) -> Tensor:
+        """B without the output bias."""
+        return self.B if self.output_bias is None else self.B - self.output_bias
+
     def output(self, X: Tensor) -> Tensor:
         """What the layer answers to an input (…, n, d)."""
         result = attention.output(X, self.W, self.V, causal=self.causal, key_bias=self.key_bias)
@@ -130,7 +133,7 @@ class Problem:
                 continue
             wrong = tensor.isinf() if name == "known" else ~tensor.isfinite()
             if wrong.any():
-                return f"expected finite numbers in {name}, got {int(wrong.sum())} NaN or infinite"
+                return f"{name} holds {int(wrong.sum())} NaN or infinite numbers"
         return None
 
     def save(self, path: str | Path) -> None:
@@ -146,15 +149,10 @@ class Problem:
         missing = [name for name in ("W", "V", "B") if name not in tensors]
         if missing:
             got = ", ".join(sorted(tensors)) or "nothing"
-            raise InputError(f"expected tensors W, V and B in {path}, got {got}")
+            raise InputError(f"{path} must hold tensors W, V and B: it holds {got}")
         given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
         given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
-        for name in _NUMBERS:
-            try:
-                given[name] = float(metadata.get(name, 0.0))
-            except ValueError:
-                word = metadata[name]
-                raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
+        given |= {name: number_in(metadata, name, path) for name in _NUMBERS}
         try:
             problem = cls(**given)
         except InputError as error:
@@ -162,6 +160,15 @@ class Problem:
         if problem.fault:
             raise InputError(f"{problem.fault} in {path}")
         return problem
+
+
+def number_in(metadata: dict[str, str], name: str, path: str | Path) -> float:
+    """A number of a file's metadata, 0 if it is not there."""
+    word = metadata.get(name, "0")
+    try:
+        return float(word)
+    except ValueError:
+        raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
@@ -173,7 +180,7 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
         raise InputError(f"expected real numbers in {name}, got {tensor.dtype}")
     tensor = tensor.detach().to(torch.float64)
     if 0 in tensor.shape:
-        raise InputError(f"expected {name} with at least one entry, got shape {_shape(tensor)}")
+        raise InputError(f"{name} is empty: its shape is {_shape(tensor)}")
     return tensor
 
 
@@ -201,8 +208,7 @@ def plant(
     `value_scale` (a real block has about 1/√d).
     """
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
-        if size < 1:
-            raise InputError(f"expected {name} of 1 or more, got {size}")
+        expect_count(name, size)
     expect_number("scale", scale, least=0)
     expect_seed(seed)
     # X, W, V and M, and the scores and maps of the output.

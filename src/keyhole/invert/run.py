@@ -91,7 +91,7 @@ def load_inputs(path: str | Path, problem: Problem) -> Tensor:
     _, tensors = read_tensors(path, "a .safetensors file with X")
     if "X" not in tensors:
         raise InputError(
-            f"expected a tensor X in {path}, got {', '.join(sorted(tensors)) or 'nothing'}"
+            f"{path} must hold a tensor X: it holds {', '.join(sorted(tensors)) or 'nothing'}"
         )
     X, size = tensors["X"], (problem.length, problem.dim)
     if X.ndim not in (2, 3) or 0 in X.shape or X.shape[-2:] != size:
@@ -100,7 +100,7 @@ def load_inputs(path: str | Path, problem: Problem) -> Tensor:
             f"got {'×'.join(map(str, X.shape)) or 'a number'}"
         )
     if X.is_complex() or not X.to(torch.float64).isfinite().all():
-        raise InputError(f"expected finite real numbers in X of {path}, got others")
+        raise InputError(f"X in {path} must hold finite real numbers")
     return X.to(torch.float64)
 
 
@@ -110,7 +110,7 @@ def _expect_starts_taken(name: str, method: Solve) -> None:
     takers = [
         entry.name for entry in METHODS.values() if entry.method and _takes_starts(entry.method)
     ]
-    raise InputError(f"expected --start with {' or '.join(takers)}, got {name}")
+    raise InputError(f"{name} takes no start: choose {' or '.join(takers)}")
 
 
 def _takes_starts(method: type) -> bool:

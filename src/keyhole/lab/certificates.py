@@ -108,16 +108,13 @@ def certify_each(
 ) -> list[Certificate]:  # fmt: skip
     """The same for several k at once: the single cuts, most of the work, are made once."""
     for k in ks:
-        if k < 1:
-            raise InputError(f"expected k of at least 1, got {k}")
+        expect_count("k", k)
     if len(batch["input_ids"]) != 1:
-        raise InputError(f"expected one text to certify, got {len(batch['input_ids'])}")
+        raise InputError(f"certify takes one text at a time: got {len(batch['input_ids'])}")
     real = batch.get("attention_mask")
     if real is not None and not bool(real.all()):
         padded = int((real == 0).sum())
-        raise InputError(
-            f"expected a text without padding, got {padded} of {real.shape[1]} tokens that are"
-        )
+        raise InputError(f"the text must not be padded: {padded} of {real.shape[1]} tokens are")
     classifier = written_out(model)
     question = ask(model, batch, torch.tensor([label]))
     units = survey(model, question, spare=spare)
@@ -275,28 +272,21 @@ class Certification(Result):
              "holds": proof.holds, "flipped": proof.flipped}
             for proof in self.certificates
         ]  # fmt: skip
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "certified": self.certified, "flipped": self.flipped,
-                "certificates": proofs}  # fmt: skip
+        data = asdict(replace(self, certificates=()))
+        counts = {"certified": self.certified, "flipped": self.flipped}
+        return {**data, **counts, "certificates": proofs}
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         del tensors
-        return cls(
-            certificates=tuple(_restored(proof) for proof in data["certificates"]),
-            **{name: data[name] for name in _PLAIN},
-        )
-
-
-_PLAIN = ("k", "spare", "seconds", "model", "data", "slack", "environment")
-_DERIVED = ("holds", "flipped")
+        proofs = tuple(_restored(proof) for proof in data["certificates"])
+        return restored(cls, data, more=True, certificates=proofs)
 
 
 def _restored(data: dict[str, Any]) -> Certificate:
     unit = typed(tuple[int, int, int, int, int] | None, data.get("unit"), "unit")
-    given = {name: value for name, value in data.items() if name not in _DERIVED}
-    proof = restored(Certificate, {**given, "unit": None})
-    return replace(proof, unit=None if unit is None else Unit(*unit))
+    made = None if unit is None else Unit(*unit)
+    return restored(Certificate, data, more=True, unit=made)  # more: `holds` and `flipped`
 
 
 def certify_all(
@@ -313,7 +303,7 @@ def certify_all(
     expect_among("spare", spare, Spare)
     source = source_of(str(model), None, device, max_length, allow_pickle)
     if source.task != "classification":
-        raise InputError(f"expected a classifier to certify, got a model for {source.task}")
+        raise InputError(f"certificates are for classifiers: this is a model for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
     started = time.perf_counter()
     loaded, tokenizer = source.load()

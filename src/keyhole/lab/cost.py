@@ -5,9 +5,9 @@
     cost.text(12, exposure="embedding", processor="gpu")   -> TextEstimate: .passes .seconds .exact
     cost.Cost(estimate, cost.Prices(rate=50, price=0.01))  -> .hours .money .days
 
-Counts are the methods' own (`expected`), which tests compare with runs on planted targets. What
-only a run can tell is in measured.json, each figure with its command, commit and machine. How long
-a search for a text takes follows from no formula: lengths that no row covers are refused.
+Counts are the methods' own (`expected_queries`), which tests compare with runs on planted targets.
+What only a run can tell is in measured.json, each figure with its command, commit and machine. No
+formula says how long a search for a text takes: lengths that no row covers are refused.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.options import settings, types_of
+from keyhole.core.result import FORMAT
 from keyhole.extract import FullOutput, LowRank, SignOnly, SingleHead, Tolerant
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.extract.output_layer import OutputLayer, answers_for
@@ -92,19 +93,20 @@ class Estimate:
         return self.low is None and self.high is None
 
     def to_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        low, high = data.pop("low"), data.pop("high")
         return {
-            "what": self.what, "method": self.method, "queries": self.queries,
-            "queries_low": self.queries if self.low is None else self.low,
-            "queries_high": self.queries if self.high is None else self.high,
-            "exact": self.exact, "lower_bound": self.lower_bound, "tokens": self.tokens,
-            "bytes": self.bytes, "source": self.source,
+            **data, "exact": self.exact, "queries_low": self.queries if low is None else low,
+            "queries_high": self.queries if high is None else high,
         }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Prices:
-    """`rate` queries a second; `price` of a query, `token_price` of a million tokens; `daily` is a
-    budget of queries for a client and day."""
+    """`rate` queries a second; `price` of a query, `token_price` of a million tokens.
+
+    `daily` is a budget of queries for a client and day.
+    """
 
     rate: float = 10.0
     price: float = 0.0
@@ -112,10 +114,10 @@ class Prices:
     daily: float = 1000.0
 
     def __post_init__(self) -> None:
-        expect_number("a rate", self.rate, above=0)
-        expect_number("a price", self.price, least=0)
-        expect_number("a price of tokens", self.token_price, least=0)
-        expect_number("a daily budget", self.daily, above=0)
+        expect_number("rate", self.rate, above=0)
+        expect_number("price", self.price, least=0)
+        expect_number("token_price", self.token_price, least=0)
+        expect_number("daily", self.daily, above=0)
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,11 @@ class Cost:
         return self.estimate.lower_bound / self.prices.daily
 
     def to_dict(self) -> dict[str, Any]:
+        prices = asdict(self.prices)
         return {
-            "format": 1, "kind": "cost", **self.estimate.to_dict(), "hours": self.hours,
-            "money": self.money, "daily_budget": self.prices.daily, "days": self.days,
-            "least_days": self.least_days, "rate": self.prices.rate, "price": self.prices.price,
-            "token_price": self.prices.token_price,
+            "format": FORMAT, "kind": "cost", **self.estimate.to_dict(),
+            "hours": self.hours, "money": self.money, "days": self.days,
+            "least_days": self.least_days, "daily_budget": prices.pop("daily"), **prices,
         }  # fmt: skip
 
     def summary(self) -> str:
@@ -181,17 +183,21 @@ def head(
 
     `rank` is that of W, `accuracy` how exact signs are to be read.
     """
-    expect_count("a width", width, most=WIDEST)
+    expect_count("width", width, most=WIDEST)
     _expect(exposure, HEAD_EXPOSURES)
     signs = SignOnly(accuracy=accuracy)  # refuses an accuracy that nothing reaches, used or not
     if rank is not None and exposure != "scores":
         raise InputError(
             f"the rank is of use with scores alone; the attack on {exposure} does not take it"
         )
-    d, known = width, d_and_d_squared(width)
+    d, known = width, unknowns_of(width)
     what = f"one head of width {d}" + ("" if rank is None else f" and rank {rank}")
     if exposure == "scores":
-        queries = SingleHead().expected(d) if rank is None else LowRank(rank=rank).expected(d) or 0
+        queries = (
+            SingleHead().expected_queries(d)
+            if rank is None
+            else LowRank(rank=rank).expected_queries(d) or 0
+        )
         lower_bound = known if rank is None else degrees_of_freedom(d, rank)
         name = "single-head" if rank is None else "low-rank"
         extra = 0 if rank is None else 2 * d
@@ -201,7 +207,7 @@ def head(
             source="at most 2d more where the rank is unknown" if extra else "",
         )  # fmt: skip
     if exposure == "rounded":
-        queries = Tolerant(10.0**-_DECIMALS / 2).expected(d)
+        queries = Tolerant(10.0**-_DECIMALS / 2).expected_queries(d)
         return Estimate(
             f"{what}, from rounded scores", "tolerant", queries, known,
             *_sent(d, 2 * d, queries - 2 * d),
@@ -212,8 +218,8 @@ def head(
 
 
 def _signs(what: str, d: int, method: SignOnly) -> Estimate:
-    queries, accuracy = method.expected(d), method.accuracy
-    lower_bound = math.ceil((d_and_d_squared(d) - 1) * math.log2(1 / accuracy))
+    queries, accuracy = method.expected_queries(d), method.accuracy
+    lower_bound = math.ceil((unknowns_of(d) - 1) * math.log2(1 / accuracy))
     (figure,) = figures("signs")
     return Estimate(
         f"{what}, from signs, to {accuracy:g}", "sign-only", queries, lower_bound,
@@ -223,7 +229,7 @@ def _signs(what: str, d: int, method: SignOnly) -> Estimate:
 
 
 def _last_token(what: str, d: int) -> Estimate:
-    queries = FullOutput().expected(d) or 0
+    queries = FullOutput().expected_queries(d) or 0
     # One sequence of 2d + 1 tokens, d − 1 of one, two that ask for the number of heads, d of 2d.
     tokens = 2 * d * d + 3 * d + 5
     return Estimate(
@@ -242,14 +248,14 @@ def layer(
 ) -> Estimate:
     """A whole layer: of attention from its vectors, or the last of a language model.
 
-    `vectors` is one head that answers its last token with as many numbers as it is wide;
-    `checkpoint` an attention layer as models have it, of several heads, biases and norms;
-    `log-probabilities` the output matrix of a language model, up to an invertible map, of whole
-    answers or, with `top`, of the best so many that a bias chooses.
+    - `vectors`: one head that answers its last token with as many numbers as it is wide;
+    - `checkpoint`: an attention layer as models have it, of several heads, biases and norms;
+    - `log-probabilities`: the output matrix of a language model up to an invertible map, from whole
+      answers or, with `top`, from the best `top` tokens, which a bias chooses.
     """
-    expect_count("a width", width, most=WIDEST)
+    expect_count("width", width, most=WIDEST)
     expect_count("heads", heads, most=width)
-    expect_count("a vocabulary", vocabulary, most=2**31)
+    expect_count("vocabulary", vocabulary, most=2**31)
     expect_count("top", top, least=2)
     _expect(exposure, LAYER_EXPOSURES)
     if exposure == "vectors":
@@ -298,13 +304,13 @@ def _output_layer(d: int, vocabulary: int, top: int | None) -> Estimate:
     )  # fmt: skip
 
 
-def d_and_d_squared(d: int) -> int:
-    """The unknowns of one head, W and v."""
+def unknowns_of(d: int) -> int:
+    """The unknowns of one head: W and v."""
     return d * d + d
 
 
 def _sent(d: int, alone: int, pairs: int) -> tuple[int, int]:
-    """Tokens and bytes of so many questions of one token, and of two, each answered by a number."""
+    """Tokens and bytes of questions of one token and of two, each answered by a number."""
     tokens = alone + 2 * pairs
     return tokens, _NUMBER * (d * tokens + alone + pairs)
 
@@ -338,8 +344,10 @@ class TextEstimate:
 
 @dataclass(frozen=True)
 class TextCost:
-    """So many texts, on a machine at `price` an hour that takes `seconds` for a thousand passes, if
-    those are not the measured ones."""
+    """So many texts, on a machine at `price` an hour.
+
+    `seconds` is what the machine takes for a thousand passes, if not as long as measured.
+    """
 
     estimate: TextEstimate
     texts: int = 1
@@ -348,7 +356,7 @@ class TextCost:
 
     def __post_init__(self) -> None:
         expect_count("texts", self.texts, most=10**12)
-        expect_number("a price", self.price, least=0)
+        expect_number("price", self.price, least=0)
         expect_number("seconds for a thousand passes", self.seconds, above=0)
 
     @property
@@ -365,7 +373,7 @@ class TextCost:
     def to_dict(self) -> dict[str, Any]:
         figure, each = self.estimate.figure, self.estimate
         return {
-            "format": 1, "kind": "text cost", "exposure": figure["exposure"],
+            "format": FORMAT, "kind": "text cost", "exposure": figure["exposure"],
             "model": figure["model"], "tokens": each.tokens, "texts": self.texts,
             "passes": each.passes * self.texts, "hours": self.hours, "money": self.money,
             "exact": each.exact, "exact_measured": figure["exact"], "source": figure.source,
@@ -408,8 +416,8 @@ def text(tokens: int, *, exposure: str = "embedding", processor: str = "gpu") ->
             return TextEstimate(figure, tokens)
     measured = ", ".join(f"{low}–{high}" for low, high in (figure["tokens"] for figure in rows))
     raise InputError(
-        f"expected a length that was measured ({measured or 'none on this processor'}), "
-        f"got {tokens} tokens"
+        f"{tokens} tokens were not measured: choose a length among "
+        f"{measured or 'none on this processor'}"
     )
 
 

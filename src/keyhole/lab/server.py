@@ -1,7 +1,7 @@
 """A planted target behind a real inference server: MLServer, Open Inference Protocol v2, FP64.
 
 To try an audit over the network. Needs the extra `keyhole[serve]`. What each client may ask is
-counted by its address (rationed.py).
+counted by its address (oracle/defences.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TargetRuntime(MLModel):
     async def load(self) -> bool:
         parameters = self.settings.parameters
         if parameters is None or parameters.uri is None:
-            raise InputError("expected the path of a target in the model's settings, got none")
+            raise InputError("the model's settings name no target: set parameters.uri to its file")
         extra = parameters.extra or {}
         served = Degradation.of(extra).applied(load(parameters.uri))
         self._target = Rationed(served, extra.get("client_budget"), extra.get("client_rate"))
@@ -113,7 +113,7 @@ def serve(
     target = load(path)
     Rationed(target, client_budget, client_rate)  # refuses numbers that make no sense
     if not _NAME.fullmatch(name):
-        raise InputError(f"expected a name of letters, digits, '.', '_' and '-', got {name}")
+        raise InputError(f"a name consists of letters, digits, '.', '_' and '-': got {name}")
     _expect_free(host, port)
     settings = Settings(
         host=host,
@@ -155,19 +155,19 @@ async def _run(settings: Any, model: Any) -> None:
 def _expect_free(host: str, port: int) -> None:
     """MLServer's own server ends the process where it cannot listen, without a message."""
     if not 0 < port < 2**16:
-        raise InputError(f"expected a port from 1 to {2**16 - 1}, got {port}")
+        raise InputError(f"the port must lie between 1 and {2**16 - 1}: got {port}")
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"expected an address of this machine, got {host}: {why}") from error
+        raise InputError(f"{host} is no address of this machine: {why}") from error
     try:
         with socket.socket(address[0]) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address[4])
     except OSError as error:
         raise KeyholeError(
-            f"expected to listen on {host}:{port}, got {error.strerror}: try another --port"
+            f"cannot listen on {host}:{port} ({error.strerror}): try another --port"
         ) from error
 
 

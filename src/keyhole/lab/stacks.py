@@ -34,12 +34,12 @@ from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
 from keyhole.core.machine import expect_room
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
-from keyhole.core.result import Result, typed
-from keyhole.invert import problem as planted
+from keyhole.core.result import Result, restored, typed
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import inputs_in, inputs_of
 from keyhole.invert.judge import NEARLY, ROUNDING, distinct, judge, residual_of
-from keyhole.invert.problem import Problem
+from keyhole.invert.problem import Problem, number_in
+from keyhole.invert.problem import plant as plant_layer
 from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
@@ -142,12 +142,8 @@ class Stack:
         known = {"B", *(f"{n}.{name}" for n in range(1, depth + 1) for name in _TENSORS)}
         if not wanted <= set(tensors) <= known:
             got = ", ".join(sorted(tensors)[:9]) or "nothing"
-            raise InputError(f"expected tensors 1.W, 1.V, 2.W, … and B in {path}, got {got}")
-        word = metadata.get("tolerance", "0")
-        try:
-            tolerance = float(word)
-        except ValueError:
-            raise InputError(f"expected tolerance as a number in {path}, got {word!r}") from None
+            raise InputError(f"{path} must hold tensors 1.W, 1.V, 2.W, … and B: it holds {got}")
+        tolerance = number_in(metadata, "tolerance", path)
         try:
             layers = tuple(_layer(number, metadata, tensors) for number in range(1, depth + 1))
             stack = cls(layers, tensors["B"], tolerance)
@@ -180,8 +176,8 @@ def plant(
     """A stack and its input; V is as small as it is in deep models, 1/√(d·depth)."""
     expect_count("layers", depth)
     expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
-    first, X = planted.plant(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
-    others = (planted.plant(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
+    first, X = plant_layer(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
+    others = (plant_layer(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
     size = math.sqrt(dim * depth)
     layers = (
         Layer(problem.W, problem.V / size, residual=residual, causal=causal)
@@ -251,12 +247,7 @@ class StackInversion(Result):
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         X, solutions = inputs_in(tensors)
-        plain = ("reason", "method", "residual", "seconds", "amplification", "environment")
-        layers = tuple(Amplification(**layer) for layer in data["layers"])
-        return cls(
-            status=Status(data["status"]), X=X, solutions=solutions, layers=layers,
-            **{name: data[name] for name in plain},
-        )  # fmt: skip
+        return restored(cls, data, more=True, X=X, solutions=solutions)
 
 
 @dataclass(frozen=True, eq=False)

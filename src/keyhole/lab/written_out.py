@@ -135,11 +135,12 @@ def written_out(model: Any) -> Classifier:
     name = type(model).__name__
     if name != "BertForSequenceClassification" or model.config.hidden_act != "gelu":
         raise InputError(
-            f"expected a BERT classifier with gelu to certify, got {name} "
+            f"certificates are for BERT classifiers with gelu: got {name} "
             f"with {getattr(model.config, 'hidden_act', 'another activation')}"
         )
     if model.config.num_labels < 2:
-        raise InputError(f"expected two classes or more to certify, got {model.config.num_labels}")
+        count = model.config.num_labels
+        raise InputError(f"a certificate needs two classes or more: the model has {count}")
     blocks = model.bert.encoder.layer
     count = int(model.config.num_attention_heads)
     return Classifier(

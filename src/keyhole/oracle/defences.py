@@ -116,8 +116,7 @@ class Rounded(Wrapper):
     """Answers rounded to `decimals` digits after the point."""
 
     def __init__(self, inner: Oracle, decimals: int) -> None:
-        if not 0 <= decimals <= 15:
-            raise InputError(f"decimals must be from 0 to 15, got {decimals}")
+        expect_count("decimals", decimals, 0, 15)
         super().__init__(inner, f"rounded:{decimals}")
         self.decimals = decimals
 
@@ -137,7 +136,7 @@ class Noisy(Wrapper):
         self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
     ) -> None:
         if not (tolerance >= 0 and math.isfinite(tolerance)):
-            raise InputError(f"tolerance must be 0 or more, got {tolerance}")
+            raise InputError(f"a tolerance must be 0 or more, not {tolerance}")
         super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed
@@ -173,8 +172,7 @@ class Clipped(Wrapper):
     """Tokens longer than `max_norm` are shortened to it before the target sees them."""
 
     def __init__(self, inner: Oracle, max_norm: float) -> None:
-        if not (max_norm > 0 and math.isfinite(max_norm)):
-            raise InputError(f"max_norm must be above 0, got {max_norm}")
+        expect_number("a norm", max_norm, above=0)
         super().__init__(inner, f"clipped:{max_norm!r}")
         self.max_norm = max_norm
 

@@ -66,7 +66,7 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
-                raise InputError(f"expected a limit {field.name} above 0, got {value}")
+                raise InputError(f"a limit {field.name} must be above 0, not {value}")
 
 
 class Refused(OracleError):

@@ -65,7 +65,7 @@ class SubLayer(Parametric):
         if self.residual and self.outputs != d:
             raise InputError(f"expected {d} outputs with a residual, got {self.outputs}")
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
-            raise InputError(f"epsilon must be above 0, got {self.epsilon}")
+            raise InputError(f"an epsilon must be above 0, not {self.epsilon}")
 
     @property
     def dim(self) -> int:

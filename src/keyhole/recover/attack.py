@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.anatomy import Anatomy, anatomy
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import capture
 from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
 
@@ -37,7 +37,7 @@ class TokenCount:
         self.under_way: set[int] = set()
 
     def begin(self, numbers: Iterable[int]) -> None:
-        """Leaks are worked on together from here on."""
+        """These leaks are worked on from now on."""
         self.under_way.update(numbers)
 
     def set(self, number: int, tokens: int) -> None:
@@ -134,20 +134,6 @@ class Attack(Protocol):
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]: ...
 
 
-@runtime_checkable
-class Counts(Attack, Protocol):
-    """An attack that counts a corpus for an encoder, and then reads many leaks with the counts."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All that it follows from besides the encoder, as JSON can write it."""
-        ...
-
-    def ready(self, target: Target, exposure: Exposure) -> Attack:
-        """The same with its counts, for many calls."""
-        ...
-
-
 @contextmanager
 def solvable(model: nn.Module) -> Generator[None]:
     """Ends the attack inside with a status where an equation has no solution.
@@ -167,7 +153,7 @@ def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
         return
     name = _not_finite(model)
     cause = "they overflow" if name is None else f"its weights hold some, in {name}"
-    raise InputError(f"expected numbers from the model, got NaN or infinity: {cause}")
+    raise InputError(f"the model gives NaN or infinity: {cause}")
 
 
 def _reason(model: nn.Module, error: Exception) -> str:

@@ -1,6 +1,7 @@
-"""Leaks behind a defence, each read as it is best read, by an attacker who knows which one it is.
+"""Leaks behind a defence, read by an attacker who knows which defence it is.
 
-He does not know a secret; but he uses the server too, and texts of his own leak with the same one.
+The attacker does not know the defence's secret, but uses the server too: texts of the attacker's
+own leak under the same secret.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ from keyhole.recover.simulate import degrade, leak_of, with_noise
 DEFENCES = ("none", "noise", "permuted", *FORMS)
 NOISE = 0.1  # in standard deviations of the leak
 _KEY = 7
+_SOLVED = {
+    "rotated": "rotation solved from rows of own texts",
+    "scrambled": "map solved from sums of own texts",
+    "mixed": "map solved from sums of own texts",
+}
 _LONG = 3 * BLOCK  # tokens of a text of the attacker's own
 _PARTLY = 0.5  # of the tokens: what is called nearly recovered
 _APART = 10_000  # keeps the seeds of the attacker's texts apart from the others'
@@ -46,14 +52,14 @@ class LeakTried:
 
     defence: str
     exposure: str
-    attack: str
-    status: Status
-    reason: str
     texts: int
-    exact: int
-    tokens: float
-    own: int
-    seconds: float
+    attack: str = "read as it is"
+    status: Status = Status.UNSOLVED
+    reason: str = ""
+    exact: int = 0
+    tokens: float = 0.0
+    own: int = 0
+    seconds: float = 0.0
 
 
 def read_behind(
@@ -61,7 +67,7 @@ def read_behind(
 ) -> LeakTried:
     """Hide what leaks of `texts` behind a defence, and read it all the same."""
     if defence not in DEFENCES:
-        raise InputError(f"expected a defence among {', '.join(DEFENCES)}, got {defence}")
+        raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     started = time.perf_counter()
     target = Target.of(loaded.model, loaded.tokenizer)
@@ -70,55 +76,39 @@ def read_behind(
         loaded.tokenizer(text, truncation=True, max_length=leak.length)["input_ids"]
         for text, leak in zip(texts, plain, strict=True)
     ]
-    reading = _Reading()
+    tried = LeakTried(defence, str(exposure), len(texts))
     try:
         leaks = [_defended(leak, defence, seed + number) for number, leak in enumerate(plain)]
         if defence in FORMS:
-            leaks = reading.undo(target, leaks, exposure, defence, seed)
-        reading.judge(recover_texts(loaded.model, loaded.tokenizer, leaks), truths)
+            known = own_texts(target, exposure, defence, seed)
+            tried = replace(tried, attack=_SOLVED[defence], own=len(known))
+            leaks = _undone(target, known, leaks, defence)
+        tried = _judged(tried, recover_texts(loaded.model, loaded.tokenizer, leaks), truths)
     except Unsuccessful as end:
-        reading.status, reading.reason = end.status, end.reason
-    return LeakTried(
-        defence, str(exposure), reading.attack, reading.status, reading.reason, len(texts),
-        reading.exact, reading.tokens, reading.own, time.perf_counter() - started,
-    )  # fmt: skip
+        tried = replace(tried, status=end.status, reason=end.reason)
+    return replace(tried, seconds=time.perf_counter() - started)
 
 
-@dataclass
-class _Reading:
-    """How a leak is read, and what has come of it so far."""
+def _undone(target: Target, known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
+    """The leaks without the secret, as far as texts of the attacker's own show it."""
+    if form == "rotated":
+        return unrotated(known, leaks)
+    return [in_no_order(target, leak) for leak in unscrambled(known, leaks)]
 
-    attack: str = "read as it is"
-    status: Status = Status.UNSOLVED
-    reason: str = ""
-    exact: int = 0
-    tokens: float = 0.0
-    own: int = 0
 
-    def undo(
-        self, target: Target, leaks: Sequence[Leak], exposure: Exposure, form: str, seed: int
-    ) -> list[Leak]:
-        """The leaks without the secret, as far as texts of one's own tell it."""
-        known = own_texts(target, exposure, form, seed)
-        self.own = len(known)
-        if form == "rotated":
-            self.attack = "rotation solved from rows of own texts"
-            return unrotated(known, leaks)
-        self.attack = "map solved from sums of own texts"
-        return [in_no_order(target, leak) for leak in unscrambled(known, leaks)]
-
-    def judge(self, recoveries: Sequence[TextRecovery], truths: Sequence[list[int]]) -> None:
-        """By the texts themselves, which the auditor knows."""
-        right = 0
-        for truth, recovery in zip(truths, recoveries, strict=True):
-            right += sum(a == b for a, b in zip(truth, recovery.ids, strict=False))
-            self.exact += recovery.verified and recovery.ids == truth
-        self.tokens = right / sum(map(len, truths))
-        self.reason = recoveries[0].reason
-        if self.exact == len(truths):
-            self.status = Status.RECOVERED
-        elif self.exact or self.tokens >= _PARTLY:
-            self.status = Status.INEXACT
+def _judged(
+    tried: LeakTried, recoveries: Sequence[TextRecovery], truths: Sequence[list[int]]
+) -> LeakTried:
+    """By the texts themselves, which the auditor knows."""
+    pairs = list(zip(truths, recoveries, strict=True))
+    right = sum(a == b for truth, read in pairs for a, b in zip(truth, read.ids, strict=False))
+    exact = sum(read.verified and read.ids == truth for truth, read in pairs)
+    tokens, status = right / sum(map(len, truths)), Status.UNSOLVED
+    if exact == len(truths):
+        status = Status.RECOVERED
+    elif exact or tokens >= _PARTLY:
+        status = Status.INEXACT
+    return replace(tried, status=status, reason=recoveries[0].reason, exact=exact, tokens=tokens)
 
 
 def own_texts(target: Target, exposure: Exposure, form: str, seed: int) -> Pairs:

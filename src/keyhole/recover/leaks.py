@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_among, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.models.capture import Exposure
 
@@ -30,7 +29,7 @@ _CUT = 0.1  # … and that of what was cut off and normalised, in 4 bits
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class About:
-    """What is known about a leak besides its numbers; every field may be left out.
+    """What is known about a leak except its numbers; every field may be left out.
 
     `precision` is how the numbers were rounded (one of PRECISIONS; "binary" for pooled embeddings
     alone; None: found out from the numbers). `noise` is the standard deviation of noise that was
@@ -44,7 +43,7 @@ class About:
     mask: Tensor | None = None
 
 
-# What callers and files may say of a leak, by field.
+# The types of the fields that callers and files may set; None: a tensor or nothing.
 _KINDS: dict[str, Any] = {
     "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
     "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
@@ -60,47 +59,52 @@ class BaseLeak(About):
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]] = ("values",)
     more: ClassVar[tuple[str, ...]] = ("mask",)
-    usual: ClassVar[dict[str, Any]] = {}  # what older files do not mention it could be otherwise
+    usual: ClassVar[dict[str, Any]] = {}  # values that files leave out: older ones lack the fields
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, Tensor | _KINDS.get(field.name, object)):
-                raise InputError(f"expected {field.name} of another kind, got {value!r:.40}")
-        if self.noise is not None and not 0 <= self.noise < math.inf:
-            raise InputError(f"noise must be 0 or more, got {self.noise}")
+            kind = _KINDS.get(field.name, object)
+            if not isinstance(value, Tensor | kind):
+                kind = getattr(kind, "__name__", kind)
+                raise InputError(f"expected {field.name} as {kind}, got {value!r:.40}")
+        expect_number("noise", self.noise, least=0)
         known = PRECISIONS if self.kind == "pooled" else PRECISIONS[:-1]  # signs of one vector
-        if self.precision is not None and self.precision not in known:
-            raise InputError(f"expected a precision among {', '.join(known)}, got {self.precision}")
+        if self.precision is not None:
+            expect_among("precision", self.precision, known)
         for name in self.names:
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-                raise InputError(f"expected {name} to be a floating-point tensor, got another kind")
-            if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
-                tensor = tensor.to(torch.float32)
-            if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
-                tensor = tensor[0]
-            if tensor.ndim != self.rank or 0 in tensor.shape:
-                raise InputError(
-                    f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
-                )
-            if bool(tensor.isinf().any()):
-                raise InputError(f"expected finite {name} (NaN where nothing leaked), got infinity")
-            if bool(tensor.isnan().all()):
-                raise InputError(f"expected {name} to hold numbers, got only NaN")
-            if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
-                object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
-            object.__setattr__(self, name, tensor.detach().to(torch.float32))
+            self._take_tensor(name)
         if self.length is not None and self.length < 1:
-            raise InputError(f"expected one token or more, got {self.length}")
+            raise InputError(f"a leak must have at least one token: got {self.length}")
         if self.mask is not None:
             if self.mask.is_complex() or not bool(self.mask.isfinite().all()):
-                raise InputError("expected a mask of 0 and 1, got other numbers")
+                raise InputError("the mask must hold only 0 and 1")
             mask = self.mask.reshape(-1).to(torch.long)
             if self.length is not None and len(mask) != self.length:
                 raise InputError(f"expected a mask of {self.length} positions, got {len(mask)}")
             object.__setattr__(self, "mask", mask)
+
+    def _take_tensor(self, name: str) -> None:
+        """Check the tensor of that name, and keep it as float32 of one text."""
+        tensor = getattr(self, name)
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise InputError(f"expected {name} as a floating-point tensor, got another kind")
+        if tensor.dtype.itemsize == 1:  # few operations are there for them, not even isinf
+            tensor = tensor.to(torch.float32)
+        if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.ndim != self.rank or 0 in tensor.shape:
+            raise InputError(
+                f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
+            )
+        if bool(tensor.isinf().any()):
+            raise InputError(f"{name} must be finite, or NaN where nothing leaked")
+        if bool(tensor.isnan().all()):
+            raise InputError(f"{name} must hold numbers, not only NaN")
+        if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
+            object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
+        object.__setattr__(self, name, tensor.detach().to(torch.float32))
 
     @property
     def exposure(self) -> Exposure:
@@ -108,7 +112,7 @@ class BaseLeak(About):
 
     @property
     def in_no_order(self) -> bool:
-        """Do the rows stand in an order that says nothing?"""
+        """Are the rows in a random order?"""
         return bool(getattr(self, "permuted", False))
 
     @property
@@ -128,15 +132,14 @@ class BaseLeak(About):
         """The leak of the first `length` positions."""
         if self.length is None or length == self.length:
             return self
-        ends = self.names if self.kind != "maps" else ()
-        short = {name: getattr(self, name)[..., :length, :] for name in ends}
-        if self.kind == "maps":
-            short = {"values": self.tensors["values"][:, :length, :length]}
+        short = {name: tensor[..., :length, :] for name, tensor in self.tensors.items()}
+        if self.kind == "maps":  # a row and a column for each position
+            short = {name: tensor[..., :length] for name, tensor in short.items()}
         return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
 
     @property
     def known(self) -> dict[str, Any]:
-        """What is known about the leak besides its tensors; what is usual is not remarked on."""
+        """What is known about the leak except its tensors, and except what is usual."""
         names = [field.name for field in fields(self)]
         tensors = {*self.names, *self.more}
         known = {name: getattr(self, name) for name in names if name not in tensors}
@@ -164,36 +167,6 @@ class BaseLeak(About):
         write_tensors(path, self.stored, about)
 
 
-def _expect_stored_form(
-    values: Tensor,
-    width: int | None,
-    steps: Tensor | None,
-    ends: Tensor | None,
-    codebook: Tensor | None,
-) -> None:
-    """Refuse a description of how a vector (d,) was rounded that does not go with it."""
-    if width not in (None, len(values)):
-        raise InputError(f"expected {width} numbers, the width that is stated, got {len(values)}")
-    if steps is not None and codebook is not None:
-        raise InputError("expected steps or a codebook, got both")
-    if steps is not None and steps.shape != values.shape:
-        raise InputError(f"expected {len(values)} steps, got {tuple(steps.shape)}")
-    if ends is not None and (steps is None or ends.shape != (2, len(values))):
-        raise InputError(f"expected steps and 2 × {len(values)} ends, got {tuple(ends.shape)}")
-    for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
-        if tensor is not None and not bool(tensor.isfinite().all()):
-            raise InputError(f"expected finite numbers in {name}, got others")
-    if steps is not None and bool((steps < 0).any()):
-        raise InputError("expected steps of 0 or more, got negative ones")
-    if codebook is not None and (
-        codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != len(values)
-    ):
-        raise InputError(
-            f"expected a codebook of (blocks, codes, numbers) for {len(values)} numbers, "
-            f"got {tuple(codebook.shape)}"
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class HiddenStates(BaseLeak):
     """Hidden states (n, d) after block `layer`; 0 is the embeddings.
@@ -216,13 +189,10 @@ class HiddenStates(BaseLeak):
         super().__post_init__()
         if self.width not in (None, self.values.shape[1]):
             raise InputError(
-                f"expected rows of {self.width} numbers, the width that is stated, "
-                f"got {self.values.shape[1]}"
+                f"width is {self.width}, but the rows have {self.values.shape[1]} numbers"
             )
         if self.permuted and self.mask is not None and not bool(self.mask.all()):
-            raise InputError(
-                "expected permuted rows without padding, got a mask: leave out the rows of padding"
-            )
+            raise InputError("permuted rows take no mask: leave out the rows of padding")
         if self.normalised is None:
             lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
             unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT).all())
@@ -305,8 +275,33 @@ class Pooled(BaseLeak):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError("expected normalised to be true or false, got another kind")
-        _expect_stored_form(self.values, self.width, self.steps, self.ends, self.codebook)
+            raise InputError("normalised must be true or false")
+        self._check_rounding(len(self.values), self.steps, self.ends, self.codebook)
+
+    def _check_rounding(
+        self, count: int, steps: Tensor | None, ends: Tensor | None, codebook: Tensor | None
+    ) -> None:
+        """Refuse a description of how the `count` numbers were rounded that does not fit them."""
+        if self.width not in (None, count):
+            raise InputError(f"width is {self.width}, but the vector has {count} numbers")
+        if steps is not None and codebook is not None:
+            raise InputError("give steps or a codebook, not both")
+        for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
+            if tensor is not None and not bool(tensor.isfinite().all()):
+                raise InputError(f"{name} must be finite")
+        if steps is not None and steps.shape != (count,):
+            raise InputError(f"expected {count} steps, got {tuple(steps.shape)}")
+        if steps is not None and bool((steps < 0).any()):
+            raise InputError("steps must not be negative")
+        if ends is not None and (steps is None or ends.shape != (2, count)):
+            raise InputError(f"ends need steps and shape (2, {count}), got {tuple(ends.shape)}")
+        if codebook is not None and (
+            codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != count
+        ):
+            raise InputError(
+                f"expected a codebook of (blocks, codes, numbers) for {count} numbers, "
+                f"got {tuple(codebook.shape)}"
+            )
 
     @property
     def exposure(self) -> Exposure:
@@ -381,11 +376,11 @@ def load_leak(path: str | Path) -> Leak:
 def own_leak(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
     """The leak that a file of Keyhole's own says it is."""
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:
-        raise InputError(f"expected a leak file written by Keyhole, got {path}")
+        raise InputError(f"not a leak file written by Keyhole: {path}")
     try:
         known: dict[str, Any] = parse(metadata["about"])
         return TYPES[metadata["leak"]](**tensors, **known)
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"expected a leak file written by Keyhole, got {path}: {error}") from error
+        raise InputError(f"not a leak file written by Keyhole: {path}: {error}") from error

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
-
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from keyhole.core import Status, environment
-from keyhole.core.result import Result, restored
+from keyhole.core.result import Result
 from keyhole.recover.judge import Mark
 
-_ADVICE = {
-    Status.RECOVERED: "Treat this exposure as the text itself.",
-    Status.INEXACT: "Part of the text is known, as marks and reason say. Treat it as given away.",
-    Status.UNSOLVED: "Not recovered this time: more passes may do it. It is no proof of safety.",
-    Status.BUDGET: "Not recovered this time: a longer search, or texts to learn from, may do it.",
-    Status.MISMATCH: "The leak is not this model's at this layer: check both.",
-    Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
-    Status.NOT_APPLICABLE: "This exposure of this kind of model has no attack here.",
-}
+
+class Recovery(Result):
+    """What the recovery of one text and that of a batch share: what it took, what to do about it.
+
+    `ADVICE` says the latter, where the status does not say it well enough.
+    """
+
+    ADVICE: ClassVar[Mapping[Status, str]]
+    status: Status
+    passes: int
+    seconds: float
+
+    @property
+    def advice(self) -> str:
+        return self.ADVICE.get(self.status, self.status.advice)
+
+    @property
+    def cost(self) -> str:
+        """The last line of the summary."""
+        return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
+
+    def contents(self) -> dict[str, Any]:
+        return {**super().contents(), "advice": self.advice}
 
 
 @dataclass(frozen=True, repr=False)
-class TextRecovery(Result):
+class TextRecovery(Recovery):
     """A text that explains a leak, or how far the search came.
 
     `verified` is the judge's: every token is, by running the model on `ids`. A text is recovered if
@@ -60,10 +72,18 @@ class TextRecovery(Result):
     pieces: tuple[str, ...] = ()
 
     kind: ClassVar[str] = "text recovery"
-
-    @property
-    def advice(self) -> str:
-        return _ADVICE.get(self.status, self.status.advice)
+    ADVICE: ClassVar[Mapping[Status, str]] = {
+        Status.RECOVERED: "Treat this exposure as the text itself.",
+        Status.INEXACT: "Part of the text is known, as marks and reason say. "
+        "Treat it as given away.",
+        Status.UNSOLVED: "Not recovered this time: more passes may do it. "
+        "It is no proof of safety.",
+        Status.BUDGET: "Not recovered this time: a longer search, or texts to learn from, "
+        "may do it.",
+        Status.MISMATCH: "The leak is not this model's at this layer: check both.",
+        Status.NOT_IDENTIFIABLE: "Several texts give this leak.",
+        Status.NOT_APPLICABLE: "No attack in Keyhole reads this exposure of this kind of model.",
+    }
 
     def summary(self) -> str:
         lines = [f"{self.status} ({self.reason})", f"  {self.text}", f"  {self.marked}"]
@@ -74,15 +94,3 @@ class TextRecovery(Result):
         """How many tokens have which mark, in words."""
         counts = [f"{self.marks.count(mark)} {mark}" for mark in Mark if mark in self.marks]
         return f"{', '.join(counts)} of {len(self.marks)} tokens" if counts else "no tokens"
-
-    @property
-    def cost(self) -> str:
-        """What it took, and what to do about it: the last line of the summary."""
-        return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
-
-    def contents(self) -> dict[str, Any]:
-        return {**asdict(self), "advice": self.advice}
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        return restored(cls, data, more=True)

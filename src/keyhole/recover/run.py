@@ -1,18 +1,18 @@
 """Text from leaks: `recover_text` reads one leak, `run` files of them.
 
-The way of a leak: it is opened (files/sources.py) and checked against the model; the attack of its
-kind (registry.py) proposes token ids; the judge of its kind (judge.py) runs the model on them; what
-came of it is a TextRecovery.
+A leak is opened (files/) and checked against the model. The attack on its kind (registry.py)
+proposes token ids, and the judge of its kind (judge.py) runs the model on them. The result is a
+TextRecovery (recovery.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
@@ -21,12 +21,14 @@ from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.capture import Exposure
+from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
 from keyhole.models.pieces import unknown_token
 from keyhole.recover.attack import Attack, Proposal, Target, TokenCount, solvable
 from keyhole.recover.embeddings.judge import judge_vector
 from keyhole.recover.files.arrays import Dump, arrays_of
-from keyhole.recover.files.sources import Opened, Source, WrittenIds, open_sources, opened_by
+from keyhole.recover.files.contents import opened_by, task_for
+from keyhole.recover.files.sources import Opened, Source, WrittenIds, read_sources
 from keyhole.recover.judge import Judge, Verdict
 from keyhole.recover.layers.judge import judge_rows
 from keyhole.recover.leaks import TYPES, Leak
@@ -37,7 +39,6 @@ from keyhole.recover.simulate import MAX_LENGTH, with_noise
 
 NOT_ARRIVED = "the search ended before it came to the text, which proves nothing"
 LEARN_MORE = "--corpus FILE, with more texts like those that are looked for, may read more"
-_JUDGES: dict[str, Judge] = {"pooled": cast("Judge", judge_vector)}  # of other kinds: judge_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,23 @@ class LeakRead:
     padding: int | None = None
     exact: bool | None = None
     shared: Shared | None = None
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        file: Opened,
+        recovery: TextRecovery,
+        tokenizer: Any,
+        original: Original | None,
+        before: bool,
+    ) -> LeakRead:
+        exact = shared = None
+        if original is not None:
+            exact = original.is_exactly(tokenizer, recovery.ids)
+            shared = original.shared(tokenizer, recovery.ids)
+        padding = getattr(tokenizer, "pad_token_id", None)
+        return cls(number, file.name, file.leak.digest, recovery, before, padding, exact, shared)
 
     def to_dict(self) -> dict[str, Any]:
         known = {}
@@ -107,16 +125,7 @@ def run(
         done[number] = recovery
         if notify is not None:
             file, original = opened[number], originals[number]
-            exact = shared = None
-            if original is not None:
-                exact = original.is_exactly(loaded.tokenizer, recovery.ids)
-                shared = original.shared(loaded.tokenizer, recovery.ids)
-            padding = getattr(loaded.tokenizer, "pad_token_id", None)
-            notify(
-                LeakRead(
-                    number, file.name, file.leak.digest, recovery, before, padding, exact, shared
-                )
-            )
+            notify(LeakRead.of(number, file, recovery, loaded.tokenizer, original, before))
 
     with (
         Journal(out, _identity(loaded, method, corpus)) as journal,
@@ -128,19 +137,29 @@ def run(
                 recovery = journal.recall(file.leak.digest, TextRecovery.from_dict)
                 finish(number, recovery, before=True)
         overall(len(done))
-        fresh = [number for number in range(len(opened)) if number not in done]
         if attack is None and all(file.ids is not None for file in opened):
-            attack = WrittenIds([opened[number].ids or () for number in fresh])
-        texts = [texts[number] for number in fresh]
-        tokens = sum(leak.length or 0 for leak in texts)
-        progress = track(f"tokens from {opened[0].leak.exposure}", tokens or None)
-        for place, recovery in _recovering(target, texts, attack, progress, track):
-            number, file = fresh[place], opened[fresh[place]]
+            attack = WrittenIds([file.ids or () for n, file in enumerate(opened) if n not in done])
+        fresh = {number: text for number, text in enumerate(texts) if number not in done}
+        for number, recovery in _reading(target, fresh, attack, track):
+            file = opened[number]
             read = LeakRead(number, file.name, file.leak.digest, recovery)
             journal.add({read.digest: read.to_dict()})
             finish(number, recovery)
             overall(len(done), note=Path(file.name).name)
     return [done[number] for number in range(len(opened))]
+
+
+def _reading(
+    target: Target, leaks: Mapping[int, Leak], attack: Attack | None, track: Track
+) -> Iterator[tuple[int, TextRecovery]]:
+    """The texts of leaks by their numbers, as they come."""
+    numbers, texts = list(leaks), list(leaks.values())
+    if not texts:
+        return
+    tokens = sum(leak.length or 0 for leak in texts)
+    progress = track(f"tokens from {texts[0].exposure}", tokens or None)
+    for place, recovery in _recovering(target, texts, attack, progress, track):
+        yield numbers[place], recovery
 
 
 def _identity(
@@ -161,9 +180,9 @@ def _originals(
     if truth is None:
         return [None] * count
     if len(truth) != count:
-        raise InputError(f"expected {count} true texts, one for each leak, got {len(truth)}")
-    most = min(MAX_LENGTH, target.parts.max_length)
-    return [Original.of(target.tokenizer, text, most) for text in truth]
+        raise InputError(f"{count} leaks need {count} true texts, not {len(truth)}")
+    max_length = min(MAX_LENGTH, target.parts.max_length)
+    return [Original.of(target.tokenizer, text, max_length) for text in truth]
 
 
 def _named_attack(
@@ -197,10 +216,16 @@ def open_leaks(
     device: str = "cpu",
     allow_pickle: bool = False,
 ) -> tuple[Loaded, list[Opened]]:
-    """The model, with the head that such leaks come from, and the leaks that the sources hold."""
-    return open_sources(
-        model, leaks, _parsed(expose), _verifies, device=device, allow_pickle=allow_pickle
-    )
+    """The model, with the head that such leaks come from, and the leaks that the sources hold.
+
+    What another program wrote may be read in several ways: one that gives a verified text counts.
+    """
+    sources, exposure = read_sources(leaks), _parsed(expose)
+    if isinstance(model, str):
+        task = task_for(sources, exposure)
+        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    target = Target.of(model.model, model.tokenizer)
+    return model, opened_by(target, sources, exposure, _verifies)
 
 
 def _parsed(expose: str | Exposure | None) -> Exposure | None:
@@ -234,7 +259,7 @@ def recover_text(
         target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
         opened = opened_by(target, [dump], _parsed(expose), _verifies)
         if len(opened) > 1:
-            raise InputError(f"expected one text, got {len(opened)}: recover.run takes several")
+            raise InputError(f"the arrays hold {len(opened)} texts: use recover.run for several")
         leak = opened[0].leak
     return recover_texts(model, tokenizer, [leak], method=method, progress=progress)[0]
 
@@ -261,7 +286,7 @@ def recovering(
     progress: Progress = silent,
     track: Track = untracked,
 ) -> Iterator[tuple[int, TextRecovery]]:
-    """The same, one by one as they come: (number of the leak, what became of it).
+    """The same, one by one as they come: the number of the leak and its recovery.
 
     `progress` gets how many tokens fit so far, and of how many; `track` follows the parts of an
     attack that has any.
@@ -286,7 +311,7 @@ def _recovering(
     target = replace(target, count=count, track=track)
     left = set(range(len(texts)))
     name = "" if method is None else type(method).__name__
-    judge = _JUDGES.get(texts[0].kind, judge_rows)
+    judge: Judge = judge_vector if texts[0].kind == "pooled" else judge_rows
     try:
         attack = method or _default_attack(target, texts[0])
         name = type(attack).__name__
@@ -312,7 +337,7 @@ def _default_attack(target: Target, leak: Leak) -> Attack:
     if not names:
         order = " in no order" if leak.in_no_order else ""
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"no attack here reads {leak.exposure}{order} of {_kind(target)}"
+            Status.NOT_APPLICABLE, f"no attack reads {leak.exposure}{order} of {_kind(target)}"
         )
     return ATTACKS.make(names[0])
 
@@ -420,17 +445,19 @@ def _check(target: Target, leak: Leak) -> Leak:
     if leak.mask is None or leak.length is None:
         return leak
     if not bool(leak.mask.any()):
-        raise InputError("expected a mask with text in it, got only padding")
+        raise InputError("the mask is only padding: there is no text")
     return leak.cut(int(leak.mask.nonzero().max()) + 1)
 
 
 def _check_shapes(target: Target, leak: Leak) -> None:
     parts, length = target.parts, leak.length
     if length is not None and length > parts.max_length:
-        raise InputError(f"expected at most {parts.max_length} positions, got {length}")
+        raise InputError(
+            f"the leak has {length} positions, and the model takes at most {parts.max_length}"
+        )
     width = leak.exposure.width or parts.width
     if width > parts.width:
-        raise InputError(f"expected rows of at most {parts.width} numbers, got {width}")
+        raise InputError(f"the rows have {width} numbers, and the model is {parts.width} wide")
     expected = {
         "hidden": (length, width),
         "attention": (length, parts.width),

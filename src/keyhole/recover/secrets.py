@@ -50,7 +50,7 @@ BLOCK = 16  # tokens
 _STRETCH = 2.0  # the largest singular value of a secret map, and one over the least
 _ROUNDING = 1e-11  # of the largest singular value of XᵀY, a product of two float32 matrices
 _AT_ONCE = 4096  # tokens of the vocabulary in one pass
-_ELSEWHERE = 1e30  # the cost of a place in another block
+_OTHER_BLOCK = 1e30  # the cost of a place in another block
 _SPANNED = 1e-6  # of the largest singular value: less is rounding of float32
 _OUTSIDE = 1e-6  # of the squares of a leak, outside of what is known
 
@@ -86,9 +86,9 @@ def blocks(length: int) -> list[slice]:
 def hidden_behind(leak: Leak, form: str, key: int, stream: torch.Generator) -> Leak:
     """The leak as an attacker without `key` finds it; `stream` draws what is drawn anew."""
     if form not in FORMS:
-        raise InputError(f"expected a form among {', '.join(FORMS)}, got {form}")
+        raise InputError(f"unknown form {form}: choose one of {', '.join(FORMS)}")
     if form != "rotated" and isinstance(leak, Pooled):
-        raise InputError(f"expected rows of several tokens to be {form}, got {leak.exposure}")
+        raise InputError(f"only rows of several tokens can be {form}, not {leak.exposure}")
     matrices = [matrix.double() for matrix in matrices_of(leak)]
     if form != "rotated":
         order = torch.cat([
@@ -152,11 +152,11 @@ def undo_linear(known: Tensor, stored: Tensor) -> Tensor:
 def _expect_pairs(known: Tensor, stored: Tensor) -> None:
     if known.shape != stored.shape or known.ndim != 2 or not len(known):
         raise InputError(
-            f"expected as many known vectors as stored ones, of the same width, "
+            "known and stored vectors must have the same shape (vectors, width), "
             f"got {tuple(known.shape)} and {tuple(stored.shape)}"
         )
     if not bool((known.isfinite() & stored.isfinite()).all()):
-        raise InputError("expected finite vectors, got infinity or NaN")
+        raise InputError("known and stored vectors must be finite")
 
 
 Pairs = Sequence[tuple[Leak, Leak]]  # of a known text: its leak as it would be, and as it is
@@ -198,7 +198,7 @@ def _expect_spanned(stored: Sequence[Tensor], leaks: Sequence[Leak], what: str) 
 def _rows(known: Pairs, sums: bool) -> list[tuple[Tensor, Tensor]]:
     """For each matrix of a leak all known rows (m, k), or sums over blocks, and those stored."""
     if not known:
-        raise InputError("expected known texts, got none")
+        raise InputError("at least one known text is needed")
 
     def rows(leak: Leak) -> list[Tensor]:
         matrices = [matrix.double() for matrix in matrices_of(leak)]
@@ -228,7 +228,7 @@ def in_no_order(target: Target, leak: Leak) -> Leak:
     if isinstance(leak, HiddenStates):
         return replace(leak, permuted=True)
     if not isinstance(leak, KeyValues):
-        raise Unsuccessful(Status.NOT_APPLICABLE, f"no attack here orders {leak.exposure}")
+        raise Unsuccessful(Status.NOT_APPLICABLE, f"no attack orders {leak.exposure}")
     number = leak.exposure.block(target.parts)
     if not target.parts.causal:
         below = attention_inputs(target, leak, number).cpu()
@@ -246,7 +246,7 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
     tokens = _tokens_by_values(target, leak.values.transpose(0, 1).flatten(1))
     length = len(tokens)
     keys = leak.keys.transpose(0, 1).flatten(1)
-    costs = torch.full((length, length), _ELSEWHERE)
+    costs = torch.full((length, length), _OTHER_BLOCK)
     rows = torch.arange(length)
     for shift in range(length):  # so that every token comes to stand at every place
         moved = tokens.roll(shift)[None].to(target.parts.device)
@@ -256,7 +256,7 @@ def _ordered(target: Target, leak: KeyValues) -> KeyValues:
     for part in blocks(length):
         outside = torch.ones(length, dtype=torch.bool)
         outside[part] = False
-        costs[part, outside] = _ELSEWHERE
+        costs[part, outside] = _OTHER_BLOCK
     order = assigned(costs)
     return replace(leak, keys=leak.keys[:, order], values=leak.values[:, order])
 

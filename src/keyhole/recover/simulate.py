@@ -1,9 +1,9 @@
-"""A leak made on purpose: what a model would give away for a text, in the state it leaks in.
+"""Leaks for experiments: what a model would give away for a text, as exact as leaks are.
 
 Leaks in practice are not float32: caches are kept in bfloat16 or in 8 bits with a scale for each
 token and head, an endpoint adds noise. Hidden states come as directions (vLLM's token embeddings
-are rows of length one), cut to their first numbers, some rows of them, or in an order that is not
-the text's. `leak_of` runs the model and takes one exposure of a text; `degrade` does the rest.
+are rows of length one), cut to their first numbers, some rows of them, or in another order than
+the text's. `leak_of` runs the model and takes one exposure of a text; `degrade` makes it coarser.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, expect_number, expect_seed
+from keyhole.core.errors import InputError, expect_among, expect_number, expect_seed
 from keyhole.core.files import trouble
 from keyhole.core.journal import Journal, digest
 from keyhole.data import opening
@@ -45,27 +45,28 @@ def leak_of(
     text: str | Sequence[int],
     exposure: Exposure | str,
     *,
-    most: int = MAX_LENGTH,
+    max_length: int = MAX_LENGTH,
 ) -> Leak:
     """One exposure of one text (or of its token ids), in float32, with the model's identity in it.
 
-    A text is cut off after `most` tokens; ids are taken as they are.
+    A text is cut off after `max_length` tokens; ids are taken as they are.
     """
     exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
     parts = anatomy(model)
     exposure.block(parts)
     ids = text
     if isinstance(text, str):
-        most = min(most, parts.max_length)
-        ids = tokenizer(opening(text, most), truncation=True, max_length=most)["input_ids"]
+        max_length = min(max_length, parts.max_length)
+        given = opening(text, max_length)
+        ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
         if ids == tokenizer("")["input_ids"]:  # nothing, or the tokenizer's frame around nothing
-            raise InputError(f"expected a text with a token in it, got {text[:40]!r}")
+            raise InputError(f"a text must have at least one token: {text[:40]!r}")
     if not ids:
-        raise InputError("expected one token or more, got none")
+        raise InputError("a text must have at least one token")
     with torch.no_grad():
-        given = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
-    expect_numbers(model, given.values())
-    tensors = {name: tensor[0].cpu() for name, tensor in given.items()}
+        leaked = exposed(model, exposure, ids=torch.tensor([ids], device=parts.device))
+    expect_numbers(model, leaked.values())
+    tensors = {name: tensor[0].cpu() for name, tensor in leaked.items()}
     about: dict[str, Any] = {"model": identity(model)}
     if exposure.kind == "pooled":
         about |= {"pooling": exposure.pooling, "normalised": exposure.normalised}
@@ -97,11 +98,9 @@ def degrade(
     changes = parse_forms(forms)
     secrets = {name: changes.pop(name) for name in SECRET_FORMS if name in changes}
     if len(secrets) > 1:
-        raise InputError(f"expected one secret, got {' and '.join(secrets)}")
-    if precision not in PRECISIONS:
-        raise InputError(f"expected a precision among {', '.join(PRECISIONS)}, got {precision}")
-    if not 0.0 <= noise < float("inf"):
-        raise InputError(f"noise must be 0 or more, got {noise}")
+        raise InputError(f"give one secret, not {' and '.join(secrets)}")
+    expect_among("precision", precision, PRECISIONS)
+    expect_number("noise", noise, least=0)
     stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
     leak = _reshaped(leak, changes, stream)
     for form, key in secrets.items():
@@ -131,9 +130,9 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
         counted = name in ("subset", "truncated", *SECRET_FORMS)
         whole = count.isascii() and count.isdecimal() and 0 < len(count) < 10 and int(count) > 0
         if name not in FORMS or bool(colon) != counted or (counted and not whole):
-            raise InputError(f"expected a form among {', '.join(FORMS.values())}, got {form}")
+            raise InputError(f"unknown form {form}: choose one of {', '.join(FORMS.values())}")
         if name in parsed:
-            raise InputError(f"expected each form once, got {name} twice")
+            raise InputError(f"form {name} is given twice")
         parsed[name] = int(count) if counted else None
     return parsed
 
@@ -144,16 +143,16 @@ def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator)
     if isinstance(leak, Logits) and set(forms) == {"log-probabilities"}:
         return replace(leak, values=leak.values.log_softmax(-1), log_probabilities=True)
     if "log-probabilities" in forms:
-        raise InputError(f"expected logits to be {', '.join(forms)}, got {leak.exposure}")
+        raise InputError(f"only logits can be {', '.join(forms)}, not {leak.exposure}")
     of_rows = [form for form in forms if form in ("subset", "permuted")]
     if not isinstance(leak, HiddenStates | Pooled) or (isinstance(leak, Pooled) and of_rows):
         wrong = of_rows if isinstance(leak, Pooled) else forms
-        raise InputError(f"expected hidden states to be {', '.join(wrong)}, got {leak.exposure}")
+        raise InputError(f"only hidden states can be {', '.join(wrong)}, not {leak.exposure}")
     values, about = leak.values, {}
     width = forms.get("truncated")
     if width is not None:
         if width > values.shape[-1]:
-            raise InputError(f"expected at most {values.shape[-1]} numbers of a row, got {width}")
+            raise InputError(f"truncated:{width} exceeds the {values.shape[-1]} numbers of a row")
         values, about = values[..., :width], {"width": width}
     if "normalised" in forms:
         values = torch.nn.functional.normalize(values, dim=-1)
@@ -254,9 +253,9 @@ def capture(
 def files_of(out: Path, count: int) -> list[Path]:
     """The files that so many leaks are written to."""
     if count == 0:
-        raise InputError("expected one text or more, got none")
+        raise InputError("no text was given")
     if count == 1:
         return [out]
     if out.suffix:
-        raise InputError(f"expected a folder for {count} leaks, got {out}")
+        raise InputError(f"{count} leaks need a folder, not a file: {out}")
     return [out / f"leak-{number:04d}.safetensors" for number in range(count)]

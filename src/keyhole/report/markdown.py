@@ -1,6 +1,6 @@
 """An audit as Markdown for a pull request: the verdict, four cards, what is given away.
 
-Whatever came from a target, a server or a file stands in a code span (inert.py): nobody is
+Whatever came from a target, a server or a file stands in a code span (core/text.py): nobody is
 mentioned, nothing is linked, no tag is opened. GitHub takes 65,536 characters of a comment: rows
 that do not fit are counted instead.
 """

@@ -10,23 +10,12 @@ here loads torch before it is used.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from keyhole.core import Audit
     from keyhole.testing.withstands import CouldNotCheck, assert_withstands
 
 __all__ = ["CouldNotCheck", "assert_withstands"]
-
-# Sessions of pytest that run now; one that runs inside another keeps what its own tests audit.
-sessions: list[Callable[["Audit"], None]] = []
-
-
-def notify(audit: "Audit") -> None:
-    """A test audited something."""
-    if sessions:
-        sessions[-1](audit)
 
 
 def __getattr__(name: str) -> Any:

@@ -76,7 +76,7 @@ def test_towards_zero_temperature_the_map_is_linear_in_the_scores():
 def test_problems_of_different_kinds_are_not_stacked():
     first, _ = invert.plant(3, 3)
     other, _ = invert.plant(3, 3, causal=True)
-    with pytest.raises(InputError, match=r"expected problems of one kind .* causal"):
+    with pytest.raises(InputError, match=r"must be of one kind: .* causal"):
         Equations.of([first, other])
 
 

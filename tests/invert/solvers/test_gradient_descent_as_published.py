@@ -79,5 +79,5 @@ def test_a_step_that_overflows_ends_the_start_and_keeps_the_last_input():
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_rate_is_a_number_above_zero(rate):
-    with pytest.raises(InputError, match="expected rate above 0, got"):
+    with pytest.raises(InputError, match="rate must be above 0, not"):
         GradientDescentAsPublished(rate=rate)

@@ -12,9 +12,8 @@ from keyhole import invert
 from keyhole.core import Status
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.judge import judge
-from keyhole.invert.solvers.continuation import solutions_along_the_curve
 from keyhole.invert.solvers.reduce import reduce
-from keyhole.invert.solvers.starts import _covariance, _geometric_mean
+from keyhole.invert.solvers.starts import _covariance, _geometric_mean, solutions_along_the_curve
 
 
 @pytest.mark.parametrize(("n", "d"), [(9, 4), (5, 4), (5, 5), (4, 6)])

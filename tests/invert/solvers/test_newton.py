@@ -88,9 +88,9 @@ def test_the_radius_covers_the_start():
     problem, X = planted(4, 4)
     result = RegularizedNewton()(problem, start=5 * X)
     assert f"radius={radius(problem, 5 * X)}" in result.method
-    with pytest.raises(InputError, match=r"radius of at least .* covers the start"):
+    with pytest.raises(InputError, match=r"radius must be at least .* to cover the start"):
         RegularizedNewton(radius=radius(problem))(problem, start=50 * X)
-    with pytest.raises(InputError, match="covers the weights and the output, got 1"):
+    with pytest.raises(InputError, match="to cover the weights and the output: got 1"):
         RegularizedNewton(radius=1.0)(problem)
 
 
@@ -200,12 +200,12 @@ def test_known_entries_stay_with_a_drawn_hessian():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"gamma": "small"}, 'expected gamma "paper" or a number'),
-        ({"gamma": -1.0}, "expected gamma of 0 or more"),
-        ({"delta": 0.0}, "expected delta between 0 and 1"),
-        ({"delta": math.nan}, "expected delta between 0 and 1"),
-        ({"slack": 1.0}, "expected slack from 0 to below 1"),
-        ({"delta": 0.1, "slack": 0.0}, "expected slack above 0 with delta"),
+        ({"gamma": "small"}, 'gamma must be "paper" or a number'),
+        ({"gamma": -1.0}, "gamma must be 0 or more"),
+        ({"delta": 0.0}, "delta must lie between 0 and 1"),
+        ({"delta": math.nan}, "delta must lie between 0 and 1"),
+        ({"slack": 1.0}, "slack must be at least 0 and below 1"),
+        ({"delta": 0.1, "slack": 0.0}, "delta needs slack above 0"),
     ],
 )
 def test_wrong_hyperparameters_are_refused(wrong, words):

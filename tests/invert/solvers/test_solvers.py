@@ -150,7 +150,7 @@ def test_a_stream_with_heads_mask_and_biases():
 
 
 def test_a_stream_needs_a_residual_connection():
-    with pytest.raises(InputError, match="expected a problem with a residual connection"):
+    with pytest.raises(InputError, match="needs a problem with a residual connection"):
         invert.ResidualStream()(invert.plant(3, 3)[0])
     broken = invert.plant(3, 3, residual=True)[0]
     broken = replace(broken, B=broken.B * torch.nan)

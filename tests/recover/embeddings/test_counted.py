@@ -103,5 +103,5 @@ def test_texts_are_read_back_and_verified(loaded, tmp_path):
 
 def test_a_corpus_without_texts_is_refused(loaded):
     leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
-    with pytest.raises(InputError, match="expected texts in the corpus, got none"):
+    with pytest.raises(InputError, match="the corpus holds no text"):
         recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))

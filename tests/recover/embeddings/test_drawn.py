@@ -65,11 +65,11 @@ def test_a_run_goes_on_where_it_stopped(language_model, tmp_path, monkeypatch):
 
 
 def test_sentences_begin_with_words(language_model):
-    with pytest.raises(InputError, match="expected words that sentences begin with, got none"):
+    with pytest.raises(InputError, match="begins must not hold empty words"):
         draw_texts(language_model, 5, begins=["w1", " "])
 
 
 def test_a_model_that_ends_no_sentence_is_told(language_model, monkeypatch):
     monkeypatch.setattr(drawn, "_batch", lambda *_: [])
-    with pytest.raises(KeyholeError, match="expected a language model that writes sentences"):
+    with pytest.raises(KeyholeError, match="wrote no whole sentence"):
         draw_texts(language_model, 5, begins=BEGINS)

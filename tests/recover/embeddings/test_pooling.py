@@ -31,14 +31,18 @@ MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
 def test_every_pooling_is_found_out(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
-    assert (pooling.name, pooling.normalised) == (way.pooling, way.normalised)
+    assert (pooling.exposure.pooling, pooling.exposure.normalised) == (way.pooling, way.normalised)
     assert pooling.sure
     assert pooling.error == 0.0
     # The same where nobody knows which of the vectors they are.
     among = torch.cat([embeddings(MODEL, WORDS, OTHERS, way), vectors[:1]])
     batches = [(range(4), among[:4]), (range(4, 5), among[4:])]
     known = from_known(MODEL, WORDS, TEXTS[:1], batches)
-    assert (known.name, known.normalised, known.sure) == (way.pooling, way.normalised, True)
+    assert (known.exposure.pooling, known.exposure.normalised, known.sure) == (
+        way.pooling,
+        way.normalised,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,8 +71,12 @@ def test_the_lengths_of_truncated_vectors_say_what_was_normalised(normalised, un
         from_statistics(MODEL, WORDS, TEXTS, vectors, 20),
         from_settings(tmp_path, vectors, 20),
     ):
-        assert (pooling.name, pooling.width, pooling.sure) == ("mean", 20, False)
-        assert (pooling.normalised, pooling.unit) == (normalised or unit, unit)
+        assert (pooling.exposure.pooling, pooling.exposure.width, pooling.sure) == (
+            "mean",
+            20,
+            False,
+        )
+        assert (pooling.exposure.normalised, pooling.exposure.unit) == (normalised or unit, unit)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
@@ -76,7 +84,11 @@ def test_rounding_does_not_matter(precision):
     leaks = [degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS]
     vectors = torch.stack([leak.tensors["values"] for leak in leaks])
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
-    assert (pooling.name, pooling.normalised, pooling.sure) == ("mean", True, True)
+    assert (pooling.exposure.pooling, pooling.exposure.normalised, pooling.sure) == (
+        "mean",
+        True,
+        True,
+    )
 
 
 def test_another_encoder_is_told():
@@ -91,7 +103,7 @@ def test_another_encoder_is_told():
 def test_a_guess_says_that_it_is_one(name, normalised):
     vectors = embeddings(MODEL, WORDS, OTHERS, Exposure("pooled", 0, name, normalised))
     pooling = from_statistics(MODEL, WORDS, TEXTS, vectors)
-    assert (pooling.name, pooling.normalised) == (name, normalised)
+    assert (pooling.exposure.pooling, pooling.exposure.normalised) == (name, normalised)
     assert not pooling.sure
     assert pooling.reason.startswith("guessed")
 
@@ -114,14 +126,14 @@ def test_what_an_encoder_says_of_itself(settings, name, tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     pooling = from_settings(tmp_path, vectors)
-    assert (None if pooling is None else pooling.name) == name
-    assert pooling is None or not (pooling.normalised or pooling.sure)
+    assert (None if pooling is None else pooling.exposure.pooling) == name
+    assert pooling is None or not (pooling.exposure.normalised or pooling.sure)
 
 
 def test_settings_that_are_none(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text("{")
-    with pytest.raises(InputError, match="expected the settings of a pooling"):
+    with pytest.raises(InputError, match="does not hold the settings of a pooling"):
         from_settings(tmp_path, torch.ones(1, 2))
 
 

@@ -150,13 +150,13 @@ def test_bits_are_at_most_what_shannon_allows():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"width": 5}, "expected 5 numbers, the width that is stated, got 64"),
+        ({"width": 5}, "width is 5, but the vector has 64 numbers"),
         ({"steps": torch.ones(5)}, "expected 64 steps, got"),
-        ({"steps": -torch.ones(64)}, "expected steps of 0 or more"),
-        ({"steps": torch.full((64,), torch.nan)}, "expected finite numbers in steps"),
-        ({"ends": torch.ones(2, 64)}, "expected steps and 2 × 64 ends, got"),
+        ({"steps": -torch.ones(64)}, "steps must not be negative"),
+        ({"steps": torch.full((64,), torch.nan)}, "steps must be finite"),
+        ({"ends": torch.ones(2, 64)}, r"ends need steps and shape \(2, 64\)"),
         ({"codebook": torch.ones(3, 4, 5)}, "expected a codebook of .* for 64 numbers"),
-        ({"codebook": BOOK, "steps": torch.ones(64)}, "expected steps or a codebook, got both"),
+        ({"codebook": BOOK, "steps": torch.ones(64)}, "give steps or a codebook, not both"),
     ],
 )
 def test_what_a_store_says_has_to_go_with_the_vector(given, words):

@@ -119,7 +119,7 @@ def test_rows_of_no_layer_are_refused():
     subject = loaded("gpt2")
     noise = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1))
     with pytest.raises(
-        InputError, match=r"no text explains at hidden:.*say what it is with --expo"
+        InputError, match=r"no text explains these numbers at hidden:.*say what it is with --expo"
     ):
         recover.run(subject, noise)
 
@@ -146,11 +146,11 @@ def test_what_is_no_leak_of_this_model():
     wrong = {
         "is it another model's": (np.zeros((5, 31), np.float32), None),
         "of int64: is it another": (np.zeros((5, 32), np.int64), None),
-        "expected hidden:3, got hidden:0, hidden:1": (states, "hidden:3"),
+        "the file holds hidden:0, hidden:1": (states, "hidden:3"),
         "expected a layer from 0 to 3": (given.hidden_states[1], "hidden:9"),
         "expected mask of shape": ({**states, "attention_mask": torch.ones(2, 9)}, None),
         "only padding": ({**states, "attention_mask": torch.zeros(1, 7, dtype=torch.long)}, None),
-        "expected arrays of one kind": ({"a": torch.ones(3, 32), "b": torch.ones(3, 4, 32)}, None),
+        "a, b are of several kinds": ({"a": torch.ones(3, 32), "b": torch.ones(3, 4, 32)}, None),
     }
     for words, (arrays, expose) in wrong.items():
         with pytest.raises(InputError, match=words) as raised:

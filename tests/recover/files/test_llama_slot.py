@@ -14,7 +14,7 @@ from keyhole import recover
 from keyhole.core.errors import InputError
 from keyhole.models.capture import eight_bit_activations, in_blocks
 from keyhole.models.demo import open_model
-from keyhole.recover.files.llama_slot import read_slot
+from keyhole.recover.files.arrays import read_slot
 
 TEXT = "the doctor says no"
 
@@ -73,7 +73,7 @@ def test_what_is_no_whole_slot(slot, tmp_path):
     content = slot.read_bytes()
     for size in (8, 12, 40, 200, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.bin").write_bytes(content[:size])
-        with pytest.raises(InputError, match=r"slot of llama\.cpp, got only its beginning"):
+        with pytest.raises(InputError, match=r"slot of llama\.cpp: only its beginning"):
             read_slot(tmp_path / "cut.bin")
     (tmp_path / "long.bin").write_bytes(content + b"more")
     with pytest.raises(InputError, match="4 bytes after the last layer"):
@@ -99,7 +99,7 @@ def test_older_files_and_transposed_values(tmp_path):
     quantised = content.replace((1).to_bytes(4, "little") + (8).to_bytes(8, "little"),
                                 (8).to_bytes(4, "little") + (8).to_bytes(8, "little"))  # fmt: skip
     (tmp_path / "quantised.bin").write_bytes(quantised)
-    with pytest.raises(InputError, match="in f32, f16 or bf16, got type 8"):
+    with pytest.raises(InputError, match="f32, f16 or bf16, not type 8"):
         read_slot(tmp_path / "quantised.bin")
 
 

@@ -72,5 +72,5 @@ def test_another_models_states_are_refused(subject, tmp_path):
     path = tmp_path / "noise.safetensors"
     states = torch.randn(5, 2, subject.model.config.hidden_size)
     save_file({"hidden_states": states, "token_ids": torch.arange(5)}, path)
-    with pytest.raises(InputError, match="numbers that no text explains"):
+    with pytest.raises(InputError, match="no text explains these numbers"):
         recover.run(subject, path)

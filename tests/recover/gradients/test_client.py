@@ -83,9 +83,9 @@ def test_it_comes_back_from_a_file(tmp_path):
     ("wrong", "words"),
     [
         ({"noise": 1.0}, "--noise needs --clip"),
-        ({"clip": 0.0}, "expected --clip above 0"),
-        ({"steps": 0}, "expected --local-steps of 1 or more"),
-        ({"rate": -1.0}, "expected --rate above 0"),
+        ({"clip": 0.0}, "--clip must be above 0"),
+        ({"steps": 0}, "--local-steps must be 1 or more"),
+        ({"rate": -1.0}, "--rate must be above 0"),
     ],
 )
 def test_wrong_rules_are_refused(wrong, words):

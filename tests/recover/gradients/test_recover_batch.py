@@ -119,7 +119,7 @@ def test_gradients_of_another_model_are_refused():
     model, words, batch = case("bert", CLASSES)
     update = update_of(model, batch)
     other = tiny.model("bert", seed=1, head=CLASSES)
-    with pytest.raises(InputError, match="expected gradients of the model"):
+    with pytest.raises(InputError, match="the gradients are of the model"):
         recover_batch(other, words, update)
     assert not recover_batch(other, words, replace(update, model=None)).verified
 

@@ -19,7 +19,7 @@ from keyhole.models.demo import load_demo
 from keyhole.recover.attack import Target
 from keyhole.recover.files.sources import WrittenIds
 from keyhole.recover.layers import judge as judge_module
-from keyhole.recover.layers.judge import alternatives, judge_rows
+from keyhole.recover.layers.judge import Compared, alternatives, judge_rows
 from keyhole.recover.layers.precision import precision_of
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
@@ -317,7 +317,8 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
 
         def margin(noisy, leak=leak, misfits=misfits):
             hidden = torch.zeros_like(right, dtype=torch.bool)
-            tried = alternatives(target, leak, wrong, given, misfits, hidden, noisy)[:, place]
+            compared = Compared(target, leak, wrong, leak.values, given, hidden, misfits)
+            tried = alternatives(compared, noisy)[:, place]
             texts = wrong.repeat(len(tried), 1)
             texts[:, place] = tried
             rows = target.expose(leak, texts)["values"]

@@ -21,7 +21,7 @@ of the others', so that one of the two is left and the same search finds it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Probe:
     x: Tensor
     v: Tensor
     away: Tensor | None = None
-    drift: float = field(default=0.0)  # what the heads that sit on D add, per unit of ρ
+    drift: float = 0.0  # what the heads that sit on D add, per unit of ρ
 
     def hiding(self, away: Tensor, rho: float) -> Probe:
         """The same with a third token; its constant part is measured once, at radius ρ."""

@@ -241,9 +241,9 @@ def pull(lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generat
     """Probes (R, k, d) that pull at every other head and do nothing at their own ray.
 
     Own values are 0, and own gᵀω where that leaves a direction: in two dimensions none is at right
-    angles to v and g. Where there is room g_kᵀω has one sign for all k, and one answer
-    proves a mask and is its baseline (k = 1). Where there is not, as with opposite heads, or own
-    values are not exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3). Where
+    angles to v and g. With dimensions enough g_kᵀω has one sign for all k, and one answer proves a
+    mask and is its baseline (k = 1). With too few, as for opposite heads, or if own values are not
+    exactly known, the baseline is an answer of its own: 0, ω and −ω (k = 3). Where
     own values leave no direction at all only the baseline is left, 0, and what a mask lets through
     shows in the test of the whole model.
     """

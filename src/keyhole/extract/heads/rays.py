@@ -1,12 +1,12 @@
 """The heads at one asking token, one by one: their values and `g = W x_0`.
 
-By masks (masks.py). For each line of the far field and each sign
-the ray is isolated; a few answers tell whether a head is there, so that opposite heads are found
-and not guessed. With the gate fully open its answer is `vᵀδ`: d answers give v; then d gates in the
-near field give g, and three more test that one logistic explains them.
+Masks (masks.py) isolate the ray of each line of the far field and each sign; a few answers tell
+whether a head is there, so that opposite heads are found and not guessed. With the gate fully open
+its answer is `vᵀδ`: d answers give v; then d gates in the near field give g, and three more test
+that one logistic explains them.
 
-The books must balance: Σ_h v_h is known from answers of length one. If they do not, heads are
-hidden from answers of length two (W and −W with equal v), and a third token is used to find them.
+The v_h must add up to Σ_h v_h, which answers of length one give. If they do not, some heads cancel
+in answers of length two (W and −W with equal v), and a third token is used to find them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _values(
     frame: Tensor,
     stream: torch.Generator,
 ) -> tuple[Rays | None, float]:
-    """All rays with their values, and what is missing to v (relative); None: a gate stays open."""
+    """All rays with their values (None if a gate never opens), and what share of v is missing."""
     scale = max(lines.scale, float(lengths(v)))
     v0 = _zero_value(oracle, x, lines, scale, frame, stream)
     line = torch.arange(len(lines.g)).repeat_interleave(2)

@@ -1,4 +1,4 @@
-"""What stands around the attention of a sub-layer, found out and undone.
+"""The norm, bias and residual around the attention of a sub-layer, found out and undone.
 
 An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`, which is any vector shorter than
 √d: it is undone by asking `x = t·√(ε / (1 − mean(t²)))`. With three lengths λ of one token,

@@ -69,7 +69,7 @@ class AttackMasks:
         if self.kind not in ("consistency", "labels"):
             raise InputError(f"kind must be consistency or labels, got {self.kind}")
         if self.rounds < 1:
-            raise InputError(f"rounds must be 1 or more, got {self.rounds}")
+            raise InputError(f"rounds must be 1 or more, not {self.rounds}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

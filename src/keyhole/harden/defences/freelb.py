@@ -42,7 +42,7 @@ class FreeLB:
     def __post_init__(self) -> None:
         positive(rate=self.rate, radius=self.radius, start=self.start)
         if self.steps < 1:
-            raise InputError(f"steps must be 1 or more, got {self.steps}")
+            raise InputError(f"steps must be 1 or more, not {self.steps}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

@@ -74,7 +74,7 @@ class Bounds(Result):
 
     @property
     def proved(self) -> bool:
-        """Whether `lowest_proved` is a theorem here: everything is at most R."""
+        """Whether the proof of `lowest_proved` applies: everything is at most R."""
         return all(size <= self.R for size in self.norms.values())
 
     @property
@@ -88,7 +88,7 @@ class Bounds(Result):
         for words, held in self.assumptions.items():
             more = f" ({', '.join(self.beyond)})" if self.beyond and "head" in words else ""
             lines.append(f"  {'holds' if held else 'does not hold'}: {words}{more}")
-        theorem = "" if self.proved else ", not proved here: R is too small"
+        theorem = "" if self.proved else ", not proved: R is too small"
         return "\n".join([
             *lines,
             f"least eigenvalue of the Hessian {self.lowest:.3g} (greatest {self.highest:.3g})",
@@ -125,8 +125,6 @@ def bounds(
     """
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
-    if neighbours < 1:
-        raise InputError(f"expected at least one neighbour, got {neighbours}")
     expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
     expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
     expect_number("R", R, least=1)
@@ -135,8 +133,8 @@ def bounds(
     X = inputs[0]
     sizes = norms(problem, X)
     R = max(1.0, *sizes.values()) if R is None else R
-    here = hessian(problem, X)
-    eigenvalues = _eigenvalues(here)
+    H = hessian(problem, X)
+    eigenvalues = _eigenvalues(H)
     unknowns = float(X.numel())
     without = stated_radius(problem)
     return Bounds(
@@ -150,18 +148,17 @@ def bounds(
         lowest_bound_without_input=-unknowns * _power(without, 8),
         lowest=float(eigenvalues[0]),
         highest=float(eigenvalues[-1]),
-        lipschitz=_steepest(problem, X, R, here, seed, neighbours),
+        lipschitz=_steepest(problem, X, R, H, seed, neighbours),
         neighbours=neighbours,
     )
 
 
 def norms(problem: Problem, X: Tensor | None = None) -> dict[str, float]:
     """What the paper bounds by R: the largest of every head, of the output's entries, and of X."""
-    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
     sizes = {
         "‖W‖": torch.linalg.matrix_norm(problem.W, 2).max(),
         "‖V‖": torch.linalg.matrix_norm(problem.V, 2).max(),
-        "|b_ij|": B.abs().max(),
+        "|b_ij|": problem.unbiased.abs().max(),
     }
     if problem.key_bias is not None:
         sizes["‖key bias‖"] = problem.key_bias.norm(dim=-1).max()
@@ -218,8 +215,9 @@ def _beyond(problem: Problem) -> tuple[str, ...]:
 
 
 def _steepest(
-    problem: Problem, X: Tensor, R: float, here: Tensor, seed: int, neighbours: int
+    problem: Problem, X: Tensor, R: float, H: Tensor, seed: int, neighbours: int
 ) -> float:
+    """The largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F at random neighbours Y; H is ∇²L(X)."""
     stream = torch.Generator().manual_seed(seed)
     size = max(float(X.norm()), 1.0)
     steepest = 0.0
@@ -231,7 +229,7 @@ def _steepest(
         if length == 0.0:
             break
         step = _inward(X, away * (_RADII[number % len(_RADII)] * size / length), R)
-        change = _eigenvalues(hessian(problem, X + step) - here).abs().max()
+        change = _eigenvalues(hessian(problem, X + step) - H).abs().max()
         steepest = max(steepest, float(change / step.norm()))
     return steepest
 
@@ -239,8 +237,7 @@ def _steepest(
 def _eigenvalues(H: Tensor) -> Tensor:
     if not bool(H.isfinite().all()):
         raise InputError(
-            "expected weights, output and input whose second derivatives are finite, got some that "
-            "overflow: scale them down"
+            "the second derivatives overflow float64: scale the weights, the output and X down"
         )
     return torch.linalg.eigvalsh(H)
 

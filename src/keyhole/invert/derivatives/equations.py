@@ -7,7 +7,7 @@
 The first term moves only the query (the paper's case i₁ = i₀), the other two every token. Heads
 are one more axis over which everything is summed; a key bias `u` turns `Wᵀx_i` into `Wᵀx_i + u`.
 
-One parameter is added, the temperature λ of the continuation (continuation.py): with the uniform
+One parameter is added, the temperature λ of the continuation (starts.py): with the uniform
 map `U`, `Ã = U + (softmax(λS) − U)/λ` takes the place of A. λ = 1 is attention; as λ → 0 the map
 becomes linear in the scores. Derivatives keep their form: C is made of softmax(λS), the last term
 of Ã.
@@ -82,13 +82,13 @@ class Equations:
         for other in problems[1:]:
             if kind(other) != kind(first):
                 raise InputError(
-                    f"expected problems of one kind to solve together, got {kind(first)} "
+                    f"problems in one batch must be of one kind: these are {kind(first)} "
                     f"and {kind(other)}"
                 )
         W, V = (
             torch.stack([_with_heads(getattr(p, name)) for p in problems]) for name in ("W", "V")
         )
-        B = torch.stack([p.B if p.output_bias is None else p.B - p.output_bias for p in problems])
+        B = torch.stack([p.unbiased for p in problems])
         biases = [p.key_bias for p in problems if p.key_bias is not None]
         fixed = [p.known for p in problems if p.known is not None]
         key_bias = torch.stack(biases).reshape(W.shape[:-1]) if biases else None

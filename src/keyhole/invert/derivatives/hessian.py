@@ -1,7 +1,7 @@
 """The Hessian of the inversion loss in closed form, and its products without the matrix.
 
 *Unmasking Transformers*, Section 4.2: `∇²L = 2JᵀJ + 2 Σ_ij c_ij ∇²c_ij + 2γI`, (n·d)×(n·d), entry
-(i₁j₁, i₂j₂) at row `i₁·d + j₁`, column `i₂·d + j₂`. hessian_terms.py has the formula. The products
+(i₁j₁, i₂j₂) at row `i₁·d + j₁`, column `i₂·d + j₂`. `Expansion` has the formula. The products
 need no matrix: J and Jᵀ act through equations.py, and the second derivatives through the gradient
 `JᵀG`, each of whose factors is differentiated along P.
 """

@@ -27,13 +27,8 @@ class Adam(Solver):
     rate: float = 0.05
 
     def begin(self, equations: Equations, X: Tensor) -> State:
-        loss = equations.loss(X)
-        memory = {
-            "mean": torch.zeros_like(X),
-            "square": torch.zeros_like(X),
-            "age": torch.zeros_like(loss),
-        }
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+        zeros = torch.zeros_like(X)
+        return State.at(equations, X, mean=zeros, square=zeros, age=X.new_zeros(len(X)))
 
     def step(self, equations: Equations, state: State) -> State:
         age = state.memory["age"] + 1

@@ -27,21 +27,18 @@ from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import distinct
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.continuation import solutions_along_the_curve
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.newton_cg import NewtonCG
 from keyhole.invert.solvers.reduce import reduce
 from keyhole.invert.solvers.residual_stream import ResidualStream
+from keyhole.invert.solvers.starts import solutions_along_the_curve
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 _FIRST = 16  # starts before the curve is followed
 
 
 class _OneCount:
-    """One count over attempts that follow each other: it goes on from what the last one did.
-
-    `ahead` is what is planned for the attempts after this one.
-    """
+    """Progress over several attempts as one count; `ahead` is planned for the later attempts."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -68,6 +65,8 @@ class Auto:
     device: str = "cpu"
 
     def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
+        if problem.fault:
+            return Inversion(Status.NOT_APPLICABLE, problem.fault, repr(self))
         began = time.perf_counter()
         result: Inversion | None = None
         try:
@@ -76,10 +75,11 @@ class Auto:
                 result = attempt if result is None else _joined(result, attempt)
                 if self._settled(result, attempt, began):
                     break
-        except Unsuccessful as end:
-            result = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
         except KeyboardInterrupt:  # searches take it themselves; this one came between them
-            result = _stopped(result)
+            if result is None:
+                result = Inversion(Status.INTERRUPTED, "stopped before a start")
+            elif not result.solutions:
+                result = replace(result, status=Status.INTERRUPTED)
         if result is None:
             raise AssertionError  # every problem has at least one attempt
         return replace(result, method=repr(self), seconds=time.perf_counter() - began)
@@ -93,8 +93,6 @@ class Auto:
         self, problem: Problem, began: float, progress: _OneCount
     ) -> Iterator[tuple[str, Inversion]]:
         """Attempts in the order of their promise, until one settles the matter."""
-        if problem.fault:  # once, without the name of a method that was not run
-            raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         if problem.maps is not None:
             finish = LevenbergMarquardt(seed=self.seed, seconds=self._left(began))
             solved = ClosedForm(method=finish)(problem)
@@ -157,15 +155,8 @@ class Auto:
         return check(problem, start=torch.stack(crossings))
 
 
-def _stopped(result: Inversion | None) -> Inversion:
-    """What there is when a person has had enough."""
-    if result is None:
-        return Inversion(Status.INTERRUPTED, "stopped before a start", "", None, None, 0, 0.0)
-    return result if result.solutions else replace(result, status=Status.INTERRUPTED)
-
-
 def _joined(first: Inversion, second: Inversion) -> Inversion:
-    """Two searches of one problem as one."""
+    """The results of two searches of one problem."""
     solutions = tuple(distinct([*first.solutions, *second.solutions]))
     if first.solutions:
         better = second if solutions[0] is not first.solutions[0] else first

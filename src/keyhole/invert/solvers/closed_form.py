@@ -66,14 +66,14 @@ class ClosedForm:
         try:
             answer = _Answer(self, problem, maps).best()
         except Unsuccessful as end:
-            answer = Inversion(end.status, end.reason, "", None, None, 0, 0.0)
+            answer = Inversion(end.status, end.reason)
         return replace(answer, method=repr(self), seconds=time.perf_counter() - began)
 
     def _checked(self, problem: Problem) -> Tensor:
         if self.maps is not None:
             problem = replace(problem, maps=self.maps)  # which checks the shape
         if problem.maps is None:
-            raise InputError("expected attention maps in the problem, got none")
+            raise InputError("closed-form needs the attention maps: the problem has none")
         n, heads = problem.length, problem.heads
         return problem.maps.to(problem.B.device).reshape(heads, n, n)
 
@@ -87,7 +87,7 @@ class _Answer:
             raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         wrong = int((~maps.isfinite()).sum())
         if wrong:
-            reason = f"expected finite numbers in maps, got {wrong} NaN or infinite"
+            reason = f"maps holds {wrong} NaN or infinite numbers"
             raise Unsuccessful(Status.NOT_APPLICABLE, reason)
         self.rounding = float((maps.sum(-1) - 1).abs().max())
         if self.rounding > _NO_MAP or float(maps.min()) < -_NO_MAP:
@@ -181,11 +181,8 @@ class _Answer:
         return Inversion(
             status=status,
             reason=reason,
-            method="",
             X=X,
             residual=verdict.residual,
-            iterations=0,
-            seconds=0.0,
             solutions=(X,) if exact else (),
             condition=verdict.condition,
         )
@@ -218,9 +215,8 @@ class Linear:
 
     @classmethod
     def of(cls, problem: Problem, maps: Tensor) -> Linear:
-        B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
         V = problem.V.reshape(-1, problem.dim, problem.outputs)
-        return cls(maps, V, B, problem.known, problem.residual)
+        return cls(maps, V, problem.unbiased, problem.known, problem.residual)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """From the mean field to exact inputs along one curve.
 
 At temperature λ the map is `Ã = U + (softmax(λS) − U)/λ` (equations.py). As λ → 0 the equations
-have exactly one solution (mean_field.py); λ = 1 is the problem. The solutions (X, λ) form curves,
+have exactly one solution (starts.py); λ = 1 is the problem. The solutions (X, λ) form curves,
 and the curve that begins at the mean field is followed by its arc length, not by λ, because it
 turns: at a fold two solutions meet and λ runs backwards for a while. Every crossing of λ = 1 is an
 exact input, so the curve may bring several. Predictor: the tangent; corrector: Newton on the

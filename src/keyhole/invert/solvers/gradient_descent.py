@@ -1,24 +1,20 @@
 """Gradient descent with a step that adapts: ours, and the fixed step of the paper.
 
 `X ← X − t ∇L(X)`, each start with a stride t of its own: a step that lowers the loss as its slope
-promises (Armijo) is taken and t grows, any other is not taken and t is halved. The paper's step is
-fixed: gradient_descent_as_published.py.
+promises (Armijo) is taken and t grows, any other is not taken and t is halved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import expect_number
-from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations, gradient_of
-from keyhole.invert.inversion import Inversion
-from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import Solver, State, solve, solve_all
+from keyhole.invert.solvers.multistart import Solver, State
 
 _ARMIJO = 1e-4
 _STUCK = 1e-14
@@ -33,9 +29,7 @@ class GradientDescent(Solver):
     stride: float = 1e-2
 
     def begin(self, equations: Equations, X: Tensor) -> State:
-        loss = equations.loss(X)
-        stride = torch.full_like(loss, self.stride)
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), {"stride": stride})
+        return State.at(equations, X, stride=X.new_full((len(X),), self.stride))
 
     def step(self, equations: Equations, state: State) -> State:
         stride = state.memory["stride"]
@@ -67,20 +61,14 @@ class GradientDescentAsPublished(Solver):
     solvers do (starts.py).
     """
 
+    as_given: ClassVar[bool] = True
+
     starts: int = 64
     steps: int = 5000
     rate: float = 1e-2
 
     def __post_init__(self) -> None:
         expect_number("rate", self.rate, above=0)
-
-    def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
-    ) -> Inversion:
-        return solve(self, problem, start=start, progress=progress, as_given=True)
-
-    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
-        return solve_all(self, problems, progress=progress, as_given=True)
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         loss = equations.loss(X)

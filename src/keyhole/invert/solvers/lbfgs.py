@@ -1,4 +1,4 @@
-"""L-BFGS, a baseline: Nocedal 1980 (two_loop_recursion.py), batched over the starts.
+"""L-BFGS, a baseline: Nocedal 1980 (core/numerics.py), batched over the starts.
 
 The last `memory` pairs (s, y) of every start lie in one tensor and are shifted together; a pair
 without positive curvature gets weight 0, which takes it out of both loops. The stride is halved
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from keyhole.core.numerics import two_loops
 from keyhole.invert.derivatives.equations import Equations, gradient_of
-from keyhole.invert.solvers.multistart import Solver, State
+from keyhole.invert.solvers.multistart import Solver, State, line_search
 
-_ARMIJO = 1e-4
-_HALVINGS = 25
 _CURVED = 1e-14
 
 
@@ -30,15 +28,9 @@ class LBFGS(Solver):
     memory: int = 20
 
     def begin(self, equations: Equations, X: Tensor) -> State:
-        loss = equations.loss(X)
+        slope = gradient_of(equations, X).flatten(1)
         pairs = X.new_zeros(len(X), self.memory, X[0].numel())
-        memory = {
-            "slope": gradient_of(equations, X).flatten(1),
-            "s": pairs,
-            "y": pairs.clone(),
-            "weight": X.new_zeros(len(X), self.memory),
-        }
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+        return State.at(equations, X, slope=slope, s=pairs, y=pairs, weight=pairs[..., 0])
 
     def step(self, equations: Equations, state: State) -> State:
         old = state.memory
@@ -52,7 +44,8 @@ class LBFGS(Solver):
         # Without pairs the slope has no scale: the first step is one of length at most 1.
         fresh = (old["weight"] == 0).all(1)
         stride = torch.where(fresh, 1 / p.norm(dim=1).clamp(min=1), 1.0)
-        ahead, loss, taken = _search(equations, state, p, stride, promise)
+        p = p.reshape(state.X.shape)
+        ahead, loss, taken = line_search(equations, state, p, stride, promise)
         slope_ahead = gradient_of(equations, ahead).flatten(1)
         s, y = (ahead - state.X).flatten(1), slope_ahead - slope
         curvature = (s * y).sum(1)
@@ -75,22 +68,3 @@ def _scale(y: Tensor, weight: Tensor) -> Tensor:
     return torch.where(
         weight[:, -1] > 0, 1 / (weight[:, -1] * square).clamp(min=1e-300), torch.ones_like(square)
     )
-
-
-def _search(
-    equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Halve strides until each loss has fallen enough; rows that never do stay where they are."""
-    X, loss = state.X, state.loss
-    taken = torch.zeros_like(state.stalled)
-    for _ in range(_HALVINGS):
-        trial = state.X + (stride[:, None] * p).reshape(state.X.shape)
-        value = equations.loss(trial)
-        good = ~taken & (value <= state.loss + _ARMIJO * stride * promise)
-        X = torch.where(good[:, None, None], trial, X)
-        loss = torch.where(good, value, loss)
-        taken = taken | good
-        if bool(taken.all()):
-            break
-        stride = torch.where(taken, stride, 0.5 * stride)
-    return X, loss, taken

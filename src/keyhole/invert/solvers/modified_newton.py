@@ -20,11 +20,9 @@ from torch import Tensor
 
 from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.derivatives.hessian import held, hessian_of
-from keyhole.invert.solvers.multistart import Solver, State
+from keyhole.invert.solvers.multistart import Solver, State, line_search
 
 _EPS = torch.finfo(torch.float64).eps
-_ARMIJO = 1e-4
-_HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class ModifiedNewton(Solver):
     steps: int = 200
 
     def begin(self, equations: Equations, X: Tensor) -> State:
-        loss = equations.loss(X)
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
+        return State.at(equations, X)
 
     def step(self, equations: Equations, state: State) -> State:
         slope = gradient_of(equations, state.X).flatten(1)
@@ -44,12 +41,13 @@ class ModifiedNewton(Solver):
         promise = (slope * p).sum(1)  # negative: downhill
         p = p.reshape(state.X.shape)
         free = equations.free
-        X, loss = _searched(equations, state, p if free is None else p * free, promise)
+        p = p if free is None else p * free
+        X, loss, _ = line_search(equations, state, p, torch.ones_like(promise), promise)
         return State(X, loss, ~(loss < state.loss))
 
 
 def _solved(H: Tensor, slope: Tensor) -> Tensor:
-    """`|H|⁻¹ · slope`; where H is not finite there is nothing to go by, and the row stays."""
+    """`|H|⁻¹ · slope`; 0 where H is not finite, so that the row does not move."""
     usable = H.isfinite().all(-1).all(-1)
     H = torch.where(usable[:, None, None], H, 0.0)
     values, U = torch.linalg.eigh(H)
@@ -59,23 +57,3 @@ def _solved(H: Tensor, slope: Tensor) -> Tensor:
     turned = (U.mT @ slope.unsqueeze(-1)).squeeze(-1)
     solution = (U @ (turned * inverse).unsqueeze(-1)).squeeze(-1)
     return torch.where(usable.unsqueeze(-1), solution, 0.0)
-
-
-def _searched(
-    equations: Equations, state: State, p: Tensor, promise: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The first of t = 1, ½, ¼, … that keeps a part of the promise; the row as it was if none."""
-    X, loss = state.X, state.loss
-    waiting = torch.ones_like(state.stalled)
-    t = 1.0
-    for _ in range(_HALVINGS):
-        ahead = state.X + t * p
-        value = equations.loss(ahead)
-        kept = waiting & (value < state.loss) & (value <= state.loss + _ARMIJO * t * promise)
-        X = torch.where(kept[:, None, None], ahead, X)
-        loss = torch.where(kept, value, loss)
-        waiting = waiting & ~kept
-        if not bool(waiting.any()):
-            break
-        t /= 2
-    return X, loss

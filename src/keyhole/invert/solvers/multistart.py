@@ -1,4 +1,6 @@
-"""The batch: starts of many problems advance together, finished ones leave, fresh ones enter.
+"""The search from many starts that all solvers share.
+
+Starts of several problems advance in one batch, finished ones leave it, fresh ones enter.
 
 A start has finished when it converged, stalled or is out of steps; a problem when it has as many
 solutions as were asked for. As rows leave, waiting starts take their place, so that no time goes
@@ -11,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +42,12 @@ class State:
     stalled: Tensor
     memory: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
+    @classmethod
+    def at(cls, equations: Equations, X: Tensor, **memory: Tensor) -> Self:
+        """The state in which a search from X begins."""
+        loss = equations.loss(X)
+        return cls(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
+
     def keep(self, rows: Tensor) -> State:
         memory = {name: tensor[rows] for name, tensor in self.memory.items()}
         return State(self.X[rows], self.loss[rows], self.stalled[rows], memory)
@@ -52,32 +60,6 @@ class State:
             torch.cat([self.stalled, other.stalled]),
             memory,
         )
-
-
-class Method(Protocol):
-    """A frozen set of hyperparameters that improves inputs step by step."""
-
-    @property
-    def starts(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def seconds(self) -> float | None: ...
-
-    @property
-    def solutions(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def begin(self, equations: Equations, X: Tensor) -> State: ...
-
-    def step(self, equations: Equations, state: State) -> State: ...
 
 
 @dataclass(eq=False)
@@ -101,7 +83,7 @@ class Multistart:
 
     def __init__(
         self,
-        method: Method,
+        method: Solver,
         records: list[Record],
         start: Tensor | None,
         progress: Progress,
@@ -245,13 +227,40 @@ class Multistart:
         record.best_loss = min(record.best_loss, loss)
 
 
-def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
+_ARMIJO = 1e-4
+_STRIDE_HALVINGS = 30
+_POLISHING = 4  # Newton steps
+
+
+def line_search(
+    equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Halve each stride along p until the loss falls by a part of what the slope promises (Armijo).
+
+    The inputs and losses then, and which rows moved; the others are as they were.
+    """
+    X, loss = state.X, state.loss
+    taken = torch.zeros_like(state.stalled)
+    for _ in range(_STRIDE_HALVINGS):
+        trial = state.X + stride[:, None, None] * p
+        value = equations.loss(trial)
+        good = ~taken & (value <= state.loss + _ARMIJO * stride * promise)
+        X = torch.where(good[:, None, None], trial, X)
+        loss = torch.where(good, value, loss)
+        taken = taken | good
+        if bool(taken.all()):
+            break
+        stride = torch.where(taken, stride, 0.5 * stride)
+    return X, loss, taken
+
+
+def polished(equations: Smooth, X: Tensor) -> Tensor:
     """Newton steps by a direct solve, as long as each lowers the residual: the last digits."""
     if X.numel() > DENSE or equations.gamma > 0:
         return X
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()
-    for _ in range(steps):
+    for _ in range(_POLISHING):
         J = equations.linearised(X).jacobian()[0]
         r = equations.residuals(X).reshape(-1, 1)
         if J.shape[0] == J.shape[1] and equations.fixed is None:
@@ -268,12 +277,6 @@ def polished(equations: Smooth, X: Tensor, steps: int = 4) -> Tensor:
     return X.squeeze(0)
 
 
-# What surrounds a search from many starts: problems are made simpler, results are written out.
-#
-# A solver is `begin` and `step` on a batch of inputs ; which problems can share one,
-# what a person's Ctrl-C leaves, and what a result says is decided here, once for all solvers.
-
-
 class Solve(Protocol):
     """Any method that inverts a problem: the registry's entries make these."""
 
@@ -282,7 +285,13 @@ class Solve(Protocol):
 
 @dataclass(frozen=True)
 class Solver(ABC):
-    """What all solvers from many starts share; `solutions` different inputs end the search."""
+    """A search from many starts: `begin` and `step` act on a batch of inputs.
+
+    `solutions` different inputs end the search. `as_given` is for methods that follow a paper:
+    nothing but their own steps on the loss itself, neither made simpler before nor polished after.
+    """
+
+    as_given: ClassVar[bool] = False
 
     starts: int = 64
     steps: int = 400
@@ -300,48 +309,27 @@ class Solver(ABC):
     def __call__(
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
-        return solve(self, problem, start=start, progress=progress)
+        """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
+        return _solve(self, [problem], start, progress)[0]
 
-    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
-        return solve_all(self, problems, progress=progress)
-
-
-def solve(
-    method: Method,
-    problem: Problem,
-    *,
-    start: Tensor | None = None,
-    progress: Progress = silent,
-    as_given: bool = False,
-) -> Inversion:
-    """Search one problem; `start` (n×d or R×n×d) takes the place of the method's own starts."""
-    return solve_all(method, [problem], start=start, progress=progress, as_given=as_given)[0]
+    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
+        """Search several problems; those that reduce to one shape share their batches."""
+        return _solve(self, problems, None, silent)
 
 
-def solve_all(
-    method: Method,
-    problems: Sequence[Problem],
-    *,
-    start: Tensor | None = None,
-    progress: Progress = silent,
-    as_given: bool = False,
+def _solve(
+    method: Solver, problems: Sequence[Problem], start: Tensor | None, progress: Progress
 ) -> list[Inversion]:
-    """Search problems together; those that reduce to one shape share their batches.
-
-    `as_given` is for methods that follow a paper: nothing but their own steps on the loss itself,
-    neither made simpler before nor polished after.
-    """
     began = time.perf_counter()
-    if start is not None and len(problems) > 1:
-        raise InputError(f"expected starts for one problem, got {len(problems)} problems")
     ended: dict[int, Inversion] = {}
     groups: dict[str, list[int]] = {}
     records: dict[int, Record] = {}
     for number, problem in enumerate(problems):
         try:
-            records[number] = _prepared(problem, start, as_given)
+            records[number] = _prepared(problem, start, method.as_given)
         except Unsuccessful as end:
-            ended[number] = _unsolved(method, end.status, end.reason, began)
+            seconds = time.perf_counter() - began
+            ended[number] = Inversion(end.status, end.reason, repr(method), seconds=seconds)
         else:
             groups.setdefault(kind(records[number].reduced.problem), []).append(number)
     interrupted = False
@@ -365,8 +353,8 @@ def _prepared(problem: Problem, start: Tensor | None, as_given: bool) -> Record:
     return Record(problem, Reduced(problem) if as_given else reduce(problem), polish=not as_given)
 
 
-def _inversion(method: Method, record: Record, interrupted: bool, began: float) -> Inversion:
-    verdict, X = record.verdict, record.best
+def _inversion(method: Solver, record: Record, interrupted: bool, began: float) -> Inversion:
+    verdict = record.verdict
     status = Status.UNSOLVED if verdict is None else verdict.status
     reason = _reason(record, method)
     if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
@@ -375,7 +363,7 @@ def _inversion(method: Method, record: Record, interrupted: bool, began: float) 
         status=status,
         reason=reason,
         method=repr(method),
-        X=X,
+        X=record.best,
         residual=None if verdict is None else verdict.residual,
         iterations=record.iterations,
         seconds=time.perf_counter() - began,
@@ -386,7 +374,7 @@ def _inversion(method: Method, record: Record, interrupted: bool, began: float) 
     )
 
 
-def _reason(record: Record, method: Method) -> str:
+def _reason(record: Record, method: Solver) -> str:
     tried = f"{record.starts} start{'s' if record.starts != 1 else ''}"
     if record.verdict is None:
         return f"no start led anywhere ({tried})"
@@ -394,15 +382,3 @@ def _reason(record: Record, method: Method) -> str:
         several = f"; {len(record.solutions)} different inputs have this output"
         return record.verdict.reason + (several if len(record.solutions) > 1 else "")
     return f"best {record.verdict.reason} after {tried} of at most {method.steps} steps"
-
-
-def _unsolved(method: Method, status: Status, reason: str, began: float) -> Inversion:
-    return Inversion(
-        status=status,
-        reason=reason,
-        method=repr(method),
-        X=None,
-        residual=None,
-        iterations=0,
-        seconds=time.perf_counter() - began,
-    )

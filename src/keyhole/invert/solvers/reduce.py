@@ -46,7 +46,7 @@ def reduce(problem: Problem) -> Reduced:
     W, V = problem.W.reshape(d, d), problem.V.reshape(d, -1)
     if int(torch.linalg.matrix_rank(V)) < d:
         return Reduced(problem)
-    B = problem.B if problem.output_bias is None else problem.B - problem.output_bias
+    B = problem.unbiased
     Y = least_squares(V.mT, B.mT).mT
     if not bool(Y.isfinite().all()):  # V is too small to divide B by
         return Reduced(problem)

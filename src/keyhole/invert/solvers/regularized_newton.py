@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,52 +42,50 @@ from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.derivatives.hessian import held, hessian_of
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import State, solve
+from keyhole.invert.solvers.multistart import Solver, State
 
 
 @dataclass(frozen=True)
-class RegularizedNewton:
+class RegularizedNewton(Solver):
     """Theorem 1.3: to within `accuracy` of the optimum of the loss with γ, at a linear rate."""
 
+    as_given: ClassVar[bool] = True
+
+    starts: int = 1
+    steps: int = 100
     gamma: float | str = "paper"
     slack: float = 0.1
     delta: float | None = None
     radius: float | None = None
     accuracy: float = 1e-12
-    starts: int = 1
-    steps: int = 100
-    seed: int = 0
-    solutions: int = 1
-    seconds: float | None = None
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if isinstance(self.gamma, str):
             if self.gamma != "paper":
-                raise InputError(f'expected gamma "paper" or a number, got {self.gamma!r}')
-        elif not (math.isfinite(self.gamma) and self.gamma >= 0):
-            raise InputError(f"expected gamma of 0 or more, got {self.gamma}")
+                raise InputError(f'gamma must be "paper" or a number, not {self.gamma!r}')
+        else:
+            expect_number("gamma", self.gamma, least=0)
         if not 0 <= self.slack < 1:
-            raise InputError(f"expected slack from 0 to below 1, got {self.slack}")
+            raise InputError(f"slack must be at least 0 and below 1: got {self.slack}")
         if self.delta is not None and not 0 < self.delta < 1:
-            raise InputError(f"expected delta between 0 and 1, got {self.delta}")
+            raise InputError(f"delta must lie between 0 and 1: got {self.delta}")
         if self.delta is not None and self.slack == 0:
-            raise InputError("expected slack above 0 with delta, got 0: nothing would be drawn")
+            raise InputError("delta needs slack above 0: with 0 nothing is drawn")
         expect_number("radius", self.radius, least=1)
 
     def __call__(
         self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
     ) -> Inversion:
         if problem.fault:
-            return solve(self, problem, start=start, progress=progress)  # which says what is wrong
+            return super().__call__(problem, start=start)  # which says what is wrong
         inside = replace(self, radius=self._radius(problem, start))
         regularized = inside.regularized(problem)
-        result = solve(inside, regularized, start=start, progress=progress, as_given=True)
+        result = Solver.__call__(inside, regularized, start=start, progress=progress)
         return inside._explained(regularized, result)
 
-    def many(self, problems: Sequence[Problem], *, progress: Progress = silent) -> list[Inversion]:
+    def many(self, problems: Sequence[Problem]) -> list[Inversion]:
         """One after the other: each has a γ of its own, and no batch is shared."""
-        return [self(problem, progress=progress) for problem in problems]
+        return [self(problem) for problem in problems]
 
     def regularized(self, problem: Problem) -> Problem:
         """The problem whose loss is minimised: with the γ asked for in place of its own."""
@@ -103,16 +102,14 @@ class RegularizedNewton:
         for what, value in (("the weights and the output", least), ("the start", size)):
             if value > self.radius and isinstance(self.gamma, str):
                 raise InputError(
-                    f"expected a radius of at least {value:.6g}, which covers {what}, "
-                    f"got {self.radius:g}"
+                    f"the radius must be at least {value:.6g} to cover {what}: got {self.radius:g}"
                 )
         return self.radius
 
     def begin(self, equations: Equations, X: Tensor) -> State:
         if isinstance(self.gamma, str) and self.radius is not None:
             X = _inside(X, equations.fixed, self.radius)
-        loss = equations.loss(X)
-        return State(X, loss, torch.zeros_like(loss, dtype=torch.bool))
+        return State.at(equations, X)
 
     def step(self, equations: Equations, state: State) -> State:
         factor, p, definite = self._newton(equations, state.X)
@@ -148,7 +145,7 @@ class RegularizedNewton:
         Drawn by the seed and by where the input stands, so that a run can be repeated.
         """
         if self.delta is None:
-            raise InputError("expected delta, the probability of a failure, got none")
+            raise InputError("a perturbation needs delta, the probability of a failure")
         stream = torch.Generator().manual_seed(hash((self.seed, *X.flatten().tolist())) % 2**63)
         size = X.numel()
         drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(X.device)

@@ -28,6 +28,7 @@ from keyhole.invert.solvers.newton_cg import NewtonCG
 
 _CONVERGED = 1e-11
 _SHORTEST = 2e-3
+_CORRECTIONS = 8
 _PRODUCTS = 250
 _NOTHING = 1e-14
 
@@ -42,7 +43,7 @@ class ResidualStream:
 
     def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion:
         if not problem.residual:
-            raise InputError("expected a problem with a residual connection, got one without")
+            raise InputError("this method needs a problem with a residual connection")
         finish = NewtonCG(steps=self.steps, seed=self.seed, device=self.device)
         if problem.fault:
             return finish(problem)
@@ -82,11 +83,11 @@ def follow(at: Callable[[float], Equations], X: Tensor) -> tuple[Tensor, bool]:
     return X, t >= 1
 
 
-def corrected(equations: Equations, X: Tensor, corrections: int = 8) -> Tensor | None:
+def corrected(equations: Equations, X: Tensor) -> Tensor | None:
     """Newton by GMRES from (1,n,d); None unless every correction lowers the residual by half."""
     scale = float(equations.B.abs().max())
     before = torch.inf
-    for _ in range(corrections):
+    for _ in range(_CORRECTIONS):
         r = equations.residuals(X)
         size = float(r.abs().max())
         if size <= _CONVERGED * scale:
@@ -101,13 +102,13 @@ def corrected(equations: Equations, X: Tensor, corrections: int = 8) -> Tensor |
     return None
 
 
-def gmres(near: Linearised, r: Tensor, accuracy: float, products: int = _PRODUCTS) -> Tensor:
+def gmres(near: Linearised, r: Tensor, accuracy: float) -> Tensor:
     """`J p = r` to a relative accuracy, by at most so many products (Saad and Schultz 1986)."""
     size = r.norm()
     basis = [r.flatten() / size]
-    H = r.new_zeros(products + 1, products)
+    H = r.new_zeros(_PRODUCTS + 1, _PRODUCTS)
     y = r.new_zeros(1, 1)
-    for k in range(products):
+    for k in range(_PRODUCTS):
         w = near.forward(basis[k].reshape(r.shape)).flatten()
         Q = torch.stack(basis)
         for _ in range(2):  # twice is enough to stay orthogonal

@@ -26,7 +26,6 @@ pass 1e12, and then the output in float64 does not hold all digits of the input.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,23 +79,33 @@ class _Sweep:
         self.stream = torch.Generator().manual_seed(method.seed)
 
     def run(self) -> Inversion:
-        last = Unsuccessful(Status.UNSOLVED, "no attempt was allowed")
+        result = Inversion(Status.UNSOLVED, "no attempt was allowed")
         for _ in range(self.method.attempts):
             try:
-                return self._judged(self._solve())
+                result = self._judged(self._solve())
+                break
             except Unsuccessful as end:
-                last = end
+                result = Inversion(end.status, end.reason)
                 if end.status is not Status.UNSOLVED or self._late():
                     break
                 self.starts *= 2
-        return self._ended(last.status, last.reason)
+        seconds = time.perf_counter() - self.began
+        return replace(result, method=repr(self.method), seconds=seconds, starts=self.tried)
 
     def _judged(self, inputs: list[Tensor]) -> Inversion:
         verdicts = [judge(self.problem, X) for X in inputs]
         pairs = list(zip(inputs, verdicts, strict=True))
         solutions = distinct([X for X, verdict in pairs if verdict.status in _SOLVED])
         X, verdict = min(pairs, key=lambda pair: _preference(*pair))
-        return self._ended(verdict.status, self._reason(verdict, solutions), X, verdict, solutions)
+        return Inversion(
+            status=verdict.status,
+            reason=self._reason(verdict, solutions),
+            X=X,
+            residual=verdict.residual,
+            iterations=self.problem.length,
+            solutions=tuple(solutions),
+            condition=verdict.condition,
+        )
 
     def _late(self) -> bool:
         seconds = self.method.seconds
@@ -185,27 +194,6 @@ class _Sweep:
         if solutions and self.dropped:
             reason += f"; {self.dropped} prefixes had no place in the beam and may lead to more"
         return reason
-
-    def _ended(
-        self,
-        status: Status,
-        reason: str,
-        X: Tensor | None = None,
-        verdict: Verdict | None = None,
-        solutions: Sequence[Tensor] = (),
-    ) -> Inversion:
-        return Inversion(
-            status=status,
-            reason=reason,
-            method=repr(self.method),
-            X=X,
-            residual=None if verdict is None else verdict.residual,
-            iterations=0 if X is None else self.problem.length,
-            seconds=time.perf_counter() - self.began,
-            starts=self.tried,
-            solutions=tuple(solutions),
-            condition=None if verdict is None else verdict.condition,
-        )
 
 
 def _preference(X: Tensor, verdict: Verdict) -> tuple[int, float]:

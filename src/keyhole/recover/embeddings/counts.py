@@ -343,5 +343,5 @@ def corpus_texts(corpus: str | Path | Sequence[str]) -> list[str]:
     texts = read_texts(corpus) if isinstance(corpus, str | Path) else corpus
     texts = [text.strip() for text in texts if text.strip()]
     if not texts:
-        raise InputError(f"expected texts in the corpus, got none in {corpus}")
+        raise InputError(f"the corpus holds no text: {corpus}")
     return texts

@@ -50,7 +50,7 @@ def draw_texts(
     expect_count("max_length", max_length)
     expect_seed(seed)
     if not all(map(str.strip, begins)):
-        raise InputError("expected words that sentences begin with, got none")
+        raise InputError("begins must not hold empty words")
     loaded = model
     if isinstance(loaded, str):
         loaded = open_model(loaded, task="causal", device=device, allow_pickle=allow_pickle)
@@ -78,8 +78,7 @@ def draw_texts(
             progress(min(count, len(drawn)))
     if not drawn:
         raise KeyholeError(
-            f"expected a language model that writes sentences, got none of {loaded.name} in "
-            f"{number} tries"
+            f"{loaded.name} wrote no whole sentence in {number} tries: use a language model"
         )
     return list(drawn)[:count]
 

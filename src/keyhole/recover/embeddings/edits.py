@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
+from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.layers.inverse_map import most_similar
 
 _PROBES = 32  # random directions that stand for all
@@ -32,7 +33,7 @@ _NEAREST = 8  # tokens of each place by the derivative
 _WISHED = 4  # tokens put in at each place by the gradient
 _PLACES = 64  # of a longer text the places whose tokens matter least
 _PAIRS = 128  # pairs of tokens that change places, the nearest first
-_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # in one pass
+_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # in one forward–backward pass
 
 Tokens = tuple[int, ...]
 
@@ -40,8 +41,8 @@ Tokens = tuple[int, ...]
 class Vectors:
     """The vectors of texts, each run once: `passes` counts them.
 
-    A text here is its tokens without the special ones around it. `seen` (d, k) are the directions
-    of a vector that are known, where not all are (secrets.py).
+    The texts are around `ids`, with the same special tokens. `seen` (d, k) are the directions of a
+    vector that are known, where not all are (secrets.py).
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Vectors:
     ) -> None:
         self.target, self.exposure, self.seen = target, exposure, seen
         self.before, self.after = _frame(target, ids)
+        whole = replace(exposure, width=None, unit=False)
+        self._encoder = Encoder(target, whole, frame=(self.before, self.after))
         self.passes = 0
         self.alternatives: dict[tuple[Tokens, bool], Alternatives] = {}
         self._whole: dict[Tokens, Tensor] = {}  # vectors before anything is cut off
@@ -66,23 +69,15 @@ class Vectors:
 
     def __call__(self, texts: Sequence[Tokens]) -> Tensor:
         """(b, k), without gradients."""
-        fresh = sorted({text for text in texts if text not in self._whole}, key=len)
-        device = self.target.parts.device
-        max_length = max((len(text) for text in fresh), default=0)
-        framed = len(self.before) + len(self.after)
-        size = max(1, _TOKENS[device.type] // (max_length + framed + 1))
-        for start in range(0, len(fresh), size):
-            part = fresh[start : start + size]
-            ids, mask = self.framed(part)
-            with torch.no_grad():
-                rows = self._run(ids=ids, mask=mask)
-            self._whole.update(zip(part, rows, strict=True))
+        fresh = list(dict.fromkeys(text for text in texts if text not in self._whole))
+        if fresh:
+            rows = self._encoder.values(self._table(fresh))
+            self._whole.update(zip(fresh, rows, strict=True))
         self.passes += len(fresh)
         return self._part(torch.stack([self._whole[text] for text in texts]))
 
-    def _run(self, **given: Tensor) -> Tensor:
-        whole = replace(self.exposure, width=None, unit=False)
-        return capture(self.target.model, whole, **given)["values"]
+    def _table(self, texts: Sequence[Tokens]) -> Texts:
+        return Texts.of(texts, max(map(len, texts)), self.target.parts.device)
 
     def _part(self, rows: Tensor) -> Tensor:
         """What is kept (b, k) of whole vectors (b, d)."""
@@ -90,25 +85,15 @@ class Vectors:
         rows = normalize(rows, dim=-1) if self.exposure.unit else rows
         return rows if self.seen is None else rows.double() @ self.seen.to(rows.device)
 
-    def framed(self, texts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
-        """The ids and the mask that the model is run on."""
-        lists = [[*self.before, *text, *self.after] for text in texts]
-        length, pad = max(map(len, lists)), self.target.pads()[0]
-        device = self.target.parts.device
-        ids = torch.tensor([each + [pad] * (length - len(each)) for each in lists], device=device)
-        mask = [[1] * len(each) + [0] * (length - len(each)) for each in lists]
-        return ids, torch.tensor(mask, device=device)
-
-    def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> tuple[Tensor, Tensor]:
-        """The vectors (b, k), and the derivative (b, n, e) of each along (b, k), by token."""
-        ids, mask = self.framed(texts)
+    def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> Tensor:
+        """The derivative (b, n, e) of each text's vector along (b, k), by token."""
         self.passes += len(texts)
-        with torch.enable_grad():
-            words = self.target.parts.tokens(ids).detach().requires_grad_()
-            rows = self._part(self._run(embeddings=words, mask=mask))
-            (slopes,) = torch.autograd.grad((rows * along.to(rows)).sum(), words)
-        first = len(self.before)
-        return rows.detach(), slopes[:, first : first + max(map(len, texts))]
+
+        def projected(values: Tensor) -> Tensor:
+            rows = self._part(values)
+            return (rows * along.to(rows)).sum(-1)
+
+        return self._encoder.gradient(self._table(texts), projected)[1]
 
     def probed(self, text: Tokens) -> tuple[Tensor, Tensor]:
         """Random directions (probes, k), and the derivative (probes, n, e) along each."""
@@ -117,7 +102,7 @@ class Vectors:
             generator = torch.Generator().manual_seed(0)
             probes = torch.randn(_PROBES, len(own), generator=generator).to(own)
             size = max(1, _TOKENS[own.device.type] // (len(text) + 2))
-            parts = [self.derivatives([text] * len(some), some)[1] for some in probes.split(size)]
+            parts = [self.derivatives([text] * len(some), some) for some in probes.split(size)]
             self._probed[text] = probes, torch.cat(parts).float()
         return self._probed[text]
 
@@ -215,7 +200,7 @@ def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -
     edits = list(copies)
     for start in range(0, len(gaps), size):
         some = slice(start, start + size)
-        _, slopes = vectors.derivatives(copies[some], off[some])
+        slopes = vectors.derivatives(copies[some], off[some])
         at = torch.tensor(gaps[some], device=table.device)
         change = slopes[torch.arange(len(at), device=table.device), at].float() @ table.T
         change[:, vectors.target.pads()] = torch.inf

@@ -1,9 +1,8 @@
-"""Texts as the encoder sees them: the vectors of many at once, and how near they are to a leak's.
+"""From texts to vectors, many at once, and how near those are to a leaked one.
 
-Inside the search a text is its tokens without the special ones that the tokenizer puts around it:
-`ids` (b, n), of which the first `lengths` (b,) count. The vectors are of length one, so the inner
-product with a leak's is the cosine, and the text itself reaches 1 up to rounding. No other text
-does: that is what makes this a search with a perfect test for having arrived.
+A text is its tokens without the special ones that the tokenizer puts around it: `ids` (b, n), of
+which the first `lengths` (b,) count. A search compares vectors of length one: the inner product
+with the leaked one is the cosine, which the right text alone takes to 1, up to rounding.
 
 A causal model also says how likely each token of a text is after those before it. It is run on
 every text anyway, so that comes almost for free (`read`). Its last states lie in a narrow cone and
@@ -14,6 +13,7 @@ of little variance. So vectors may be whitened (`Whitening`), and a cosine count
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,7 +62,7 @@ class Texts:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
     @classmethod
-    def of(cls, lists: list[list[int]], max_length: int, device: Any = None) -> Texts:
+    def of(cls, lists: Sequence[Sequence[int]], max_length: int, device: Any = None) -> Texts:
         ids = torch.zeros(len(lists), max_length, dtype=torch.long)
         for row, tokens in enumerate(lists):
             ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -75,25 +75,34 @@ class Texts:
 
 
 class Encoder:
-    """What turns texts into vectors: exactly, or in half precision where that is faster.
+    """Turns texts into vectors: exactly, or `fast`, in half precision where that is faster.
 
-    That is a GPU's float16, or on a CPU what is given as `half`. `passes` counts the texts that
-    were run, the unit of a search's cost. After `whiten`, all of its vectors are, and
-    those it is compared with have to go through `directions`.
+    That is a GPU's float16, or on a CPU what is given as `half`. `frame` are the special tokens
+    before and after every text, by default the tokenizer's. `passes` counts the texts that were
+    run, the unit of a search's cost. After `whiten` all vectors are whitened, and those they are
+    compared with have to go through `directions`.
     """
 
     def __init__(
-        self, target: Target, exposure: Exposure | None = None, half: torch.dtype | None = None
+        self,
+        target: Target,
+        exposure: Exposure | None = None,
+        half: torch.dtype | None = None,
+        frame: tuple[list[int], list[int]] | None = None,
     ) -> None:
         self.target = target
         self.exposure = exposure or Exposure("pooled")
         self.device = target.parts.device
-        self.before, self.after = target.frame()
+        self.before, self.after = target.frame() if frame is None else frame
         self.pad = target.pads()[0]
         self.passes = 0
         self._whitening: Whitening | None = None
-        half = torch.float16 if self.device.type == "cuda" else half
-        self._fast = copy.deepcopy(target.model).to(half) if half else target.model
+        self._half = torch.float16 if self.device.type == "cuda" else half
+
+    @cached_property
+    def _fast(self) -> Any:
+        model = self.target.model
+        return copy.deepcopy(model).to(self._half) if self._half else model
 
     @property
     def table(self) -> Tensor:
@@ -133,9 +142,13 @@ class Encoder:
         unit = normalize(values.float(), dim=-1)
         return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
 
-    @torch.no_grad()
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
-        """The vectors (b, d) of texts, of length one, in float32."""
+        """The vectors (b, d) of texts as they are compared: of length one, in float32."""
+        return self.directions(self.values(texts, fast))
+
+    @torch.no_grad()
+    def values(self, texts: Texts, fast: bool = False) -> Tensor:
+        """What the model exposes (b, d) of texts, as it is."""
         self.passes += len(texts)
         model = self._fast if fast else self.target.model
         order = texts.lengths.argsort()
@@ -143,8 +156,7 @@ class Encoder:
         parts: list[Tensor] = []
         for rows in order.split(step):
             ids, mask = self.framed(texts[rows])
-            values = capture(model, self.exposure, ids=ids, mask=mask)["values"]
-            parts.append(self.directions(values))
+            parts.append(capture(model, self.exposure, ids=ids, mask=mask)["values"])
         return torch.cat(parts)[order.argsort()]
 
     @cached_property
@@ -214,18 +226,21 @@ class Encoder:
 
     def slopes(self, texts: Texts, goals: Tensor) -> tuple[Tensor, Tensor]:
         """The cosine (b,) to each text's goal (b, d), and its gradient (b, n, e) by token."""
-        self.passes += 2 * len(texts)
+        self.passes += len(texts)
+        return self.gradient(texts, lambda values: (self.directions(values) * goals).sum(-1))
+
+    def gradient(self, texts: Texts, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """A number (b,) `of` what the model exposes of texts, and its gradient (b, n, e)."""
+        self.passes += len(texts)
         ids, mask = self.framed(texts)
         n, first = texts.ids.shape[1], len(self.before)
         with torch.enable_grad():
             embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
-            values = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
-            cosines = (self.directions(values["values"]) * goals).sum(-1)
-            (slopes,) = torch.autograd.grad(cosines.sum(), embeddings)
+            given = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
+            numbers = of(given["values"])
+            (slopes,) = torch.autograd.grad(numbers.sum(), embeddings)
         slopes = slopes[:, first : first + n]
-        wide = slopes.new_zeros(len(texts), n, slopes.shape[-1])
-        wide[:, : slopes.shape[1]] = slopes
-        return cosines.detach(), wide
+        return numbers.detach(), nn.functional.pad(slopes, (0, 0, 0, n - slopes.shape[1]))
 
 
 def matrix_half() -> torch.dtype | None:

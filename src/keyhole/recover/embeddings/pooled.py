@@ -28,7 +28,7 @@ class PooledEmbedding:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
-            raise InputError(f"expected positive lengths, got {self.lengths}")
+            raise InputError(f"lengths must be positive: got {self.lengths}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         vocabulary = Vocabulary.of(target)

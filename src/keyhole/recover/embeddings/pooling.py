@@ -1,10 +1,10 @@
 """How were these embeddings made? The pooling of an encoder that gives them.
 
 With a text whose vector is known, the encoder is run on it and pooled in every way there is: the
-way that gives the same numbers is the right one, and where none does, the encoder is another.
-Without one, it is a guess, which a text that is verified later proves. Vectors of
-length 1 were normalised. The pooling is what the encoder's folder says, if sentence-transformers
-wrote it. If not, it is the one whose mean over some texts points where the vectors' mean points:
+way that gives the same numbers is the right one, and where none does, it is another encoder.
+Without such a text the pooling is a guess, which a text that is verified later proves. Vectors of
+length 1 were normalised. If sentence-transformers wrote the encoder's folder, the folder names the
+pooling. If not, it is the one whose mean over some texts points where the vectors' mean points:
 sentence embeddings fill a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on
 the texts.
 
@@ -44,25 +44,17 @@ _UNIT = 0.01  # from 1: the length of a vector that was normalised, and then rou
 
 @dataclass(frozen=True)
 class Pooling:
-    """A way to make embeddings; `error` is how far it is off on known texts, None for a guess.
+    """How embeddings were made: the `exposure` of the encoder that gives them.
 
-    `likeness` is, of a guess from statistics, the cosine of the means that it was made by, `agrees`
-    the largest error that is none. `width` says that only the first so many numbers were kept, and
-    `unit` that they were normalised after that.
+    `error` is how far its vectors are off on known texts, None for a guess; up to `agrees` it is
+    rounding. `likeness` is the cosine of the means that a guess from statistics was made by.
     """
 
-    name: str
-    normalised: bool
+    exposure: Exposure
     error: float | None
     reason: str
     likeness: float | None = None
     agrees: float = AGREES
-    width: int | None = None
-    unit: bool = False
-
-    @property
-    def exposure(self) -> Exposure:
-        return Exposure("pooled", 0, self.name, self.normalised, self.width, self.unit)
 
     @property
     def sure(self) -> bool:
@@ -105,29 +97,29 @@ def encoder_max_length(folder: str | Path) -> int:
 
 
 def embeddings(
-    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, most: int = MAX_LENGTH
+    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, max_length: int = MAX_LENGTH
 ) -> Tensor:
     """The vectors (texts, d) that this way gives of at most so many tokens, in float64."""
-    leaks = [leak_of(model, tokenizer, text, way, most=most) for text in texts]
+    leaks = [leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
 def from_texts(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, most: int = MAX_LENGTH,
-    agrees: float = AGREES, width: int | None = None,
+    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor,
+    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The pooling that turns each text into its vector, or comes nearest."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
     errors = {way: float(_errors(each, vectors.double()).median()) for way, each in made.items()}
     return _nearest(errors, "the store's own texts", agrees)
 
 
 def from_known(
     model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    most: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
 ) -> Pooling:  # fmt: skip
     """The same where it is known that the texts are among the vectors, but not which they are."""
-    made = {way: embeddings(model, tokenizer, texts, way, most) for way in ways(model, width)}
+    made = {way: embeddings(model, tokenizer, texts, way, max_length) for way in ways(model, width)}
     least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
     for _, vectors in batches:
         for way, wanted in made.items():
@@ -148,18 +140,18 @@ def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None)
         name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
     ]
     if len(names) != 1:
-        return None  # several side by side, or one that is not known here
+        return None  # several side by side, or an unknown one
     normalised, unit = _normalised(vectors, width)
     way = Exposure("pooled", 0, names[0], normalised, width, unit)
     reason = f"{_words(way)}: as {path.parent.name} of the encoder says; {_SURE}"
-    return Pooling(names[0], normalised, None, reason, width=width, unit=unit)
+    return Pooling(way, None, reason)
 
 
 def _settings(path: Path, what: str) -> dict[str, Any]:
     try:
         settings: object = parse(read_text(path, what))
     except ValueError as error:
-        raise InputError(f"expected {what}, got {path}: {error}") from error
+        raise InputError(f"{path} does not hold {what}: {error}") from error
     return cast("dict[str, Any]", settings) if isinstance(settings, dict) else {}
 
 
@@ -183,9 +175,7 @@ def from_statistics(
         f"guessed {_words(best)}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(
-        best.pooling, best.normalised, None, reason, cosines[best], width=width, unit=unit
-    )
+    return Pooling(best, None, reason, cosines[best])
 
 
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
@@ -213,10 +203,7 @@ def _nearest(errors: Mapping[Exposure, float], witness: str, agrees: float) -> P
             f"no pooling of this encoder gives the vectors of {witness}: the nearest, {words}, is "
             f"{error:.1e} of their length off"
         )
-    return Pooling(
-        best.pooling, best.normalised, error, reason, agrees=agrees, width=best.width,
-        unit=best.unit,
-    )  # fmt: skip
+    return Pooling(best, error, reason, agrees=agrees)
 
 
 def _words(way: Exposure) -> str:

@@ -54,8 +54,8 @@ class Stored:
 
     `widths` (k,) are 0 for a number that is kept whole and infinite for a sign; with a `codebook`
     (blocks, codes, numbers) the cells are the centroids', and at the `ends` (2, k) of a range they
-    are open. `error` is the standard deviation of
-    what was there before anything was rounded, `noise` what was stated of it, beyond arithmetic.
+    are open. `error` is the standard deviation of the error before anything was rounded, `noise`
+    the part of it that was stated, beyond arithmetic.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Leaks in files, Keyhole's own and those that other programs wrote.
 
-A file becomes arrays by name (arrays.py, llama_slot.py); names say what an array is (names.py), or
-else its shape does (shapes.py); where the layer is not known, contents.py takes the one that gives
-a verified text. sources.py is the way in.
+sources.py finds the files, arrays.py reads each as arrays by name, readings.py says what those may
+be, by their names or else by their shapes, and contents.py makes leaks of them: where the layer is
+not known, those of the layer that gives a verified text.
 """

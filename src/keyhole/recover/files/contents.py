@@ -1,6 +1,6 @@
-"""A file of another program as leaks of one exposure, a leak for each of its texts.
+"""The leaks that sources hold: of a file of another program, one leak for each of its texts.
 
-Of several exposures in one file the one nearest to the text is taken: the lowest layer. Where the
+Of several exposures in one file the lowest layer is taken, which is nearest to the text. Where the
 layer or the order of axes is not known, every likely reading is tried on the shortest text, and
 only one that gives a verified text is taken: rows of another layer are refused, not misread.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from keyhole.recover.files.readings import (
     Section,
     readings_of,
 )
+from keyhole.recover.files.sources import Opened
 from keyhole.recover.leaks import TYPES, Leak
 
 _TRIED = 4  # likely layers
@@ -45,6 +47,39 @@ class Contents:
 
     leaks: Sequence[Leak]
     ids: Sequence[list[int]] | None = None
+
+
+def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
+    """The head that a model needs to give such leaks: that of the next token, or none."""
+    first = sources[0]
+    if expose is not None:
+        kind = expose.kind
+    elif isinstance(first, Opened):
+        kind = first.leak.kind
+    else:
+        kind = "logits" if set(first.arrays) == {"logits"} else ""
+    return "causal" if kind == "logits" else "base"
+
+
+def opened_by(
+    target: Target,
+    sources: Sequence[Opened | Dump],
+    expose: Exposure | None,
+    verifies: Callable[[Target, Leak], bool],
+) -> list[Opened]:
+    """The leaks of all sources; `verifies` says whether a reading of arrays gives a text."""
+    opened: list[Opened] = []
+    for source in sources:
+        if isinstance(source, Opened):
+            opened.append(source)
+            continue
+        contents = contents_of(source, target, expose, partial(verifies, target))
+        name = source.name or f"leak {len(opened) + 1}"
+        for number, leak in enumerate(contents.leaks):
+            ids = None if contents.ids is None else contents.ids[number]
+            each = name if len(contents.leaks) == 1 else f"{name} [{number}]"
+            opened.append(Opened(each, leak, ids))
+    return opened
 
 
 def contents_of(
@@ -98,7 +133,7 @@ def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None)
         if not asked:
             got = ", ".join(str(section.exposure) for section in reading)
             raise InputError(
-                f"expected {expose}, got {got}: leave --expose out, or name one of them"
+                f"the file holds {got}, not {expose}: leave --expose out, or name one of them"
             )
         return asked
     known = [section for section in reading if section.layer is not None]
@@ -131,9 +166,7 @@ def _contents(section: Section, mask: Tensor | None, ids: Tensor | None) -> Cont
         if mask is not None:
             text = mask[number].nonzero().flatten()
             if not len(text):
-                raise InputError(
-                    f"expected a mask with text in it, got only padding in text {number}"
-                )
+                raise InputError(f"the mask of text {number} is only padding")
             inside = slice(int(text[0]), int(text[-1]) + 1)
         tensors = {name: tensor[number] for name, tensor in section.tensors.items()}
         leaks.append(_leak(section, tensors, inside))
@@ -182,10 +215,7 @@ def _samples(
 def _unexplained(made: Sequence[Contents], expose: Exposure | None) -> InputError:
     tried = ", ".join(dict.fromkeys(str(contents.leaks[0].exposure) for contents in made))
     fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
-    return InputError(
-        "expected what a layer of this model gives, got numbers that no text explains at "
-        f"{tried}{fix}"
-    )
+    return InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
 
 def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:

@@ -93,7 +93,7 @@ def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return torch.stack(tensors), None
     if len({(tensor.ndim, tensor.shape[-1]) for tensor in tensors}) > 1 or tensors[0].ndim != 2:
         names = ", ".join(list(arrays)[:4])
-        raise InputError(f"expected arrays of one kind, got {names}: save what leaked by itself")
+        raise InputError(f"{names} are of several kinds: save what leaked by itself")
     ones = [torch.ones(len(tensor), dtype=torch.long) for tensor in tensors]
     padded = [nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (tensors, ones)]
     return padded[0], padded[1]
@@ -109,10 +109,7 @@ def _batched(kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool
         raise InputError(
             f"expected floating-point numbers, got {str(tensor.dtype).removeprefix('torch.')}"
         )
-    try:
-        return _ORDERS[kind](tensor, parts, positions_first)
-    except KeyError:
-        raise InputError(f"expected a kind among {', '.join(_ORDERS)}, got {kind}") from None
+    return _ORDERS[kind](tensor, parts, positions_first)
 
 
 def _rows(tensor: Tensor, parts: Anatomy, _: bool) -> Tensor:

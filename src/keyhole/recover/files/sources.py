@@ -1,25 +1,20 @@
 """Where leaks come from: files and folders of files, leaks, arrays in memory.
 
-A file of Keyhole's own says what it is. What other programs wrote is read as arrays (arrays.py),
-and what those hold, only the model can tell (contents.py).
+A file that Keyhole wrote says what it is. What other programs wrote is read as arrays (arrays.py),
+and only the model can tell what those hold (contents.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import is_folder
-from keyhole.models.capture import Exposure
-from keyhole.models.demo import open_model
-from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
-from keyhole.recover.files.contents import contents_of
 from keyhole.recover.leaks import BaseLeak, Leak, own_leak
 
 Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
@@ -63,59 +58,6 @@ def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
     if not read:
         raise InputError("no leak was given")
     return read
-
-
-def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
-    """The head that a model needs to give such leaks: that of the next token, or none."""
-    first = sources[0]
-    if expose is not None:
-        logits = expose.kind == "logits"
-    else:
-        logits = set(first.arrays) == {"logits"} if isinstance(first, Dump) else False
-        logits = logits or (isinstance(first, Opened) and first.leak.kind == "logits")
-    return "causal" if logits else "base"
-
-
-def open_sources(
-    model: str | Loaded,
-    leaks: Source | Sequence[Source],
-    expose: Exposure | None,
-    verifies: Callable[[Target, Leak], bool],
-    *,
-    device: str = "cpu",
-    allow_pickle: bool = False,
-) -> tuple[Loaded, list[Opened]]:
-    """The model, with the head that such leaks come from, and the leaks that the sources hold.
-
-    What another program wrote may hold several; a reading of it counts if it `verifies`.
-    """
-    sources = read_sources(leaks)
-    if isinstance(model, str):
-        task = task_for(sources, expose)
-        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
-    target = Target.of(model.model, model.tokenizer)
-    return model, opened_by(target, sources, expose, verifies)
-
-
-def opened_by(
-    target: Target,
-    sources: Sequence[Opened | Dump],
-    expose: Exposure | None,
-    verifies: Callable[[Target, Leak], bool],
-) -> list[Opened]:
-    """The leaks of all sources, by name."""
-    opened: list[Opened] = []
-    for source in sources:
-        if isinstance(source, Opened):
-            opened.append(source)
-            continue
-        contents = contents_of(source, target, expose, partial(verifies, target))
-        name = source.name or f"leak {len(opened) + 1}"
-        for number, leak in enumerate(contents.leaks):
-            ids = None if contents.ids is None else contents.ids[number]
-            each = name if len(contents.leaks) == 1 else f"{name} [{number}]"
-            opened.append(Opened(each, leak, ids))
-    return opened
 
 
 def leak_files(sources: Sequence[Path]) -> list[Path]:

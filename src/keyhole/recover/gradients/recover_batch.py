@@ -1,16 +1,16 @@
 """`recover_batch(model, tokenizer, update)`: which tokens, at which places, in which texts.
 
 Tokens come from the first span, texts from the second, classes and last tokens from least squares,
-and the judge makes the update again. What the update does not show is said.
+and the judge makes the update again. The reason says what the update does not show.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from keyhole.core import Status, Unsuccessful, environment
 from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
-from keyhole.core.result import Result, restored
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import folder_of, open_model
@@ -47,23 +46,16 @@ from keyhole.recover.gradients.update import (
     update_of,
 )
 from keyhole.recover.judge import Verdict
-from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.recovery import Recovery, TextRecovery
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
 MAX_LENGTH = 512  # tokens of a text that a gradient is made of
 METHOD = "GradientSpans"
-_ADVICE = {
-    Status.RECOVERED: "Treat these gradients as the texts themselves.",
-    Status.INEXACT: "Part of the batch is known, as its texts' marks say. Treat it as given away.",
-    Status.UNSOLVED: "Not recovered this time, which is no proof of safety.",
-    Status.NOT_IDENTIFIABLE: "More tokens than the model is wide: the span of their inputs is all "
-    "there is.",
-}
 
 
 @dataclass(frozen=True, repr=False)
-class BatchRecovery(Result):
+class BatchRecovery(Recovery):
     """The texts of a batch, in no order, with their classes where the task has any.
 
     `tokens` are the ids that are in the batch, as far as the update shows them by itself: all of
@@ -84,10 +76,14 @@ class BatchRecovery(Result):
     environment: dict[str, str] = field(default_factory=environment)
 
     kind: ClassVar[str] = "batch recovery"
-
-    @property
-    def advice(self) -> str:
-        return _ADVICE.get(self.status, self.status.advice)
+    ADVICE: ClassVar[Mapping[Status, str]] = {
+        Status.RECOVERED: "Treat these gradients as the texts themselves.",
+        Status.INEXACT: "Part of the batch is known, as its texts' marks say. "
+        "Treat it as given away.",
+        Status.UNSOLVED: "Not recovered this time, which is no proof of safety.",
+        Status.NOT_IDENTIFIABLE: "More tokens than the model is wide: "
+        "the span of their inputs is all there is.",
+    }
 
     @property
     def verified(self) -> int:
@@ -98,18 +94,6 @@ class BatchRecovery(Result):
         lines = [f"{self.status} ({self.reason})"]
         lines += [f"  {text.text} ({text.marked})" for text in self.texts]
         return "\n".join([*lines, f"  {self.cost}"])
-
-    @property
-    def cost(self) -> str:
-        """What it took, and what to do about it."""
-        return f"{self.passes:,} passes, {self.seconds:.2f} s. {self.advice}"
-
-    def contents(self) -> dict[str, Any]:
-        return {**asdict(self), "advice": self.advice}
-
-    @classmethod
-    def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:  # noqa: ARG003
-        return restored(cls, data, more=True)
 
 
 class _Leaked:
@@ -209,11 +193,12 @@ def _recovered(leaked: _Leaked, search: Search) -> BatchRecovery:
 def _check(target: Target, update: Update) -> None:
     if task_for(target.model) != update.task:
         raise InputError(
-            f"expected a model with a head for {update.task}, got {type(target.model).__name__}"
+            f"the update is of a model with a head for {update.task}, "
+            f"and {type(target.model).__name__} has none"
         )
     whose = identity(target.model, head=True)
     if update.model is not None and update.model != whose:
-        raise InputError(f"expected gradients of the model {whose}, got those of {update.model}")
+        raise InputError(f"the gradients are of the model {update.model}, and this is {whose}")
     shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
     for name, each in update.values.items():
         if shapes.get(name) != tuple(each.shape):

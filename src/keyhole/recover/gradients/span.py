@@ -176,7 +176,7 @@ def _first_norm(parts: Anatomy) -> nn.Module:
         return parts.base.get_submodule("embeddings.LayerNorm")
     except AttributeError as error:
         raise InputError(
-            f"expected a model whose embeddings end in a LayerNorm, got {parts.family}"
+            f"the embeddings of {parts.family} do not end in a LayerNorm, which this attack needs"
         ) from error
 
 

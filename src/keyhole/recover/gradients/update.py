@@ -122,7 +122,7 @@ def load_update(path: str | Path) -> Update:
     """Read what `save` wrote, or say in one line why it is something else."""
     metadata, tensors = read_tensors(path, "a file of gradients")
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") != KIND:
-        raise InputError(f"expected a file of gradients written by Keyhole, got {path}")
+        raise InputError(f"not a file of gradients written by Keyhole: {path}")
     try:
         about: dict[str, Any] = parse(metadata["about"])
         protocol = Protocol(**about.pop("protocol"))
@@ -130,9 +130,7 @@ def load_update(path: str | Path) -> Update:
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"expected a file of gradients written by Keyhole, got {path}: {error}"
-        ) from error
+        raise InputError(f"not a file of gradients written by Keyhole: {path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length
         given = opening(example.text, max_length)
         ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
         if ids == tokenizer("")["input_ids"]:
-            raise InputError(f"expected a text with a token in it, got {example.text[:40]!r}")
+            raise InputError(f"a text must have at least one token: {example.text[:40]!r}")
         texts.append(tuple(ids))
     if task_for(model) == "causal":
         if min(map(len, texts), default=2) < 2:
@@ -182,7 +180,7 @@ def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length
                 answers = model(input_ids=torch.tensor([text], device=anatomy(model).device)).logits
             label = int(answers[0].argmax())
         if not 0 <= label < classes:
-            raise InputError(f"expected classes from 0 to {classes - 1}, got {label}")
+            raise InputError(f"classes must be from 0 to {classes - 1}: got {label}")
         labels.append(label)
     return Batch(tuple(texts), tuple(labels))
 
@@ -192,7 +190,7 @@ def task_for(model: Any) -> str:
     task = head_of(model)
     if task not in TASKS:
         kind = type(model).__name__
-        raise InputError(f"expected a model with a head for classes or next tokens, got {kind}")
+        raise InputError(f"the model needs a head for classes or next tokens, and {kind} has none")
     return task
 
 

@@ -69,11 +69,7 @@ class DecoderStates:
         if not target.parts.causal:
             raise Unsuccessful(Status.NOT_APPLICABLE, "only a causal model is read left to right")
         leaks = whole_rows(target, leaks)
-        texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
-        width = texts[0].rows.shape[-1]
-        error = torch.tensor([text.tolerance.error for text in texts]).median()
-        samples = self.samples or 8 * max(width, 128)
-        orders = fit(target, leaks[0].exposure, samples, self.seed, float(error))
+        texts, orders = begun(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         batch = self.batch or (1 if target.parts.device.type == "cpu" else 16)
         for start in range(0, len(texts), batch):
@@ -145,6 +141,16 @@ class Text:
         return Proposal(
             ids, self.passes, self.passes, fitting=fitting, note=note, tested=self.tested
         )
+
+
+def begun(
+    target: Target, leaks: Sequence[Leak], samples: int | None, seed: int
+) -> tuple[list[Text], Orderings]:
+    """The texts of leaks, none of them read yet, and in which order tokens are tried for them."""
+    texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
+    error = torch.tensor([text.tolerance.error for text in texts]).median()
+    samples = samples or 8 * max(texts[0].rows.shape[-1], 128)
+    return texts, fit(target, leaks[0].exposure, samples, seed, float(error))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import expect_count
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.encoder_batch import EncoderBatch, flip, replace, substitute
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
@@ -66,13 +66,10 @@ class EncoderStates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        ones = (self.steps, self.batch, self.opening, self.stage)
-        if min(ones) < 1 or min(self.feedback, self.rounds, self.trials) < 0:
-            raise InputError(
-                "expected steps and batch, opening and stage of 1 or more, feedback, rounds and "
-                f"trials of 0 or more, got {', '.join(map(str, ones))}, "
-                f"{self.feedback}, {self.rounds}, {self.trials}"
-            )
+        for name in ("steps", "batch", "opening", "stage"):
+            expect_count(name, getattr(self, name))
+        for name in ("feedback", "rounds", "trials"):
+            expect_count(name, getattr(self, name), least=0)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         leaks = whole_rows(target, leaks)

@@ -340,14 +340,9 @@ def _by_sums(texts: EncoderBatch, row: int, ids: Tensor, candidates: int) -> Tri
     places = _worst_places(texts, row, alone=True)
     if row not in _within(texts, _NEAR) or len(places) < 2:
         return Tried(ids, 0.0, 0)
-    leaked, seen = texts.leaked[row, : len(ids)], texts.seen[row, : len(ids), None]
 
     def missing(tried: Tensor) -> Tensor:
-        parts: list[Tensor] = []
-        for part in tried.split(max(1, _AT_ONCE // len(ids))):
-            rows = torch.full((len(part),), row, device=ids.device)
-            parts.append(((leaked - texts.run(rows, part)) * seen).flatten(1))
-        return torch.cat(parts)
+        return torch.cat([part.flatten(1) for part in _unexplained(texts, row, tried)])
 
     return try_sums(missing, ids, places, _proposed(texts, row, places, _MORE * candidates))
 
@@ -356,15 +351,18 @@ def _misfits(texts: EncoderBatch, row: int) -> Misfits:
     """The squared residuals (b, n) of texts (b, n) that are tried for a row of the batch."""
 
     def misfits(ids: Tensor) -> Tensor:
-        n = ids.shape[1]
-        leaked, seen = texts.leaked[row, :n], texts.seen[row, :n]
-        sizes: list[Tensor] = []
-        for part in ids.split(max(1, _AT_ONCE // n)):
-            rows = torch.full((len(part),), row, device=ids.device)
-            sizes.append((texts.run(rows, part) - leaked).square().sum(-1) * seen)
-        return torch.cat(sizes)
+        return torch.cat([part.square().sum(-1) for part in _unexplained(texts, row, ids)])
 
     return misfits
+
+
+def _unexplained(texts: EncoderBatch, row: int, ids: Tensor) -> Iterator[Tensor]:
+    """What texts (b, n) that are tried for a row leave unexplained (…, n, d), pass by pass."""
+    n = ids.shape[1]
+    leaked, seen = texts.leaked[row, :n], texts.seen[row, :n, None]
+    for part in ids.split(max(1, _AT_ONCE // n)):
+        rows = torch.full((len(part),), row, device=ids.device)
+        yield (leaked - texts.run(rows, part)) * seen
 
 
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:

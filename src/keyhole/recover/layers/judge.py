@@ -73,6 +73,31 @@ _DUPLICATES: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDicti
 _FITTED: weakref.WeakKeyDictionary[nn.Module, dict[Exposure, RowMap]] = weakref.WeakKeyDictionary()
 
 
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """A text (n,) compared with a leak: what leaked (m, f), and what the model gives for the text.
+
+    `hidden` (n,) are the positions whose rows did not leak; `misfits` are the sums of squares of
+    rows (…, m, f) in units of the leak's error.
+    """
+
+    target: Target
+    leak: Leak
+    text: Tensor
+    leaked: Tensor
+    given: Tensor
+    hidden: Tensor
+    misfits: Misfits
+
+    @property
+    def odds(self) -> float:
+        """The margin that verifies a token."""
+        return 2 * (math.log(self.target.vocabulary) + ODDS)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return exposed_rows(self.target, self.leak, ids)
+
+
 def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     """Decide what `ids` are worth as an explanation of a leak."""
     device = target.parts.device
@@ -96,27 +121,10 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
-    odds = 2 * (math.log(target.vocabulary) + ODDS)
     misfits = _misfits(fit, leaked, given)
-    margin, forwards = torch.full(text.shape, torch.inf, device=device), 1
-    coarse = not fit.whole or fit.level > _FINE or bool(hidden.any())
-    if coarse or bool(_duplicates(target)[text].any()):
-        others = alternatives(target, leak, text, given, misfits, hidden, fit.level > _NOISY)
-        margin, more = _margins(target, leak, text, misfits, hidden, odds, others)
-        margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
-    doubt = ""
-    if matched is not None:
-        unsettled, more = _open_places(target, matched, text, fit.sigma, odds)
-        margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
-        count = int(unsettled.sum())
-        doubt = f"; the order of {count} tokens is unknown" if count else ""
-    if isinstance(leak, Logits) and fit.whole and bool((margin > odds).all()):
-        other, more = _other_text(target, leak, ids, misfits, odds)
-        forwards += more
-        if other is not None:
-            margin = torch.zeros_like(margin)
-            doubt = f"; so could {target.decode(other)!r}, for example"
-    marks = _marks(fit, margin, hidden, odds)
+    compared = Compared(target, leak, text, leaked, given, hidden, misfits)
+    margin, forwards, doubt = _margin(compared, fit, padding, matched is not None)
+    marks = _marks(fit, margin, hidden, compared.odds)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
@@ -126,8 +134,33 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     )  # fmt: skip
 
 
+def _margin(
+    compared: Compared, fit: Fit, padding: Tensor, unordered: bool
+) -> tuple[Tensor, int, str]:
+    """The margin (n,) of each token, the passes that took, and in words what is in doubt."""
+    target, leak, text = compared.target, compared.leak, compared.text
+    margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
+    coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
+    if coarse or bool(_duplicates(target)[text].any()):
+        others = alternatives(compared, noisy=fit.level > _NOISY)
+        margin, more = _over_alternatives(compared, others)
+        margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
+    if unordered:
+        unsettled, more = _open_places(compared, fit.sigma)
+        margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
+        count = int(unsettled.sum())
+        doubt = f"; the order of {count} tokens is unknown" if count else ""
+    if isinstance(leak, Logits) and fit.whole and bool((margin > compared.odds).all()):
+        other, more = _other_text(compared, leak)
+        forwards += more
+        if other is not None:
+            margin = torch.zeros_like(margin)
+            doubt = f"; so could {target.decode(other)!r}, for example"
+    return margin, forwards, doubt
+
+
 def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:
-    """What each token has earned; see the head of this file and Mark."""
+    """The mark of each token, as the head of this file and Mark define them."""
     shown = ~hidden | (fit.whole and fit.level <= _FINE)
     apart = margin > odds
     certain = apart & shown & fit.whole
@@ -202,26 +235,19 @@ def exposed_rows(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     return leak.rows(target.expose(leak, ids, _mask(target, leak, len(ids))))
 
 
-def _margins(
-    target: Target,
-    leak: Leak,
-    text: Tensor,
-    misfits: Misfits,
-    hidden: Tensor,
-    enough: float,
-    others: Tensor,
-) -> tuple[Tensor, int]:
+def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]:
     """The margin (n,) of each token over the nearest of others (k, n); the passes that took.
 
     The whole leak speaks for a token: a row may say next to nothing about its own one ([CLS] in the
     lower layers of MiniLM), while all others do. So an alternative is tried alone. In a
     long text a pass has one at every 64th position, each judged by its own row; the first 64 whose
-    margin is not `enough` so are tried alone, and so are the first 64 positions that did not leak
-    (`hidden`).
+    margin does not verify them so are tried alone, and so are the first 64 positions that did not
+    leak (`hidden`).
     """
+    text, hidden, misfits = compared.text, compared.hidden, compared.misfits
     size = max(1, _AT_ONCE // len(text))
     places = torch.arange(len(text), device=text.device)
-    before = misfits(exposed_rows(target, leak, text[None])[0])
+    before = misfits(compared.given)
 
     def gains(tokens: Tensor, groups: Tensor) -> Tensor:
         """How much worse each row (g, n) fits with the tokens of a group (g, n) in their places.
@@ -229,19 +255,19 @@ def _margins(
         `tokens` are those of all groups (n,), or each group has its own (g, n).
         """
         swapped = torch.where(groups, tokens, text)
-        rows = [misfits(exposed_rows(target, leak, part)) for part in swapped.split(size)]
+        rows = [misfits(compared.rows(part)) for part in swapped.split(size)]
         return torch.cat(rows) - before
 
     if len(text) <= _ALONE:  # each alone, in as few passes as hold them
         alone = (places == places[:, None]).repeat(len(others), 1)
         each = others.repeat_interleave(len(text), 0)
-        return gains(each, alone).sum(-1).view_as(others).amin(0), 3 + len(alone)
-    least, spent = torch.full(text.shape, torch.inf, device=text.device), 3
+        return gains(each, alone).sum(-1).view_as(others).amin(0), 2 + len(alone)
+    least, spent = torch.full(text.shape, torch.inf, device=text.device), 2
     for tokens in others:
         groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
         margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
         spent += len(groups)
-        for part in (hidden, ~hidden & ~(margin > enough)):
+        for part in (hidden, ~hidden & ~(margin > compared.odds)):
             tried = part.nonzero().flatten()[:_ALONE]
             if len(tried):
                 margin[tried] = gains(tokens, places == tried[:, None]).sum(-1)
@@ -250,36 +276,29 @@ def _margins(
     return least, spent
 
 
-def alternatives(
-    target: Target,
-    leak: Leak,
-    text: Tensor,
-    given: Tensor,
-    misfits: Misfits,
-    hidden: Tensor,
-    noisy: bool,
-) -> Tensor:
+def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """The tokens (k, n) to be tried at each position."""
-    tokens = [most_similar(target.parts.table, text)]
-    rows = _row_map(target, leak.exposure)
+    table, text = compared.target.parts.table, compared.text
+    tokens = [most_similar(table, text)]
+    rows = _row_map(compared.target, compared.leak.exposure)
     if rows is not None:
-        leaked = leak.rows(leak.tensors).to(given)
-        unexplained = rows.own(leaked - given).nan_to_num()
+        unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
         count = _ANSWERING_NOISY if noisy else _ANSWERING
-        tokens.append(rows.nearest(target.parts.table, text, unexplained, count))
-    if rows is None or bool(hidden.any()):
-        tokens.append(_wished(target, leak, text, misfits))
+        tokens.append(rows.nearest(table, text, unexplained, count))
+    if rows is None or bool(compared.hidden.any()):
+        tokens.append(_wished(compared))
     return torch.cat(tokens)
 
 
-def _wished(target: Target, leak: Leak, text: Tensor, misfits: Misfits) -> Tensor:
+def _wished(compared: Compared) -> Tensor:
     """The tokens (k, n) that would lower the misfit most, to first order; one pass."""
+    target, leak, text = compared.target, compared.leak, compared.text
     table = target.parts.table
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
         mask = _mask(target, leak, 1)
         given = leak.rows(capture(target.model, leak.exposure, embeddings=words, mask=mask))
-        (gradient,) = torch.autograd.grad(misfits(given[0]).sum(), words)
+        (gradient,) = torch.autograd.grad(compared.misfits(given[0]).sum(), words)
     change = gradient[0] @ table.T
     change[:, target.pads()] = torch.inf
     change = change.scatter(1, text[:, None], torch.inf)
@@ -359,28 +378,26 @@ def _in_best_order(leak: Leak, given: Tensor) -> HiddenStates | None:
     return leak.ordered(assigned(_set_misfits(given, leak.values.to(given), sigma)))
 
 
-def _open_places(
-    target: Target, leak: HiddenStates, text: Tensor, sigma: Tensor, enough: float
-) -> tuple[Tensor, int]:
+def _open_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
     """The positions (n,) whose tokens might stand in another order, and the passes that took.
 
-    `leak` is in the text's order, `sigma` (n, f) the error of its numbers. Neighbours, or next but
-    one, change places, all in between is reversed, or shuffled; the model runs on that, and the
-    leak is assigned anew. Two rows that are alike leave open which is which; that is no doubt about
-    the text if their tokens are the same.
+    The leak is in the text's order, `sigma` (n, f) the error of its numbers. Neighbours change
+    places, or next but one, all in between is reversed, or shuffled; the model runs on that, and
+    the leak is assigned anew. Two rows that are alike leave open which is which; that is no doubt
+    about the text if their tokens are the same.
     """
+    text, leaked = compared.text, compared.leaked
     orders = _other_orders(len(text)).to(text.device)
     orders = orders[(text[orders] != text).any(-1)]
-    leaked = leak.values.to(text.device)
     unsettled = torch.zeros_like(text, dtype=torch.bool)
     if not len(orders):  # a single token, or the same one throughout
         return unsettled, 0
-    own = _least(_set_misfits(exposed_rows(target, leak, text[None])[0], leaked, sigma))
+    own = _least(_set_misfits(compared.given, leaked, sigma))
     for part in orders.split(max(1, _AT_ONCE // len(text))):
-        for order, given in zip(part, exposed_rows(target, leak, text[part]), strict=True):
-            if not _least(_set_misfits(given, leaked, sigma)) - own > enough:
+        for order, given in zip(part, compared.rows(text[part]), strict=True):
+            if not _least(_set_misfits(given, leaked, sigma)) - own > compared.odds:
                 unsettled |= text[order] != text
-    return unsettled, len(orders) + 1
+    return unsettled, len(orders)
 
 
 def _other_orders(length: int) -> Tensor:
@@ -408,16 +425,15 @@ def _least(misfits: Tensor) -> float:
     return float(misfits[order, torch.arange(len(order), device=order.device)].nansum())
 
 
-def _other_text(
-    target: Target, leak: Logits, ids: Sequence[int], misfits: Misfits, enough: float
-) -> tuple[Tokens | None, int]:
-    """The text one edit away that fits best, if the odds against it are not `enough`; passes.
+def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
+    """The text one edit away that fits best, if the odds do not exclude it; and the passes.
 
     A token more or less counts too where the length is not known. One such text always fits: a
     model with rotary positions and no token that begins every text gives the same for a token alone
     and for that token repeated, because attention over equal values is that value.
     """
     exposure = Exposure("pooled", pooling="last", steps=leak.exposure.steps)
+    target, ids = compared.target, compared.text.tolist()
     vectors = Vectors(target, exposure, ids)
     text = vectors.inside(ids)
     others = alternatives_to(vectors, text, vectors([text])[0], leak.length is not None).texts
@@ -426,10 +442,10 @@ def _other_text(
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]
         rows = torch.tensor(framed, device=target.parts.device)
         parts = rows.split(max(1, _AT_ONCE // 2 // rows.shape[1]))
-        return torch.cat([misfits(exposed_rows(target, leak, part)).sum(-1) for part in parts])
+        return torch.cat([compared.misfits(compared.rows(part)).sum(-1) for part in parts])
 
     own = float(misfit([text]))
-    best: tuple[float, Tokens | None] = (enough, None)
+    best: tuple[float, Tokens | None] = (compared.odds, None)
     for _, alike in groupby(sorted(others, key=len), key=len):
         texts = list(alike)
         worse, place = (misfit(texts) - own).min(0)

@@ -97,13 +97,13 @@ def _affine(module: nn.Module) -> tuple[Tensor, Tensor]:
 def _look_up(target: Target, inputs: Sequence[Tensor]) -> Iterator[tuple[int, Proposal]]:
     """The token at each position whose own input of the first attention is nearest."""
     target.count.begin(range(len(inputs)))
-    longest = max(len(x) for x in inputs)
+    max_length = max(len(x) for x in inputs)
     padded = nn.utils.rnn.pad_sequence(list(inputs), batch_first=True).nan_to_num(0.0)
     near = torch.zeros(*padded.shape[:2], 0, device=padded.device)
     names = near.long()
-    chunk = max(1, _HELD // (longest * padded.shape[-1]))
+    chunk = max(1, _HELD // (max_length * padded.shape[-1]))
     for part in torch.arange(target.vocabulary, device=padded.device).split(chunk):
-        table = _first_inputs(target, part[:, None].expand(-1, longest))
+        table = _first_inputs(target, part[:, None].expand(-1, max_length))
         far = -2 * torch.einsum("bnd,cnd->bnc", padded, table) + table.square().sum(-1).mT
         near = torch.cat([near, far], -1)
         names = torch.cat([names, part.expand(far.shape)], -1)

@@ -1,8 +1,9 @@
 """L-BFGS over a batch of independent problems, one evaluation of all of them a step.
 
-Nocedal's recursion (two_loop_recursion.py) with a history for each problem. A step that makes a
-problem worse is taken back for that problem alone, which goes a quarter of the way next time; the
-others go on. So a step always costs one evaluation, and problems can leave the batch between steps.
+Nocedal's recursion (`two_loops` in core/numerics.py) with a history for each problem. A step that
+makes a problem worse is taken back for that problem alone, which goes a quarter of the way next
+time; the others go on. So a step always costs one evaluation, and problems can leave the batch
+between steps.
 """
 
 from __future__ import annotations

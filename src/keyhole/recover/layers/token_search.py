@@ -28,7 +28,7 @@ from keyhole.recover.leaks import Leak
 
 _FLAT = 30  # the first V/30 tokens of a table are taken to be about equally frequent
 _THINNEST = 1e-6  # of the largest variance: directions in which tokens do not differ
-_DOUBT = 0.2  # of the vocabulary's spread, left beside the candidates
+_DOUBT = 0.2  # of the vocabulary's spread, left to tokens that are no candidates
 _PULL = 1e-4  # the prior's weight in the loss
 
 

@@ -38,15 +38,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import with_ridge
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Target
-from keyhole.recover.layers.decoder import Text
+from keyhole.recover.layers.decoder import Text, begun
 from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
-from keyhole.recover.layers.ordering import Orderings, fit
+from keyhole.recover.layers.ordering import Orderings
 from keyhole.recover.layers.precision import compare, precision_of
 from keyhole.recover.layers.row_length import whole_rows
 from keyhole.recover.leaks import HiddenStates, Leak
@@ -75,11 +75,8 @@ class UnorderedStates:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rounds < 0 or self.orders < 1:
-            raise InputError(
-                f"expected rounds of 0 or more and orders of 1 or more, "
-                f"got {self.rounds} and {self.orders}"
-            )
+        expect_count("rounds", self.rounds, least=0)
+        expect_count("orders", self.orders)
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         rows = [cast("HiddenStates", leak) for leak in whole_rows(target, leaks)]
@@ -148,7 +145,7 @@ class _Text:
 
 
 def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
-    """Read every text in all orders that are wanted of it, together."""
+    """Read every text in all orders that are wanted of it, as one batch."""
     trials = [(text, order) for text in texts for order in text.wanted]
     if not trials:
         return
@@ -176,14 +173,11 @@ class UnorderedPrefixes:
 
     def __post_init__(self) -> None:
         if not self.fans or min(self.fans) < 1 or self.widest < 1:
-            raise InputError(f"expected positive fans, got {self.fans} of at most {self.widest}")
+            raise InputError(f"fans and widest must be positive: got {self.fans} and {self.widest}")
 
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
         leaks = whole_rows(target, leaks)
-        texts = [Text.of(target, leak, number) for number, leak in enumerate(leaks)]
-        error = torch.tensor([text.tolerance.error for text in texts]).median()
-        samples = self.samples or 8 * max(texts[0].rows.shape[-1], 128)
-        orders = fit(target, leaks[0].exposure, samples, self.seed, float(error))
+        texts, orders = begun(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         for text in texts:
             target.count.begin([text.number])
@@ -267,8 +261,8 @@ class Places:
         """
         means = self.means[: len(rows)]
         costs = _distances(rows.double() - given + means, means, self.corrected)
-        here, after = costs.diagonal(), costs.diagonal(1) + costs.diagonal(-1)
-        return assigned(costs), (after - here[1:] - here[:-1]).nan_to_num(torch.inf)
+        now, exchanged = costs.diagonal(), costs.diagonal(1) + costs.diagonal(-1)
+        return assigned(costs), (exchanged - now[1:] - now[:-1]).nan_to_num(torch.inf)
 
 
 def _distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
@@ -346,7 +340,7 @@ def _left_over(
     moved = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
     other = _run(target, exposure, ids.gather(1, moved)) - means
     places = moved.to(rows.device)[..., None].expand_as(rows)
-    own = (rows - means).gather(1, places)  # of the token that came to stand here
+    own = (rows - means).gather(1, places)  # of the token that was moved there
     return (other - own)[:, opening : len(means) - closing].flatten(0, 1)
 
 
@@ -363,7 +357,7 @@ def _exchanged(
     for place in range(opening, length - closing - 3):
         swap = torch.rand(count, generator=stream) < _EXCHANGED / 2
         other = place + 1 + torch.randint(3, (count,), generator=stream)
-        here, there = orders[each, place].clone(), orders[each, other].clone()
-        orders[each, place] = torch.where(swap, there, here)
-        orders[each, other] = torch.where(swap, here, there)
+        first, second = orders[each, place].clone(), orders[each, other].clone()
+        orders[each, place] = torch.where(swap, second, first)
+        orders[each, other] = torch.where(swap, first, second)
     return orders
