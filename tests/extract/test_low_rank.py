@@ -79,7 +79,7 @@ def test_the_budget_leaves_the_best_model_so_far():
 
 @pytest.mark.parametrize("arguments", [{"rank": -1}])
 def test_bad_arguments(arguments):
-    with pytest.raises(InputError, match="expected rank"):
+    with pytest.raises(InputError, match="rank must be"):
         extract.LowRank(**arguments)
 
 
