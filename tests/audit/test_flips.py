@@ -168,7 +168,7 @@ def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     skipped = checked(TextTarget(loaded, ["w1 w2"]))
     assert skipped.findings == ()
     assert "BertModel has no head for classes or text" in skipped.skips[0].reason
-    with pytest.raises(InputError, match="labels from 0 to 1, got 4"):
+    with pytest.raises(InputError, match="labels 0 to 1, not 4"):
         checked(target(examples=[tiny_classifiers.Example("a", 4, "w1")]))
 
 

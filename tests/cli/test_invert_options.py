@@ -84,10 +84,7 @@ def test_gamma_and_slack_reach_the_theorem(here, secret):
             "p.safetensors must hold a tensor X: it holds B, V,",
         ),
         ("--start wide.safetensors --method adam", "expected X of shape n×d = 3×3 in wide."),
-        (
-            "--start nan.safetensors --method adam",
-            "X in nan.safetensors must hold finite real numbers",
-        ),
+        ("--start nan.safetensors --method adam", "X in nan.safetensors must hold finite"),
     ],
 )
 def test_what_does_not_apply_is_refused_in_one_line(tmp_path, here, secret, words, error):
@@ -118,4 +115,4 @@ def test_bounds_say_which_assumption_does_not_hold(here, secret):
     for option, value in (("-o", "R=0.5"), ("-o", "neighbours=0")):
         wrong = here("lab", "bounds", "p.safetensors", "input.safetensors", option, value)
         assert wrong.returncode == 2
-        assert wrong.stderr.startswith("keyhole: expected ")
+        assert f"{value.partition('=')[0]} must be" in wrong.stderr

@@ -173,7 +173,7 @@ class Counted:
         progress: Progress = silent,
     ) -> None:
         if budget is not None and budget < 0:
-            raise InputError(f"expected a budget of 0 queries or more, got {budget}")
+            raise InputError(f"a budget must be 0 queries or more, not {budget}")
         self.inner = inner
         self.budget = budget
         self.queries = 0
