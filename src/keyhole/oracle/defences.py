@@ -191,7 +191,7 @@ class Failing(Wrapper):
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if len(sequences) > self.after:
-            raise OracleError("expected an answer, got none: the endpoint is down")
+            raise OracleError("no answer: the endpoint is down")
         self.after -= len(sequences)
         return ask(self.inner, sequences)
 

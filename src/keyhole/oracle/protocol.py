@@ -41,7 +41,7 @@ class NotFinite(InputError):
     """A question that holds NaN or infinity: whoever asks it is at fault, not the oracle."""
 
     def __init__(self) -> None:
-        super().__init__("expected finite sequences, got NaN or infinity in the question")
+        super().__init__("the sequences hold NaN or infinity")
 
 
 class BudgetExhausted(KeyholeError):
