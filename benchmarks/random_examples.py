@@ -143,7 +143,7 @@ def exact(dim: int, spread: float, factor: float, seeds: range) -> Row:
 def inexact(dim: int, tau: float, repeats: int, seeds: range) -> Row:
     """Errors drawn anew for every answer: the same number of random and of chosen questions."""
     random, chosen, counts = [], [], set[int]()
-    count = extract.Tolerant(tau, repeats=repeats).expected(dim)
+    count = extract.Tolerant(tau, repeats=repeats).expected_queries(dim)
     for seed in seeds:
         target, size = _planted(dim, 1.0, seed)
         noisy = oracle.Noisy(target, tau, seed=seed, fresh=True)
