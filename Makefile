@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO_READY := .venv/.demo-ready
-# pip would compile all of torch, one file after the other, longer than all else takes together;
+# pip would compile all of torch, one file after the other, longer than all else takes;
 # Python compiles what it imports.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # Bytecode is kept: torch is compiled once, and not by every process that the tests start.

@@ -23,9 +23,8 @@ from keyhole.report import words
 
 DOCS = Path(__file__).parent
 SHOWN = (  # the rows that the start page shows
-    "full scores", "scores rounded to 3 decimals", "signs", "a causal layer's output",
-    "hidden states of layer 3", "attention maps of layer 1", "pooled embedding",
-    "gradient of a batch of texts", "1% of each head's attention cut", "1% of all attention cut",
+    "full scores", "signs", "a causal layer's output", "hidden states of layer 3",
+    "pooled embedding", "gradient of a batch of texts", "1% of all attention cut",
 )  # fmt: skip
 FORM = "  {:<9} {:<37} {:<14} {:>9} {:>24}".format
 
@@ -36,10 +35,10 @@ def record() -> str:
     import show
 
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "keyhole", "audit", "demo", "--json-file", "demo.json"]
+        command = [sys.executable, "-m", "keyhole", "audit", "demo", "--output", "json=demo.json"]
         done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
         if done.returncode != 1:
-            raise SystemExit(f"expected the demo to give something away, got {done.stderr}")
+            raise SystemExit(f"the demo gave nothing away, or could not be audited: {done.stderr}")
         assessment = assess(Audit.load(Path(folder) / "demo.json"))
     rows = [row(item) for item in assessment.items]
     cards = [
@@ -54,7 +53,7 @@ def record() -> str:
         "machine": show.machine(),
         "kept": quoted.WRITTEN,
         "note": "The scoring head has width 64.",
-        "rows": [{"surface": "all", "outcome": assessment.verdict}, *cards, *rows],
+        "rows": [{"part": "all", "outcome": assessment.verdict}, *cards, *rows],
     }
     page = DOCS / "index.md"
     place = re.compile(r"(```text\n)The weights can .*?(```)", re.DOTALL)
@@ -66,10 +65,10 @@ def record() -> str:
 def row(item: Item) -> dict[str, str]:
     finding = item.finding
     return {
-        "surface": f"{item.family} of {finding.surface}", "severity": item.severity.value,
+        "part": f"{item.family} of {finding.part}", "severity": item.severity.value,
         "exposure": words.exposure(finding.exposure), "outcome": words.outcome(finding),
         "error": words.error(finding), "cost": cost(finding),
-        "floor": "–" if finding.lower_bound is None else f"{finding.lower_bound:,}",
+        "lower bound": "–" if finding.lower_bound is None else f"{finding.lower_bound:,}",
         "seconds": f"{finding.seconds:.2f}",
     }  # fmt: skip
 
@@ -82,12 +81,12 @@ def block(verdict: str, cards: Sequence[dict[str, Any]], rows: Sequence[dict[str
         fix = textwrap.shorten(card["fix"], 65, placeholder=" …")
         lines.append(f"  {card['family']:<13} {card['given away']:<8} {exposed:<10} {fix}")
     lines += ["", FORM("severity", "exposure", "outcome", "error", "cost")]
-    surface = ""
+    part = ""
     for each in rows:
         if each["exposure"] in SHOWN:
-            if each["surface"] != surface:
-                lines.append(each["surface"])
-            surface = each["surface"]
+            if each["part"] != part:
+                lines.append(each["part"])
+            part = each["part"]
             columns = ("severity", "exposure", "outcome", "error", "cost")
             lines.append(FORM(*(each[column] for column in columns)).rstrip())
     return "\n".join(lines) + "\n"

@@ -11,9 +11,9 @@ from a document. Several names may be given, with commas. A table whose numbers 
 
     <!-- not measured: REASON -->
 
-The records lie beside the documents, not in benchmarks/results/, which is what `make bench`
+The records lie next to the documents, not in benchmarks/results/, which is what `make bench`
 measured on the reader's own machine and is not committed. Both have the same form
-(benchmarks/show.py). tests/test_figures.py holds documents and records together, and
+(benchmarks/show.py). tests/test_figures.py compares documents with records, and
 docs/benchmarks.md is made from here.
 """
 
@@ -71,7 +71,7 @@ class Block:
 
     @property
     def lines(self) -> list[list[str]]:
-        """The numbers of each row of a table; of anything else all together."""
+        """The numbers of each row of a table; of anything else all in one."""
         if not self.table:
             text = self.text if self.fenced else ASIDE.sub("", self.text)
             return [numbers(text)]
@@ -80,7 +80,7 @@ class Block:
 
     @property
     def measured(self) -> bool:
-        """Whether it looks like measurements: a number in a cell beside the first, or in prose."""
+        """Whether it looks like measurements: a number in a cell after the first, or in prose."""
         if self.fenced or self.text.startswith("#"):
             return False
         if not self.table:
@@ -152,12 +152,12 @@ class Record:
         """The numbers of each row: in strings, in numbers, in the names of columns."""
         return [list(_decimals(row)) for row in self.rows]
 
-    def missing(self, wanted: list[str], *, together: bool = False) -> list[str]:
-        """The numbers that are nowhere in the record, to the digits written; `together`: that
+    def missing(self, wanted: list[str], *, in_one_row: bool = False) -> list[str]:
+        """The numbers that are nowhere in the record, to the digits written; `in_one_row`: that
         the row which has most of them does not have.
         """
         about = [*_decimals([self.title, self.note, self.machine, self.command, self.commit])]
-        rows = self.values if together else [sum(self.values, about)]
+        rows = self.values if in_one_row else [sum(self.values, about)]
         lacking = ([n for n in wanted if not any(agree(n, v) for v in row)] for row in rows)
         return min(lacking, key=len)
 

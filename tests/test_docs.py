@@ -146,8 +146,8 @@ NUMBERED = {  # every numbered statement that the papers' texts hold or refer to
 HEADER = ["in the paper", "as published", "ours", "measured", "departure"]
 
 
-def told(paper: str) -> list[list[str]]:
-    """The cells of the table that tells every statement of a paper."""
+def statements(paper: str) -> list[list[str]]:
+    """The rows of the table of a paper's statements."""
     text = (ROOT / "docs" / "papers.md").read_text("utf-8")
     section = text.split(f"\n## {paper}\n")[1].split("\n## ")[0]
     table = section.split(f"| {' | '.join(HEADER)} |\n")[1].split("\n\n")[0]
@@ -158,7 +158,7 @@ def told(paper: str) -> list[list[str]]:
 @pytest.mark.parametrize("paper", NUMBERED)
 def test_every_numbered_statement_is_told_in_full(paper):
     """As published with its module and test, ours, what was measured; a cell for departures."""
-    rows = told(paper)
+    rows = statements(paper)
     assert all(len(row) == len(HEADER) for row in rows)
     for statement in NUMBERED[paper]:
         named = re.compile(rf"\b{re.escape(statement)}(?![\d.]*\d)")
@@ -173,6 +173,6 @@ def test_every_numbered_statement_is_told_in_full(paper):
 def test_every_open_question_has_a_line():
     """Three of Section 7.1, and the three that the second paper leaves to others."""
     for paper in NUMBERED:
-        lines = [row for row in told(paper) if row[0].startswith("Open question")]
+        lines = [row for row in statements(paper) if row[0].startswith("Open question")]
         assert len(lines) == 3
         assert all(any(row[1:4]) for row in lines)

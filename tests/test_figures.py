@@ -29,11 +29,11 @@ def lacking(block: quoted.Block) -> list[str]:
     row of a record that is itself a table, or somewhere in those that commands wrote.
     """
     records = [quoted.Record.load(name) for name in block.records]
-    together = block.table and all(record.kept == quoted.TRANSCRIBED for record in records)
+    in_one_row = block.table and all(record.kept == quoted.TRANSCRIBED for record in records)
     missing = []
     for line in block.lines:
         for record in records:
-            line = record.missing(line, together=together)
+            line = record.missing(line, in_one_row=in_one_row)
         missing += line
     return missing
 

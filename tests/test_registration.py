@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,12 @@ def endpoint():
     return keyhole.audit({"head": HEAD, "layer": LAYER})
 
 
-def model():
+def model(only):
     subject = keyhole.audit.TextTarget(
         demo.load_demo("classification"), [TEXT], layers=[1], precisions=["float32"],
         examples=demo.EXAMPLES[:1],
     )  # fmt: skip
-    return keyhole.audit(subject)
+    return keyhole.audit(subject, only=[only])
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ DUMMIES = {
                 "hidden", False, Exposure("KH-TEXT-OTHER"), "-", lambda _: [1], ("float32",)
             ),
         )),
-        ("recover",), recover, model,
+        ("recover",), recover, partial(model, "KH-TEXT-OTHER"),
     ),
     "disrupt": Dummy(
         disrupting.ATTACKERS,
         Entry("dummy", LastWord, (disrupting.Row(Exposure("KH-PREDICTIONS-OTHER")),)),
-        ("disrupt",), disrupt, model,
+        ("disrupt",), disrupt, partial(model, "KH-PREDICTIONS-OTHER"),
     ),
     "harden": Dummy(hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None),
 }  # fmt: skip

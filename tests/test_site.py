@@ -135,7 +135,7 @@ class Resources(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built as `make docs` builds it, elsewhere."""
+    """The site, built as `make docs` builds it, in another folder."""
     pytest.importorskip("mkdocs", reason="`make docs` installs MkDocs")
     folder = tmp_path_factory.mktemp("site")
     pages.gather(folder / "build" / "pages")

@@ -123,11 +123,11 @@ def test_a_killed_process_loses_nothing_and_only_its_own_task_runs_again(tmp_pat
     expect_only_the_killed_task_to_run_again(1, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_killed_worker_of_a_cluster_loses_nothing(tmp_path):
     """A real scheduler and a worker process, which dies; Dask starts another."""
     distributed = pytest.importorskip("distributed")
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
     with distributed.LocalCluster(processes=True, **options) as cluster:
         expect_only_the_killed_task_to_run_again(cluster.scheduler_address, tmp_path)
 

@@ -18,7 +18,6 @@ themselves in a few lines, and are saved and loaded with `.save(path)` and `.loa
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keyhole.core.result import show_with
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
@@ -73,10 +72,3 @@ if not TYPE_CHECKING:  # to whom the names above are all that there are
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _html(result: Any) -> str:
-    return importlib.import_module("keyhole.report.page").html(result)
-
-
-show_with(_html)  # results in a notebook; the report loads when the first one is shown

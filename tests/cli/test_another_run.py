@@ -23,7 +23,7 @@ class Stop(Exception):
 
 def stop(name, total=None):
     def progress(done, total=None, note=""):
-        if name == "audit":
+        if name == "audit" and done:
             raise Stop
 
     return progress
@@ -72,7 +72,7 @@ TABLE = [
     ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, got one with data "),
     ("disrupt", DISRUPT, {"--share": 0.3}, "method share 0.3, got one with method share 0.2"),
     ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, got one with method seed 0"),
-    ("disrupt", DISRUPT, {"--max-length": 6}, "longest 6, got one with longest 128"),
+    ("disrupt", DISRUPT, {"--max-length": 6}, "max_length 6, got one with max_length 128"),
     ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, got one with method "),
     ("harden", HARDEN, {"model": "other-classifier"}, "model .*, got one with model "),
     ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, got one with data "),

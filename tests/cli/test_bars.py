@@ -21,7 +21,7 @@ from keyhole.cli import bars as module
 from keyhole.cli import console
 from keyhole.cli.bars import bars
 
-# A name, a bar, what is done and of how much: of a part that has told nothing yet there is none.
+# A name, a bar, what is done and of how much: a part that has not reported yet has no row.
 ROW = re.compile(r"^(\S.*?) +[━╸╺]+ +(done|([\d,]+)(?: of ([\d,]+))?)(?: |$)")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -94,8 +94,8 @@ LONG = {
     "audit": "audit t.safetensors",
     "extract": "extract t.safetensors --method single-head",
     "extract, of unknown length": "extract t.safetensors",
-    "invert": "invert p.safetensors --starts 8 --solutions 3",
-    "invert text": "invert text demo leaks",
+    "invert": "invert p.safetensors -o starts=8 -o solutions=3",
+    "recover": "recover demo leaks",
     "disrupt": "disrupt my-classifier --data dev.tsv --share 0.2 --examples 5",
     "harden": "harden my-classifier --data train.tsv --dev dev.tsv --flips 2 --method plain "
     "--epochs 2 --out hardened",
@@ -105,8 +105,8 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_every_bar_ends_whole_and_none_goes_back(name, place, monkeypatch, capsys):
     tiny_classifiers.attack_lightly(monkeypatch)
-    if name == "invert text":
-        capture = "capture demo --data texts.txt --expose hidden:1 --out leaks"
+    if name == "recover":
+        capture = "lab capture demo --data texts.txt --expose hidden:1 --out leaks"
         inside(*capture.split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys)
     with terminal(monkeypatch) as screen:
         done = inside(*LONG[name].split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys)
@@ -142,14 +142,14 @@ def test_parts_go_when_they_are_done_and_the_overall_bar_stays(monkeypatch):
 
 
 def test_an_answer_is_shown_above_the_bars(monkeypatch, capsys):
-    with terminal(monkeypatch) as screen, bars("invert text", "texts") as track:
-        overall = track("invert text", 2)
+    with terminal(monkeypatch) as screen, bars("recover", "texts") as track:
+        overall = track("recover", 2)
         overall(1)
         with track.paused():
             console.show("the first text")
         overall(2)
     assert capsys.readouterr().out == "the first text\n"  # on stdout, whatever stderr is
-    assert screen.rows()["invert text"][-1] == (2, 2)
+    assert screen.rows()["recover"][-1] == (2, 2)
 
 
 def test_what_fails_leaves_no_full_bar(monkeypatch):

@@ -169,17 +169,9 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path, here):
 
 def test_invert_with_leaked_maps_is_closed_form(tmp_path, here):
     planted = (
-        "--kind",
-        "inversion",
-        "-o",
-        "dim=4",
-        "-o",
-        "tokens=4",
-        "-o",
-        "scale=0.3",
-        "-o",
-        "maps=true",
-    )
+        "--kind", "inversion", "-o", "dim=4", "-o", "tokens=4", "-o", "scale=0.3",
+        "-o", "maps=true",
+    )  # fmt: skip
     here("lab", "plant", "p.safetensors", *planted)
     done = here("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1
@@ -206,7 +198,7 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
         return True
 
     done = interrupted(
-        "invert", "p.safetensors", "--starts", 100_000, "--json", "--method",
+        "invert", "p.safetensors", "-o", "starts=100000", "--json", "--method",
         "levenberg-marquardt", "--out", "best.json", cwd=tmp_path, ready=begun,
     )  # fmt: skip
     assert done.returncode == 130, done.stderr

@@ -62,9 +62,9 @@ def test_reports_and_a_baseline_of_a_whole_fleet(here, tmp_path):
 
 WRONG = {
     "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),
-    "its own file": (["--output=json=out/a-b.json"], "twice"),
+    "its own file": (["--output=json=out/a-b.json"], "two outputs go to"),
     "two on stdout": (["--output=sarif=-", "--json"], "only one result can be printed"),
-    "no baseline": (["--baseline=none"], "there is no such folder"),
+    "no baseline": (["--baseline=none"], "none is no folder"),
     "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
     "an empty folder": (["--baseline=empty"], "empty holds no findings of these targets"),
     "the same folder": (["--baseline=out"], "--baseline and --out are both"),

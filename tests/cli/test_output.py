@@ -66,15 +66,15 @@ ANSWERS = {
     "audit t.safetensors": ("The weights can be copied", "severity  exposure"),
     "report audit.json": ("The weights can be copied", "severity  exposure"),
     "extract t.safetensors": ("recovered: ", "Do not return"),
-    "invert p.safetensors --starts 8": ("recovered: ", "condition"),
-    "invert text model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
+    "invert p.safetensors -o starts=8": ("recovered: ", "condition"),
+    "recover model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
     "disrupt my-classifier --data dev.tsv --examples 3": ("my-classifier: ", "accuracy before"),
     "harden my-classifier --data train.tsv --dev dev.tsv --flips 1 --method plain --epochs 1 "
     "--out new": ("1 step", "clean accuracy"),
-    "capture model --text w1 --expose hidden:1 --out l.safetensors": (
+    "lab capture model --text w1 --expose hidden:1 --out l.safetensors": (
         "l.safetensors: hidden:1 of 3 tokens, float32\n", "hidden:1",
     ),
-    "plant q.safetensors --dim 4": ("q.safetensors: head, d = 4, 20 unknowns\n", "unknowns"),
+    "lab plant q.safetensors -o dim=4": ("q.safetensors: head, d = 4, 20 unknowns\n", "unknowns"),
 }  # fmt: skip
 
 
@@ -91,8 +91,7 @@ def test_the_answer_is_on_stdout_in_words(command, here, monkeypatch):
     assert "…" not in done.stdout
 
 
-@pytest.mark.parametrize("command", [name for name in ANSWERS if name.split()[0] not in
-                                     ("lab", "capture", "plant")])  # fmt: skip
+@pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("lab ")])
 def test_or_as_json_alone(command, here):
     done = here(*command.split(), "--json")
     assert done.returncode in (0, 1), done.stderr

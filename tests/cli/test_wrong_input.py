@@ -108,13 +108,13 @@ WRONG = {
     "no leaks": (["recover", "demo", "empty"], 2, "empty holds no leaks"),
     "another kind of file": (["recover", "demo", "p.safetensors"], 2, "written by Keyhole"),
     "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
-    "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: expected 0 processes"),
+    "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: --processes must be 0 "),
     "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
     "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
     "over another folder": (
         ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
         2,
-        "expected a new folder",
+        "choose a new folder",
     ),
     "page nowhere": (
         ["audit", "small.safetensors", "--output", "html=no/p.html"],

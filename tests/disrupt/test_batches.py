@@ -92,5 +92,5 @@ def test_progress_is_told_after_each_batch_and_of_the_last(words):
 
 
 def test_nothing_to_attack(words):
-    with pytest.raises(InputError, match="expected one example or more"):
+    with pytest.raises(InputError, match="no examples to attack"):
         Batches(classifier(), words, []).attack(LIGHT)

@@ -413,7 +413,7 @@ def test_only_what_the_released_code_does_is_called_as_released(changes, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: HackAttend(share=2), "expected a share from 0 to 1, got 2"),
+        (lambda: HackAttend(share=2), "share must be from 0 to 1, got 2"),
         (lambda: HackAttend(ranking="best"), "expected ranking among removal, .*got best"),
         (lambda: HackAttend(scope="layer"), "expected scope among head, model, got layer"),
         (lambda: HackAttend(spare="none"), "expected spare among special, .*got none"),
@@ -437,7 +437,7 @@ def test_wrong_problems_are_one_line():
     method = HackAttend(**QUICK)
     labels = tiny_heads.own_labels(model, batch)
     for arguments, options, words in (
-        ((batch, None), {}, "expected labels for a classifier, got none"),
+        ((batch, None), {}, "a classifier needs labels"),
         ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
         ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
         ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),

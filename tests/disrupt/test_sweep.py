@@ -127,6 +127,7 @@ class Deadly(ModelSource):
         return ModelSource(name).load()
 
 
+@pytest.mark.release  # tests/test_tasks.py kills a worker of the same runner in every run
 def test_workers_are_born_with_one_thread_and_a_killed_one_loses_nothing(
     folder, tmp_path, monkeypatch
 ):

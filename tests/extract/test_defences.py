@@ -143,7 +143,7 @@ def test_the_command(here, tmp_path, monkeypatch):
         (["head.safetensors", "-o", "rank=2"], "--against-defences has no option 'rank'"),
         (["head.safetensors", "--method", "tolerant"], "leave --method out"),
         (["heads.safetensors"], "read one head's scores"),
-        (["head.safetensors", "-o", "usual_norm=0"], "expected usual_norm"),
+        (["head.safetensors", "-o", "usual_norm=0"], "usual_norm must be"),
     ],
 )
 def test_what_does_not_go_together(options, reason, here):

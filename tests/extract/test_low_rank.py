@@ -79,7 +79,7 @@ def test_the_budget_leaves_the_best_model_so_far():
 
 @pytest.mark.parametrize("arguments", [{"rank": -1}])
 def test_bad_arguments(arguments):
-    with pytest.raises(InputError, match="expected rank"):
+    with pytest.raises(InputError, match="rank must be"):
         extract.LowRank(**arguments)
 
 
@@ -139,7 +139,7 @@ def test_a_rank_beyond_the_dimension_is_refused(method):
 
 @pytest.mark.parametrize("arguments", [{"rank": 0}, {"rank": 1, "oversampling": 0.0}])
 def test_nuclear_norm_bad_arguments(arguments):
-    with pytest.raises(InputError, match=r"expected .*, got"):
+    with pytest.raises(InputError, match="must be"):
         extract.NuclearNorm(**arguments)
 
 

@@ -195,8 +195,8 @@ def test_mixed_precision():
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"rate": 1.0}, "expected a rate"), ({"rate": -0.1}, "expected a rate"),
-     ({"mode": "word"}, "expected mode unit or token")],
+    [({"rate": 1.0}, "rate must be at least 0 and below 1"), ({"rate": -0.1}, "expected a rate"),
+     ({"mode": "word"}, "mode must be unit or token")],
 )  # fmt: skip
 def test_wrong_settings(fields, message):
     with pytest.raises(InputError, match=message):

@@ -149,7 +149,7 @@ def test_half_a_checkpoint_is_not_one(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="expected a folder to write"):
+    with pytest.raises(InputError, match="file is not a folder"):
         train_small(Plain(), small.model(labels=2), small.examples(8), checkpoint=tmp_path / "file")
 
 
@@ -208,7 +208,7 @@ def test_stages_follow_each_other():
         ((0.0, first), (0.0, second)),
         ((0.0, first), (1.0, second)),
     ):
-        with pytest.raises(InputError, match="expected stages that begin at rising shares"):
+        with pytest.raises(InputError, match="stages must begin at rising shares"):
             Stages(wrong)
 
 
@@ -243,5 +243,5 @@ def test_the_average_is_that_of_all_steps(tmp_path):
             progress=stop_in_epoch(2))  # fmt: skip
     assert train_small(Plain(), again, examples, average=kept, checkpoint=tmp_path).resumed == 1
     assert torch.equal(weights(again), weights(model))
-    with pytest.raises(InputError, match="expected an average from 0 to below 1, got 1"):
+    with pytest.raises(InputError, match="average must be at least 0 and below 1, got 1"):
         train_small(Plain(), model, examples, average=1.0)

@@ -181,7 +181,7 @@ def test_what_cannot_be_certified_is_said():
     wrong = certify(model, batch, 1 - label)
     assert not wrong.right
     assert not wrong.holds
-    with pytest.raises(InputError, match="k of 1 or more, got 0"):
+    with pytest.raises(InputError, match="k must be 1 or more, not 0"):
         certify(model, batch, label, 0)
     with pytest.raises(InputError, match="one text at a time: got 3"):
         certify(model, tiny_heads.texts(3), label)

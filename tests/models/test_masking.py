@@ -252,7 +252,9 @@ def test_one_model_in_two_threads_is_refused_and_two_models_are_not():
     with rewriting(model, Slow()) as sites:
         model(**given)
         assert [site.index for site, _ in sites.calls] == [0, 1]
-    assert refusals == ["expected one thread a model, got two inside its forward pass"]
+    assert refusals == [
+        "two threads are inside the model's forward pass: give each thread its own model"
+    ]
 
 
 def test_gradient_checkpointing_gets_the_same_cut_again():

@@ -111,7 +111,7 @@ def test_questions_are_prompts_and_raised_tokens():
     prompt, raised, biases = parts_of(rows)
     assert torch.equal(prompt, PROMPT)
     assert (raised.tolist(), biases.tolist()) == ([5, 5], [1.0, -2.0])
-    with pytest.raises(InputError, match="expected a bias other than 0"):
+    with pytest.raises(InputError, match="needs a bias other than 0"):
         question(PROMPT, torch.tensor([5]), torch.tensor([0.0]))
     with pytest.raises(InputError, match="expected a route among"):
         Completions("http://127.0.0.1:1", route="/v1/chat/completions")

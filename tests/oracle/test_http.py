@@ -130,7 +130,7 @@ def test_a_proxy_of_the_environment_is_asked(monkeypatch):
         with closing(OpenInference("http://nobody.invalid", "m")) as remote:
             assert len(remote(QUESTIONS)) == 4
         monkeypatch.setenv("http_proxy", "socks5://user:secret@localhost:1")
-        with pytest.raises(InputError, match="expected an http or https proxy") as caught:
+        with pytest.raises(InputError, match="the proxy in the environment") as caught:
             OpenInference("http://nobody.invalid", "m")
         assert "secret" not in str(caught.value)
 
@@ -155,7 +155,7 @@ def test_an_address_that_is_none_is_refused(url):
 def test_headers_that_cannot_be_sent_are_refused_and_not_shown(secret):
     with (
         Server(raw(), "none") as server,
-        pytest.raises(InputError, match="expected headers") as caught,
+        pytest.raises(InputError, match="headers") as caught,
     ):
         OpenInference(server.url, "m", headers={"Authorization": secret})
     assert "tok" not in str(caught.value)

@@ -151,7 +151,7 @@ def test_files_that_are_no_ledger_are_refused(tmp_path):
     db.execute("CREATE TABLE notes (body TEXT)")
     db.commit()
     db.close()
-    with pytest.raises(InputError, match="expected a Keyhole ledger, got another SQLite file"):
+    with pytest.raises(InputError, match="not a Keyhole ledger but another SQLite file"):
         oracle.Ledger(TARGET, tmp_path / "other.db")
     with pytest.raises(InputError, match="expected a folder for the ledger"):
         oracle.Ledger(TARGET, tmp_path / "no" / "run.db")

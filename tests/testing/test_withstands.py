@@ -182,7 +182,7 @@ WRONG = [
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
     (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most from 0 to 1"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most must be from"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share with flips"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget of 1 or more"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1), "expected tokenizer"),

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keyhole.audit.check import Check, Checked, nothing_to_try
-from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Cut, Finding, Remedied, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -30,6 +29,9 @@ from keyhole.models import Loaded
 from keyhole.models.loading import GENERATES, head_of, load_config, load_tokenizer
 from keyhole.models.pieces import decoded, labels
 from keyhole.report import words
+
+if TYPE_CHECKING:
+    from keyhole.audit.texts import TextTarget
 
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch

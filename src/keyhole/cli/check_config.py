@@ -30,7 +30,7 @@ def check_config(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATH...",
+            metavar="PATH",
             help="Files, or folders with all that is in them: settings of models, of inference "
             "servers and of stores, Compose files, manifests, Dockerfiles, units, shell scripts.",
         ),

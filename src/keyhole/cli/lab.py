@@ -36,6 +36,7 @@ from keyhole.cli.options import (
 from keyhole.cli.outputs import and_tensors, expect_new
 from keyhole.core import exit_code
 from keyhole.core.errors import InputError, expect_count
+from keyhole.core.files import is_folder, write_text
 from keyhole.core.options import CHECKS, DATA, OUTPUT, settings, types_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,12 @@ if TYPE_CHECKING:
     from keyhole.data import Example
 
 lab = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
-app.add_typer(lab, name="lab", help="Plant, capture, measure and prove: what researchers use.")
+app.add_typer(
+    lab,
+    name="lab",
+    help="Plant, capture, measure and prove: what researchers use.",
+    epilog=example("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
+)
 
 Columns = Annotated[str | None, declared("column")]
 
@@ -219,7 +225,8 @@ def capture(
     settings(option or (), {}, f"a capture of {expose}")
     texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
     files = files_of(out, len(texts))
-    if len(files) == 1 or not (out / UNFINISHED).exists():  # else its own leaks may be there
+    begun = len(files) > 1 and (out / UNFINISHED).exists()  # then its own leaks may be there
+    if is_folder(files[0].parent) and not begun:  # a folder that is not there yet is made
         expect_new(*files, force=force)
     with interruptible(lambda: _kept(out / UNFINISHED, "leaks", out)):
         states = ", ".join([precision, *forms])
@@ -299,7 +306,6 @@ def corpus(
     allow_pickle: AllowPickle = False,
 ) -> None:
     """Draw sentences from a language model, to read embeddings with as a --corpus."""
-    from keyhole.core.files import write_text
     from keyhole.recover.embeddings.drawn import draw_texts
 
     expect_count("--texts", texts)

@@ -169,7 +169,8 @@ def serve(
         if as_json:
             typer.echo(dump({"url": url}))
         else:
-            show(f"serving {target}{done}, at {url} (Ctrl-C ends it)")
+            comma = "," if done else ""
+            show(f"serving {target}{done}{comma} at {url} (Ctrl-C ends it)")
         sys.stdout.flush()
 
     run(target, name=name, port=port, degradation=degradation, **rations, begun=begun)

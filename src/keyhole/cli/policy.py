@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -12,23 +12,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import (
-    Assessment,
-    Decision,
-    Policy,
-    Ruling,
-    assess,
-    compared,
-    decided,
-    find_policy,
-    read_policy,
-)
 from keyhole.cli.app import app, example
 from keyhole.cli.console import answer
 from keyhole.cli.options import Json, about
 from keyhole.core import Audit
 from keyhole.core.errors import InputError
 from keyhole.core.options import OUTPUT
+
+if TYPE_CHECKING:
+    from keyhole.assess import Assessment, Decision, Policy
 
 AuditFile = Annotated[
     Path, typer.Argument(metavar="AUDIT.json", help="A file written by keyhole audit.")
@@ -58,8 +50,8 @@ BaselineFile = Annotated[
     ),
 ]
 _COLOURS = {
-    Ruling.FAILS: "red", Ruling.UNCHECKED: "yellow", Ruling.IGNORED: "dim", Ruling.KNOWN: "dim",
-    Ruling.PASSES: "green",
+    "fails": "red", "could not check": "yellow", "ignored": "dim", "known": "dim",
+    "passes": "green",
 }  # fmt: skip
 _ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}
 
@@ -73,6 +65,8 @@ class Judge:
 
     @classmethod
     def of(cls, policy: Path | None, environment: str | None, baseline: Path | None) -> Judge:
+        from keyhole.assess import Policy, find_policy, read_policy
+
         chosen = policy or find_policy(Path())
         if chosen is None and environment is not None:
             raise InputError(
@@ -86,6 +80,8 @@ class Judge:
         return replace(self, baseline=baseline)
 
     def __call__(self, audit: Audit) -> Assessment:
+        from keyhole.assess import assess, compared, decided
+
         assessment = assess(audit, override=self.policy.severity)
         if self.baseline is not None:
             old = assess(self.baseline, override=self.policy.severity)

@@ -178,5 +178,5 @@ def _has(data: bytes, words: Sequence[bytes]) -> bool:
 
 def _decoded(data: bytes) -> str:
     if b"\0" in data:
-        raise Unreadable("expected text, got a NUL byte")
+        raise Unreadable("not text: it holds a NUL byte")
     return data.decode("utf-8-sig", "replace").replace("\r\n", "\n")

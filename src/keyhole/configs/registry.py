@@ -125,7 +125,7 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
     if unknown := sorted(ignored - set(RULES)):
         raise InputError(f"expected rules among {', '.join(RULES)}, got {unknown[0][:80]}")
     if not paths:
-        raise InputError("expected files or folders to look at, got none")
+        raise InputError("name the files or folders to look at")
     findings, unread, looked = list[Finding](), list[Unread](), 0
     for path, named in _files([Path(path) for path in paths], unread):
         kind = kind_of(path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -64,9 +65,9 @@ class Result(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
 
-    def _repr_html_(self) -> str | None:
-        """What a notebook shows (report/page.py)."""
-        return shown(self)
+    def _repr_html_(self) -> str:
+        """What a notebook shows. By name: the report stands in a layer above, and loads late."""
+        return importlib.import_module("keyhole.report.page").html(self)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, "kind": self.kind, **self.contents()}
@@ -257,22 +258,3 @@ def _unlike(where: str, wanted: str, value: object) -> InputError:
         else ("an object" if isinstance(value, dict) else "a list")
     )
     return InputError(f"expected {where} as {wanted}, got {shown[:60]}")
-
-
-# What a notebook shows of a result: a slot that results ask, and that the package fills.
-#
-# Results stand in a layer below the report, which knows how to draw them, so they cannot import it:
-# `keyhole/__init__.py` says where it is found, and it is loaded when the first result is shown.
-
-View = Callable[[Any], str]
-_views: list[View] = []
-
-
-def show_with(view: View) -> None:
-    """From now on results are shown by `view`."""
-    _views[:] = [view]
-
-
-def shown(result: Any) -> str | None:
-    """HTML for a notebook; None, where nobody draws it, leaves it to the result's `repr`."""
-    return _views[0](result) if _views else None

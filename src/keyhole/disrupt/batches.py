@@ -74,7 +74,7 @@ class Batches:
 
     def attack(self, attacker: Attacker) -> Disruption:
         if not self.examples:
-            raise InputError("expected one example or more to attack, got none")
+            raise InputError("there are no examples to attack")
         generates = head_of(self.model) in GENERATES
         parts = [
             attacker(

@@ -65,7 +65,7 @@ class HackAttend:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise InputError(f"expected a share from 0 to 1, got {self.share}")
+            raise InputError(f"share must be from 0 to 1, got {self.share}")
         expect_among("ranking", self.ranking, RANKINGS)
         expect_among("scope", self.scope, Scope)
         expect_among("head_units", self.head_units, HeadUnits)
@@ -177,7 +177,7 @@ class HackAttend:
         """
         started = time.perf_counter()
         if model.training:
-            raise InputError("expected a model in eval mode, got one in training: model.eval()")
+            raise InputError("the model is in training mode: call model.eval() first")
         target = targets if targets is not None else self.target
         question = ask(model, batch, labels, target=target, continuation=self.continuation)
         names = list(ids) or [str(number) for number in range(question.size)]

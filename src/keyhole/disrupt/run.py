@@ -55,14 +55,14 @@ def run(
     was stopped goes on.
     """
     if processes < 0:
-        raise InputError(f"expected 0 processes or more, got {processes}")
+        raise InputError(f"--processes must be 0 or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     expect_count("--max-length", max_length)
     expect_count("target", options.get("target"), 0)
     expect_count("continuation", options.get("continuation"))
     expect_device(device)
     if dask is not None and processes:
-        raise InputError("expected --processes or --dask, got both")
+        raise InputError("give --processes or --dask, not both")
     if isinstance(method, str):
         method = ATTACKERS.make(method, **options, seed=seed)
     source = source_of(str(model), task, device, max_length, allow_pickle)
@@ -109,7 +109,7 @@ def examples_of(
     expect_count("--examples", limit)
     if data is None:
         if source.name != str(FOLDER):
-            raise InputError("expected --data with examples, got none")
+            raise InputError("--data is needed: a file of examples")
         for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
             if value:
                 raise InputError(f"expected --data with {option}, got none")

@@ -147,7 +147,7 @@ def ask(
     given = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
     if task in ("classification", "choice"):
         if labels is None:
-            raise InputError("expected labels for a classifier, got none")
+            raise InputError("a classifier needs labels")
     else:
         inputs, special, own = _continued(model, task, inputs, special, labels, continuation)
         labels = own if labels is None else labels
@@ -204,7 +204,7 @@ def _continued(
 ) -> tuple[Batch, Tensor | None, Tensor]:
     """Inputs that hold the first m−1 tokens of the answer, and the answer: the labels or greedy."""
     if count < 1:
-        raise InputError(f"expected a continuation of at least 1 token, got {count}")
+        raise InputError(f"a continuation must have at least 1 token, got {count}")
     most, length = positions(model), inputs["input_ids"].shape[-1]
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(

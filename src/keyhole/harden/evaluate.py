@@ -171,7 +171,7 @@ def attack(
 def transferred(batches: Batches, donor: Disruption) -> Measured:
     """The donor's units cut here, whether they flipped the donor or not."""
     if getattr(batches.tokenizer, "padding_side", "right") != "right":
-        raise InputError("expected padding on the right: units of another batch would be shifted")
+        raise InputError("pad on the right: otherwise units of another batch are shifted")
     started, flips, count = time.perf_counter(), 0, 0
     method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}

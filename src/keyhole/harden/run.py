@@ -83,7 +83,7 @@ def run(
     for option, value in counts.items():
         expect_count(option, value)
     if flips is not None and dev is None:
-        raise InputError("expected --dev with --flips, got none: nothing would be measured")
+        raise InputError("--flips needs --dev: nothing would be measured")
     expect_number("learning_rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
@@ -93,7 +93,7 @@ def run(
         method = DEFENCES.make(method, **options)
     for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:
-            raise InputError(f"expected {option} from 0 to below 1, got {share}")
+            raise InputError(f"{option} must be at least 0 and below 1, got {share}")
     method = Stages.plain_first(plain_first, method)
     expect_writable(Path(out), str(model))
     if checkpoint is not None:
@@ -121,12 +121,12 @@ def run(
 
 
 def expect_writable(out: Path, model: str) -> None:
-    """Said before hours of training, not after; nothing is made before there is a model."""
+    """Refuse a folder before hours of training, not after; nothing is written yet."""
     expect_folder(out)
     if out.exists() and any(out.iterdir()) and not (out / CARD).exists():
-        raise InputError(f"expected a new folder, or one made by this command, got {out}")
+        raise InputError(f"choose a new folder, or one that this command made, not {out}")
     if out.exists() and exists(model) and out.samefile(model):
-        raise InputError(f"expected another folder than the model's own, got {out}")
+        raise InputError(f"{out} is the model's own folder: choose another")
 
 
 def expect_folder(folder: Path) -> None:
@@ -139,13 +139,11 @@ def expect_folder(folder: Path) -> None:
         raise trouble("a folder to write", folder, error) from error
     else:
         if not is_folder(folder):
-            raise InputError(f"expected a folder to write, got {folder}: it is none")
+            raise InputError(f"{folder} is not a folder")
     places = (folder, *folder.absolute().parents)
     there = next(place for place in places if exists(place))
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(
-            f"expected a folder to write, got {folder}: nothing can be made in {there}"
-        )
+        raise InputError(f"cannot make the folder {folder}: {there} is not writable")
 
 
 def expect_unfinished(out: Path, card: Hardening) -> None:
@@ -154,10 +152,7 @@ def expect_unfinished(out: Path, card: Hardening) -> None:
         return
     earlier = Hardening.load(out / CARD)
     if earlier.finished:
-        raise InputError(
-            f"expected a new folder, got {out}, which holds a trained model: give --force to "
-            "replace it"
-        )
+        raise InputError(f"{out} holds a trained model already: give --force to replace it")
     fix = "choose another folder, or give --force to replace what is in it"
     expect_same_run(out, _run_of(card), _run_of(earlier), fix)
 

@@ -234,7 +234,7 @@ def _check(run: Run) -> None:
     if not run.rate > 0:
         raise InputError(f"a rate must be above 0, not {run.rate}")
     if not 0 <= run.average < 1:
-        raise InputError(f"expected an average from 0 to below 1, got {run.average}")
+        raise InputError(f"average must be at least 0 and below 1, got {run.average}")
 
 
 def _peak(device: torch.device) -> int:

@@ -223,7 +223,7 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     """Where to load from, and with which options; refuses what can be refused by looking."""
     path = Path(name)
     if not name.strip():
-        raise InputError("expected a model's folder or name, got nothing")
+        raise InputError("name a model: a folder, a .gguf file, a hub name or demo")
     if path.suffix == ".gguf":
         expect_file(path, "a GGUF file")
         return str(path.parent), {"gguf_file": path.name}
@@ -367,7 +367,7 @@ def is_model(thing: object) -> bool:
 def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
     """The model as attacks take it; its mode, gradients and random numbers are given back."""
     if tokenizer is None:
-        raise InputError("expected tokenizer=… with a model in memory, got none")
+        raise InputError("a model in memory needs tokenizer=…")
     if any(weight.is_floating_point() and weight.dtype != torch.float32
            for weight in model.parameters()):  # fmt: skip
         model = copy.deepcopy(model).float()

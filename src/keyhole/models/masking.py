@@ -54,7 +54,7 @@ def rewriting(model: nn.Module, rewrite: Rewrite) -> Generator[Sites]:
         watch = Watch(model, rewrite)
         if any(module in _ACTIVE for module in watch.names):
             raise InputError(
-                "expected a model that is not being rewritten, got one inside another rewriting"
+                "the model's attention is being rewritten already: leave that context first"
             )
         _ACTIVE.update(dict.fromkeys(watch.names, watch))
     try:
@@ -287,7 +287,7 @@ class Watch:
         self._depth += 1  # first of all: `_leave` comes in any case
         if self._depth > 1:
             if self._thread != threading.get_ident():
-                raise InputError("expected one thread a model, got two inside its forward pass")
+                raise InputError("two threads use the model at once: give each its own copy")
             return
         self._thread = threading.get_ident()
         self._counts, self._last = {}, {}

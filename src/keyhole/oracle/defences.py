@@ -116,8 +116,7 @@ class Rounded(Wrapper):
     """Answers rounded to `decimals` digits after the point."""
 
     def __init__(self, inner: Oracle, decimals: int) -> None:
-        if not 0 <= decimals <= 15:
-            raise InputError(f"expected 0 to 15 decimals, got {decimals}")
+        expect_count("decimals", decimals, 0, 15)
         super().__init__(inner, f"rounded:{decimals}")
         self.decimals = decimals
 
@@ -173,8 +172,7 @@ class Clipped(Wrapper):
     """Tokens longer than `max_norm` are shortened to it before the target sees them."""
 
     def __init__(self, inner: Oracle, max_norm: float) -> None:
-        if not (max_norm > 0 and math.isfinite(max_norm)):
-            raise InputError(f"expected a positive norm, got {max_norm}")
+        expect_number("a norm", max_norm, above=0)
         super().__init__(inner, f"clipped:{max_norm!r}")
         self.max_norm = max_norm
 
@@ -193,7 +191,7 @@ class Failing(Wrapper):
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if len(sequences) > self.after:
-            raise OracleError("expected an answer, got none: the endpoint is down")
+            raise OracleError("no answer: the endpoint is down")
         self.after -= len(sequences)
         return ask(self.inner, sequences)
 

@@ -119,7 +119,7 @@ class Http:
         try:
             self._client = httpx.Client(transport=transport, headers=accept | dict(headers or {}))
         except (TypeError, UnicodeEncodeError):  # its text holds the header, maybe a secret
-            raise InputError("expected headers as ASCII text, got something else") from None
+            raise InputError("headers must be ASCII text") from None
 
     def close(self) -> None:
         self._client.close()
@@ -215,7 +215,7 @@ class Http:
         except httpcore.TimeoutException:
             raise self._too_slow(url, "none in time") from None
         except httpcore.LocalProtocolError:  # its text holds the header, maybe a secret
-            raise InputError("expected headers that HTTP allows, got others") from None
+            raise InputError("HTTP does not allow these headers") from None
         except _NotHttp as error:
             raise OracleError(f"expected HTTP from {url}, got {self._shown(error)}") from None
         except _FAILURES as error:
@@ -514,7 +514,7 @@ def _proxy(address: str) -> httpx.Proxy:
         if proxy.url.scheme in ("http", "https"):
             return proxy
     # Not shown: it may hold a password.
-    raise InputError("expected an http or https proxy in the environment, got something else")
+    raise InputError("the proxy in the environment must be an http or https address")
 
 
 def _route(url: httpx.URL) -> httpcore.URL:

@@ -319,7 +319,7 @@ def _expect_ledger(path: Path) -> None:
     except sqlite3.DatabaseError as error:
         raise InputError(f"expected a Keyhole ledger, got {path}: {error}") from error
     if tables and mark != _APPLICATION_ID:
-        raise InputError(f"expected a Keyhole ledger, got another SQLite file: {path}")
+        raise InputError(f"not a Keyhole ledger but another SQLite file: {path}")
 
 
 def _keys(sequences: Tensor) -> list[bytes]:

@@ -97,7 +97,7 @@ class MultiHead(Parametric):
 
     def __post_init__(self) -> None:
         if len(self.W) != len(self.v) or not self.v:
-            raise InputError(f"expected a v for each W, got {len(self.W)} W and {len(self.v)} v")
+            raise InputError(f"each W needs its v, got {len(self.W)} W and {len(self.v)} v")
         self._require("v", self.v[0], None)
         for W, v in zip(self.W, self.v, strict=True):
             self._require("v", v, self.dim)

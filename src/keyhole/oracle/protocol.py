@@ -41,7 +41,7 @@ class NotFinite(InputError):
     """A question that holds NaN or infinity: whoever asks it is at fault, not the oracle."""
 
     def __init__(self) -> None:
-        super().__init__("expected finite sequences, got NaN or infinity in the question")
+        super().__init__("the sequences hold NaN or infinity")
 
 
 class BudgetExhausted(KeyholeError):
@@ -173,7 +173,7 @@ class Counted:
         progress: Progress = silent,
     ) -> None:
         if budget is not None and budget < 0:
-            raise InputError(f"expected a budget of 0 queries or more, got {budget}")
+            raise InputError(f"a budget must be 0 queries or more, not {budget}")
         self.inner = inner
         self.budget = budget
         self.queries = 0

@@ -61,7 +61,7 @@ def plant(
     expect_room(16 * numbers, f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
         if rank is not None:
-            raise InputError("expected no rank for orthogonal-heads, whose subspaces set it")
+            raise InputError("orthogonal-heads takes no rank: its subspaces set it")
         return plant_orthogonal(dim, heads, scale=scale, seed=seed)[0]
     normal = _normals(seed)
 
@@ -104,7 +104,7 @@ def plant_orthogonal(
     expect_count("dim", dim)
     expect_count("heads", heads)
     if heads > dim:
-        raise InputError(f"expected at most one head a dimension, {dim}, got {heads} heads")
+        raise InputError(f"there can be at most one head a dimension, {dim}, got {heads} heads")
     expect_number("scale", scale, least=0)
     normal = _normals(seed)
     Q = torch.linalg.qr(normal(dim, dim)).Q

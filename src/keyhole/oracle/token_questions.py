@@ -30,7 +30,7 @@ def question(prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None
     if raised is None or biases is None:
         return rows[None]
     if bool((biases == 0).any()):
-        raise InputError("expected a bias other than 0 for every raised token, got 0")
+        raise InputError("every raised token needs a bias other than 0")
     return torch.cat([rows, torch.stack([raised.double(), biases.double()], 1)])[None]
 
 

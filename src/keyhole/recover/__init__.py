@@ -1,4 +1,4 @@
-"""Text from what a model leaks: one attack per exposure, one judge. Needs the extra `models`."""
+"""Text from what a model leaks: attacks propose, judges verify. Needs the extra `models`."""
 
 from keyhole.recover.embeddings.pooled import PooledEmbedding
 from keyhole.recover.judge import Mark

@@ -1,4 +1,4 @@
-"""What every judge of recovered texts says, and how it is asked.
+"""What a judge of recovered texts decides, and how it is called.
 
 An attack proposes; its judge runs the model on the proposal and compares with what leaked. There is
 a judge for rows of positions (layers/judge.py), one for a vector of a whole text

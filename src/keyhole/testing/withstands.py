@@ -75,7 +75,7 @@ def assert_withstands(
     """
     __tracebackhide__ = True  # pytest shows the test, not this
     if not 0 <= at_most <= 1:
-        raise InputError(f"expected at_most from 0 to 1, got {at_most}")
+        raise InputError(f"at_most must be from 0 to 1, got {at_most}")
     if examples and exposure != FLIPS:
         raise InputError(f"expected examples with {FLIPS}, got {exposure}")
     about: dict[str, Any] = {"model": model, "known": known, "corpus": corpus, "endpoint": endpoint}
@@ -111,7 +111,7 @@ def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Tar
             yield _model(loaded, options)
         return
     if tokenizer is not None:
-        raise InputError("expected tokenizer with a transformers model, got another target")
+        raise InputError("a tokenizer goes with a transformers model only")
     if isinstance(target, str | Path):
         yield open_target(str(target), options)
     elif isinstance(target, Loaded):

@@ -164,7 +164,7 @@ def test_leaks_that_cannot_be_this_models():
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values, 9))
     with pytest.raises(InputError, match=r"shape \(8, 32\), got \(8, 31\)"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(good.values[:, 1:], 2))
-    with pytest.raises(InputError, match="at most 80 positions"):
+    with pytest.raises(InputError, match="takes at most 80"):
         invert.recover_text(model(), WORDS, invert.HiddenStates(torch.ones(81, 32), 2))
     with pytest.raises(InputError, match="no arrays or tensors in object"):
         invert.recover_text(model(), WORDS, object())
@@ -174,7 +174,7 @@ def test_leaks_that_cannot_be_this_models():
     with pytest.raises(InputError, match="leaks are of several exposures"):
         invert.recover_texts(model(), WORDS, [good, leaks("bert", 1, ids)[0]])
     for wrong in ({"steps": 0}, {"opening": 0}, {"stage": 0}, {"trials": -1}):
-        with pytest.raises(InputError, match="steps and batch"):
+        with pytest.raises(InputError, match=next(iter(wrong))):
             EncoderStates(**wrong)
     assert invert.recover_texts(model(), WORDS, []) == []
 

@@ -115,5 +115,5 @@ def test_a_pooled_embedding_of_a_longer_text_is_not_overclaimed(bert):
 
 
 def test_lengths_are_checked():
-    with pytest.raises(InputError, match="positive lengths"):
+    with pytest.raises(InputError, match="lengths must be positive"):
         PooledEmbedding(lengths=())

@@ -78,5 +78,5 @@ def test_the_shortest_texts(ids):
 
 
 def test_settings_are_checked():
-    with pytest.raises(InputError, match="rounds"):
+    with pytest.raises(InputError, match="orders"):
         UnorderedStates(orders=0)

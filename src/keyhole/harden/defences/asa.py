@@ -48,7 +48,7 @@ class ASA:
     def __post_init__(self) -> None:
         positive(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
         if not 0 <= self.radius <= 1:
-            raise InputError(f"expected a radius from 0 to 1, got {self.radius}")
+            raise InputError(f"radius must be from 0 to 1, got {self.radius}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

@@ -63,11 +63,11 @@ class AttackMasks:
     def __post_init__(self) -> None:
         positive(weight=self.weight)
         if not 0 <= self.share < 1:
-            raise InputError(f"expected a share from 0 to below 1, got {self.share}")
+            raise InputError(f"share must be at least 0 and below 1, got {self.share}")
         if self.label not in ("random", "predicted"):
-            raise InputError(f"expected label random or predicted, got {self.label}")
+            raise InputError(f"label must be random or predicted, got {self.label}")
         if self.kind not in ("consistency", "labels"):
-            raise InputError(f"expected kind consistency or labels, got {self.kind}")
+            raise InputError(f"kind must be consistency or labels, got {self.kind}")
         if self.rounds < 1:
             raise InputError(f"rounds must be 1 or more, not {self.rounds}")
 

@@ -29,7 +29,7 @@ class Combined:
 
     def __post_init__(self) -> None:
         if not self.methods:
-            raise InputError("expected one method or more, got none")
+            raise InputError("give at least one method to combine")
 
     @classmethod
     def strongest(cls, share: float = 0.01, weight: float = 1.0) -> Combined:
@@ -60,14 +60,17 @@ class Stages:
         starts = [start for start, _ in self.stages]
         if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
             raise InputError(
-                f"expected stages that begin at rising shares from 0 to below 1, got {starts}"
+                f"stages must begin at rising shares, at least 0 and below 1, got {starts}"
             )
 
     @classmethod
     def plain_first(cls, share: float, defence: Defence) -> Defence:
         """Plain training for a share of the steps, then the defence; 0 is the defence alone."""
         if share and isinstance(defence, Plain):
-            raise InputError(f"expected a defence after --plain-first {share:g}, got plain")
+            raise InputError(
+                f"plain_first={share:g} needs a defence to go on with: choose another --method "
+                "than plain"
+            )
         return cls(((0.0, Plain()), (share, defence))) if share else defence
 
     def at(self, share: float) -> Defence:

@@ -60,7 +60,7 @@ class FreeLB:
     def _next(self, delta: Tensor) -> Tensor:
         gradient = delta.grad
         if gradient is None:
-            raise InputError("expected each loss to be differentiated before the next, got none")
+            raise InputError("each loss must be differentiated before the next is computed")
         size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
         return self._inside(delta.detach() + self.rate * gradient / size)
 

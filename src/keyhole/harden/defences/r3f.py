@@ -39,7 +39,7 @@ class R3F:
     def __post_init__(self) -> None:
         positive(weight=self.weight, radius=self.radius)
         if self.kind not in ("normal", "uniform"):
-            raise InputError(f"expected kind normal or uniform, got {self.kind}")
+            raise InputError(f"kind must be normal or uniform, got {self.kind}")
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

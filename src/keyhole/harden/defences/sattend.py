@@ -54,9 +54,9 @@ class SAttend:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
-            raise InputError(f"expected a rate from 0 to below 1, got {self.rate}")
+            raise InputError(f"rate must be at least 0 and below 1, got {self.rate}")
         if self.mode not in ("unit", "token"):
-            raise InputError(f"expected mode unit or token, got {self.mode}")
+            raise InputError(f"mode must be unit or token, got {self.mode}")
 
     @contextmanager
     def apply(self, model: nn.Module, tokenizer: Any = None) -> Generator[Drops]:

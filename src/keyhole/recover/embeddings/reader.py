@@ -2,12 +2,12 @@
 
 One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
 its next-token logits give away (final_state.py). The encoder is run once over a corpus that the
-attacker has. Which tokens a vector speaks of, what follows what and the lines nearest to it
-(counts.py) then guide a search by sums of single changes (sum_search.py). Nothing is learnt. On a
-GPU all vectors are searched at once; on a CPU one after the other, with fewer tries for each, which
-reads texts of up to about 16 tokens. Where nobody gives a corpus, it is the one that ships. A last
-state says most of how a text ends, and a prompt may end anywhere: there beginnings of lines are
-counted with the lines.
+attacker has; without one, over the corpus that ships. That gives the odds of each token for a
+vector, n-grams and the nearest lines (counts.py), which guide a search by sums of single changes
+(sum_search.py). No model is trained. On a GPU all vectors are searched at once; on a CPU one after
+the other, with fewer tries for each, which reads texts of up to about 16 tokens. A last state says
+most about how a text ends, and a prompt may end anywhere: so for last states, beginnings of lines
+are counted with the lines.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _margin(
 
 
 def _marks(fit: Fit, margin: Tensor, hidden: Tensor, odds: float) -> tuple[Mark, ...]:
-    """What each token has earned; see the head of this file and Mark."""
+    """The mark of each token, as the head of this file and Mark define them."""
     shown = ~hidden | (fit.whole and fit.level <= _FINE)
     apart = margin > odds
     certain = apart & shown & fit.whole

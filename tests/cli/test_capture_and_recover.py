@@ -121,7 +121,7 @@ def test_a_method_by_name(keyhole):
     )
     unknown = keyhole(*leak, "magic")
     assert unknown.returncode == 2
-    assert "expected a method among encoder-states, cached-keys" in unknown.stderr
+    assert "choose among encoder-states, cached-keys" in unknown.stderr
 
 
 def test_a_leak_of_the_same_name_is_read_again(keyhole):
