@@ -324,11 +324,8 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
     done = keyhole("audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json")
     found = json.loads(done.stdout)["findings"]
     assert {one["sought"] for one in found} == {"text", "prediction"}
-    (hidden,) = (
-        one
-        for one in found
-        if (one["exposure"]["rule"], one["exposure"]["layer"]) == ("KH-TEXT-HIDDEN-STATES", 1)
-    )
+    wanted = {"rule": "KH-TEXT-HIDDEN-STATES", "variant": "", "layer": 1}
+    (hidden,) = (finding for finding in found if wanted.items() <= finding["exposure"].items())
     assert hidden["status"] == "recovered"
 
 
