@@ -178,18 +178,18 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
 
 WRONG = [
     (lambda: assert_withstands("demo", "scars"), "there is no exposure scars: give"),
-    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "expected tokenizer="),
+    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "needs tokenizer="),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
     (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "expected texts with a mod"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most must be from"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share with flips"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget of 1 or more"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1), "expected tokenizer"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share is for flips"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget must be 1 or"),
+    (lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1), "a tokenizer goes"),
     (lambda: assert_withstands(oracle.plant(dim=3), "scores", precision="fp4"), "a precision am"),
     (lambda: assert_withstands("demo", "hidden:1", examples=["w"]), "examples with flips"),
     (lambda: assert_withstands("demo", "hidden:1", []), "expected a list of texts"),
-    (lambda: assert_withstands("demo", "hidden:1", budget=3), "budget with scores"),
+    (lambda: assert_withstands("demo", "hidden:1", budget=3), "budget is for scores"),
 ]  # fmt: skip
 
 
