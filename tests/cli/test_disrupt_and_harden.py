@@ -17,6 +17,7 @@ import tiny_heads
 import tiny_models
 from keyhole import disrupt, harden
 from keyhole.cli import app
+from keyhole.core import Exposure
 from keyhole.disrupt import ATTACKERS, Disruption, HackAttend, Rerank
 from keyhole.lab import certificates
 from keyhole.models import load_model
@@ -324,9 +325,8 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
     done = keyhole("audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json")
     found = json.loads(done.stdout)["findings"]
     assert {one["sought"] for one in found} == {"text", "prediction"}
-    wanted = {"rule": "KH-TEXT-HIDDEN-STATES", "variant": "", "layer": 1}
-    (hidden,) = (finding for finding in found if wanted.items() <= finding["exposure"].items())
-    assert hidden["status"] == "recovered"
+    ids = {str(Exposure(**finding["exposure"])): finding["status"] for finding in found}
+    assert ids["text-model-hidden-states-layer-1"] == "recovered"
 
 
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):

@@ -126,7 +126,7 @@ def test_remote_code_is_never_run(folder, tmp_path):
         ("/no/such/folder", "there is no such folder"),
         ("./nothing", "there is no such folder"),
         ("folder/model.gguf", "expected a GGUF file"),
-        ("", "got nothing"),
+        ("", "name a model: a folder, a .gguf file, a hub name or demo"),
     ],
 )
 def test_a_name_that_leads_nowhere(name, message):

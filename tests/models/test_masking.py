@@ -215,7 +215,10 @@ def test_nesting():
     assert [s.name.split(".")[0] for s in outer.maps] == ["encoder"] * 2
     assert [s.name.split(".")[0] for s in inner.maps] == ["h"] * 2
     with rewriting(one, Untouched()):
-        with pytest.raises(InputError, match="inside another rewriting"), rewriting(one, inner):
+        with (
+            pytest.raises(InputError, match="attention is being rewritten already"),
+            rewriting(one, inner),
+        ):
             pass
         assert one.config._attn_implementation == NAME
         assert sites_of(two, **zoo.inputs("gpt2"))
@@ -252,9 +255,7 @@ def test_one_model_in_two_threads_is_refused_and_two_models_are_not():
     with rewriting(model, Slow()) as sites:
         model(**given)
         assert [site.index for site, _ in sites.calls] == [0, 1]
-    assert refusals == [
-        "two threads are inside the model's forward pass: give each thread its own model"
-    ]
+    assert refusals == ["two threads use the model at once: give each its own copy"]
 
 
 def test_gradient_checkpointing_gets_the_same_cut_again():

@@ -266,10 +266,10 @@ def test_other_machines_need_a_word():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"batch": 0}, "batch must be 1 or more"),
+        ({"batch": 0}, "batch must be 1 or more, not 0"),
         ({"rate": 0.0}, "--rate must be above 0"),
         ({"timeout": 1e9}, "timeout must not exceed a day"),
-        ({"dim": -1}, "dim must be 1 or more"),
+        ({"dim": -1}, "dim must be 1 or more, not -1"),
         ({"ca": "x", "insecure": True}, "exclude each other"),
         ({"headers": {"a b": "PATH"}}, "'a b' is no header's name"),
         (
