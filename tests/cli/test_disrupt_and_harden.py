@@ -354,7 +354,10 @@ WRONG = {
         ["disrupt", "my-classifier", "--examples", "0"],
         "--examples must be 1 or more, not 0",
     ),
-    "fewer than none": (["disrupt", "my-classifier", "--processes", "-1"], "0 processes or more"),
+    "fewer than none": (
+        ["disrupt", "my-classifier", "--processes", "-1"],
+        "--processes must be 0 or more",
+    ),
     "scale": (
         ["disrupt", "my-classifier", "-o", "scale=half"],
         "strongest has no option 'scale'",

@@ -167,7 +167,7 @@ def test_the_statement_is_printed_and_saved(tmp_path):
     [
         ((-1.0, 1.0, 1.0), "tolerance must be 0 or more, not -1.0"),
         ((0.1, 0.0, 1.0), "bound must be above 0, not 0.0"),
-        ((0.1, 1.0, math.nan), "a margin must be above 0, not nan"),
+        ((0.1, 1.0, math.nan), "margin must be above 0, not nan"),
         ((0.1, 1.0, 1.0, 2.0), "the accuracy must lie between 0 and 1: got 2.0"),
         ((0.1, 1.0, 0.2), "answers must be exact to less than half the margin, ±0.1, for zeros of "
                           "v to be recognised: got ±0.1"),

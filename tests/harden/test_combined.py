@@ -29,7 +29,7 @@ def test_losses_add_up_and_draw_one_after_the_other():
 def test_one_alone_is_itself_and_none_is_refused():
     both = gradients(Combined((Plain(),)), torch.Generator().manual_seed(3))
     assert torch.equal(both, gradients(Plain(), torch.Generator().manual_seed(3)))
-    with pytest.raises(InputError, match="one method or more"):
+    with pytest.raises(InputError, match="at least one method"):
         Combined(())
 
 
