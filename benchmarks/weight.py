@@ -2,8 +2,9 @@
 
 `--before` is a checkout of an earlier commit. Counted in both: lines, files, modules that one other
 module imports, commands, options, what `keyhole disrupt` can import, documents and benchmarks.
-`--audit` audits the demo in both and compares every finding; `--rows FOLDER FOLDER` compares what
-quick modes of benchmarks wrote with `--json`, before and after.
+`--same` audits the demo in both and compares every finding, then runs a list of commands and
+compares statuses and exit codes; `--rows FOLDER FOLDER` compares what quick modes of benchmarks
+wrote with `--json`, before and after.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,6 @@ import show
 from show import Row
 
 ROOT = Path(__file__).resolve().parent.parent
-Finding = tuple[str, str, str, str, int]
 
 
 class Checkout:
@@ -100,29 +101,65 @@ class Checkout:
         files = [*(self.root / "docs").rglob("*.md"), self.root / "README.md"]
         return sum(len(path.read_text("utf-8").split()) for path in files)
 
-    def findings(self) -> dict[str, Finding]:
-        """The audit of the demo, in a process that imports this checkout."""
+    def call(self, folder: Path, command: str) -> tuple[int, str]:
+        """The exit code of a command of this checkout, and what it prints."""
+        environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
+        words = [sys.executable, "-m", "keyhole", *shlex.split(command)]
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    def findings(self) -> dict[str, object]:
+        """What the audit of the demo says of each exposure, and how each attack ended."""
         with tempfile.TemporaryDirectory() as folder:
-            environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
-            command = [sys.executable, "-m", "keyhole", "audit", "demo", "--json"]
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True
-            )
-        audit = json.loads(done.stdout)
-        found: dict[str, Finding] = {}
-        for finding in audit["findings"]:
-            part = finding.get("part", finding.get("surface", ""))
-            words = f"{part}: {finding['exposure']}, {finding['attack']}"
-            found[words] = (
-                finding["status"], finding["attack"], f"{finding['known']:.3f}",
-                f"{finding['error'] or 0:.0e}", finding["queries"],
-            )  # fmt: skip
-        found["exit code"] = (str(done.returncode), "", "", "", 0)
+            code, printed = self.call(Path(folder), "audit demo --json")
+        audit = json.loads(printed)
+        assessed = audit["assessment"]
+        found: dict[str, object] = {"exit code": code, "verdict": assessed["verdict"]}
+        for row in (*assessed["findings"], *assessed["controls"]):
+            what = f"{row.get('part', row.get('surface'))}: {row['exposure']}"
+            keys = ("rule", "severity", "score", "share", "exact", "proved")
+            found[what] = tuple(row[key] for key in keys)
+        ends = [(row["attack"], row["status"], row["queries"]) for row in audit["findings"]]
+        return {**found, **{f"end {number}": end for number, end in enumerate(sorted(ends))}}
+
+    def ends(self, newer: bool) -> dict[str, object]:
+        """How each of the commands below ends: its exit code and the status it prints."""
+        found: dict[str, object] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "vllm.sh").write_text("vllm serve m --host 0.0.0.0\n", "utf-8")
+            for older, new in COMMANDS.items():
+                code, printed = self.call(Path(folder), new or older if newer else older)
+                status = re.findall(r'"status": "([^"]+)"', printed)[:1]
+                found[older] = (code, *status)
         return found
 
 
+COMMANDS = {  # as they were, and as they are where that differs
+    "plant head.safetensors --dim 6": "lab plant head.safetensors --dim 6",
+    "extract head.safetensors --json": "",
+    "extract head.safetensors --method sign-only --json": "",
+    "extract head.safetensors --budget 10 --json": "",
+    "extract missing.safetensors": "",
+    "extract head.safetensors --method nonsense": "",
+    "plant layer.safetensors --kind inversion --dim 4 --tokens 4": (
+        "lab plant layer.safetensors --kind inversion --dim 4 --tokens 4"
+    ),
+    "invert layer.safetensors --json": "",
+    'capture demo --text "a secret" --expose hidden:3 --out leak.safetensors': (
+        'lab capture demo --text "a secret" --expose hidden:3 --out leak.safetensors'
+    ),
+    "invert text demo leak.safetensors --json": "recover demo leak.safetensors --json",
+    "disrupt demo --examples 1 --json": "",
+    "audit head.safetensors": "",
+    "audit head.safetensors --force --baseline keyhole-report.json": "",
+    "report keyhole-report.json --output markdown=-": "",
+    "check-config vllm.sh": "",
+    "audit head.safetensors --fail": "",
+}
+
+
 def run(
-    quick: bool, before: Path = ROOT, audit: bool = False, rows: list[Path] | None = None
+    quick: bool, before: Path = ROOT, same: bool = False, rows: list[Path] | None = None
 ) -> Iterator[Row]:
     del quick
     was, now = Checkout(before), Checkout(ROOT)
@@ -140,8 +177,9 @@ def run(
     yield row("words of documents", was.words, now.words, "half")
     yield row("lines of benchmarks", was.lines("benchmarks/*.py"), now.lines("benchmarks/*.py"))
     yield row("lines of tests", was.lines("tests/**/*.py"), now.lines("tests/**/*.py"))
-    if audit:
+    if same:
         yield from compared("finding", was.findings(), now.findings())
+        yield from compared("end of a command", was.ends(False), now.ends(True))
     if rows:
         yield from compared("row", *(_rows(folder) for folder in rows))
 
@@ -158,7 +196,7 @@ def _rows(folder: Path) -> dict[str, object]:
 def compared(what: str, was: dict[str, object], now: dict[str, object]) -> Iterator[Row]:
     same = sum(now.get(name) == value for name, value in was.items())
     whole = same == len(was) == len(now)
-    yield Row(f"{what}s the same", f"{same} of {len(was)}, {len(now)} now", "all", whole)
+    yield Row(f"{what}: the same", f"{same} of {len(was)}, {len(now)} now", "all", whole)
     for name in {**was, **now}:
         if was.get(name) != now.get(name):
             yield Row(f"{what}: {name}", f"{was.get(name)} → {now.get(name)}")

@@ -75,7 +75,7 @@ def test_what_a_baseline_has_does_not_fail(planted):
     ("words", "said"),
     [
         (("--policy", "missing.toml"), "a policy"),
-        (("--environment", "nowhere"), "an environment"),
+        (("--environment", "nowhere"), "no environment nowhere"),
         (("--baseline", "missing.json"), "a JSON file"),
         (("--only", "everything"), "families"),
     ],

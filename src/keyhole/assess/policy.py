@@ -110,7 +110,7 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
             policy = replace(layered, source=f"{path}, environment {name}")
     if environment is not None and environment not in environments:
         known = ", ".join(environments) or "none"
-        raise InputError(f"{path} has no environment {environment[:40]}, but {known}")
+        raise InputError(f"{path} has no environment {environment[:40]}; it has {known}")
     return policy
 
 
