@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-QUICK = 0.1  # seconds
+QUICK = 0.05  # seconds
 TESTS = pytest.StashKey[dict[str, pytest.Item]]()  # all that were collected, by address
 _FILE = Path(__file__).parent / "slow.txt"
 _HEADER = (
