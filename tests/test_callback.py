@@ -96,6 +96,7 @@ def test_among_the_callbacks_its_figures_are_in_the_history(tmp_path):
     assert json.dumps(figures)  # as trainer_state.json holds it
 
 
+@pytest.mark.release
 def test_training_is_the_same_with_audits_between_epochs(tmp_path):
     """Bit for bit, dropout included: modes, gradients and random numbers are given back."""
     plain = trainer(tmp_path / "plain", epochs=3)

@@ -219,7 +219,7 @@ def test_an_environment_replaces_what_fails_and_adds_to_the_rest(tmp_path):
     assert "production" in production.source
     laboratory = read_policy(tmp_path / "keyhole.toml", "laboratory")
     assert laboratory.allow_unchecked
-    with pytest.raises(InputError, match="no environment staging, but production, laboratory"):
+    with pytest.raises(InputError, match="no environment staging; it has production, laboratory"):
         read_policy(tmp_path / "keyhole.toml", "staging")
 
 

@@ -82,6 +82,7 @@ def test_every_extra_is_tried(root):
     assert set(extras(root)) == set(EXTRAS)
 
 
+@pytest.mark.release
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("missing", MISSING, ids=" ".join)
 @pytest.mark.usefixtures("small_demo")

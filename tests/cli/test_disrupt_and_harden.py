@@ -477,6 +477,7 @@ def test_a_cluster_needs_dask(keyhole, place, monkeypatch):
     assert "pip install 'keyhole[cluster]'" in done.stderr
 
 
+@pytest.mark.release
 def test_a_cluster_by_address(keyhole, place):
     distributed = pytest.importorskip("distributed")
     view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--share", 0.1, "--json")

@@ -151,6 +151,7 @@ def test_a_retrained_model_is_said(run, tmp_path):
     assert Path(tmp_path / "run.db").exists()
 
 
+@pytest.mark.release
 @pytest.mark.slow  # a process
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path):
     released = threading.Event()

@@ -59,6 +59,7 @@ def run_all(lines, folder, here):
             assert_said_on_the_start_page(done.stdout)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_run(name, tmp_path, here):
     fast = [line for line in EXAMPLES[name] if not line.startswith(SLOW) and name != "lab serve"]

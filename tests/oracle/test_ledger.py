@@ -203,6 +203,7 @@ def asked(tmp_path: Path) -> list[str]:
     return (tmp_path / "log").read_text().split()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_killed_in_the_middle_and_resumed_asks_nothing_twice(tmp_path):
     for die_at in (2, 3):  # two attackers, each killed at its n-th call to the oracle
