@@ -135,14 +135,14 @@ class Checkout:
 
 
 COMMANDS = {  # as they were, and as they are where that differs
-    "plant head.safetensors --dim 6": "lab plant head.safetensors --dim 6",
+    "plant head.safetensors --dim 6": "lab plant head.safetensors -o dim=6",
     "extract head.safetensors --json": "",
     "extract head.safetensors --method sign-only --json": "",
     "extract head.safetensors --budget 10 --json": "",
     "extract missing.safetensors": "",
     "extract head.safetensors --method nonsense": "",
     "plant layer.safetensors --kind inversion --dim 4 --tokens 4": (
-        "lab plant layer.safetensors --kind inversion --dim 4 --tokens 4"
+        "lab plant layer.safetensors --kind inversion -o dim=4 -o tokens=4"
     ),
     "invert layer.safetensors --json": "",
     'capture demo --text "a secret" --expose hidden:3 --out leak.safetensors': (
