@@ -198,8 +198,8 @@ def _truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
 def _another_width(store: Store, loaded: Loaded, but: str = "", fix: str = "") -> InputError:
     width = anatomy(loaded.model).width
     return InputError(
-        f"expected vectors of {width} numbers, as {loaded.name} makes them, got {store.dim} in "
-        f"{store.name}{but}: give the encoder that made them with --model{fix}"
+        f"{loaded.name} makes vectors of {width} numbers, and those in {store.name} have "
+        f"{store.dim}{but}: give the encoder that made them with --model{fix}"
     )
 
 
@@ -348,7 +348,7 @@ def _opened(source: Source, part: Vectors) -> tuple[Loaded, Attack]:
     if loaded.identity != source.identity:
         raise InputError(
             f"{source.encoder} is {loaded.identity} where a worker runs, and {source.identity} "
-            "elsewhere: it must be the same on every machine"
+            "where the audit began: it must be the same on every machine"
         )
     if isinstance(method, CountedReader):
         attacked = Attacked.of(loaded.model, loaded.tokenizer)
