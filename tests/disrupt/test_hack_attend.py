@@ -358,7 +358,10 @@ def test_results_round_trip_through_json(tmp_path):
     for broken, words in (
         ({}, "expected format 1, got None"),
         ({"format": 1}, "expected a saved disruption, got None"),
-        ({**found.to_dict(), "outcomes": [{}]}, "expected id, got none in a saved disruption"),
+        (
+            {**found.to_dict(), "outcomes": [{}]},
+            r"expected outcomes\[0\].id, got none in a saved disruption",
+        ),
         ({**found.to_dict(), "control": {}}, "expected control.change, got none"),
     ):
         with pytest.raises(InputError, match=words):

@@ -54,8 +54,6 @@ def run(
     the address of a cluster. `resume` is the file that remembers outcomes, from which a run that
     was stopped goes on.
     """
-    if processes < 0:
-        raise InputError(f"--processes must be 0 or more, got {processes}")
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     expect_count("--max-length", max_length)
     expect_count("target", options.get("target"), 0)

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Method
 from keyhole.extract.vector_answers import Panel, open_panel, separate_values, solve_scores
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle
@@ -45,7 +45,7 @@ _EXTRA = 4  # tokens beyond a basis, to see whether the forms are linear: free w
 
 
 @dataclass(frozen=True)
-class FullOutput:
+class FullOutput(Method):
     """Exact extraction of a layer that returns vectors: one head or several."""
 
     seed: int = 0
@@ -53,9 +53,6 @@ class FullOutput:
     resolution: float = setting(
         1e-6, "singular values of V below this, relative to the largest, are none"
     )
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         """The most that one head with invertible values takes; less if every token answers."""

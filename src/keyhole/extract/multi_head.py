@@ -41,7 +41,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
@@ -53,7 +53,7 @@ from keyhole.extract.heads.masks import (
     starting_with,
 )
 from keyhole.extract.heads.rays import find_rays
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -65,7 +65,7 @@ _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes thro
 
 
 @dataclass(frozen=True)
-class MultiHead:
+class MultiHead(Method):
     """Exact extraction of any number of heads."""
 
     heads: int | None = setting(None, "how many there are; checked, not needed")
@@ -74,9 +74,6 @@ class MultiHead:
 
     def __post_init__(self) -> None:
         expect_count("heads", self.heads)
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         if self.heads is None:

@@ -39,8 +39,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import scalar
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import Method, settle
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Method
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
 from keyhole.extract.single_head import SingleHead
@@ -55,7 +55,7 @@ _SAMPLE = 8  # answers that show whether there is an odd part
 
 
 @dataclass(frozen=True)
-class OneLayerTransformer:
+class OneLayerTransformer(Method):
     """Exact extraction of attention and network from scores (Section 4.1).
 
     `attention` is any method for one head, or `MultiHead()` for several.
@@ -71,9 +71,6 @@ class OneLayerTransformer:
 
     def __post_init__(self) -> None:
         self._network()  # refuses what it cannot use
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def _network(self) -> ReluNetwork:
         return ReluNetwork(

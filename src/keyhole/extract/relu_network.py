@@ -38,8 +38,8 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import Exam, settle
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
@@ -60,7 +60,7 @@ _LENGTHS = (1, 1, 1, 1, 1)  # the judge's sequences: other lengths may say somet
 
 
 @dataclass(frozen=True)
-class ReluNetwork:
+class ReluNetwork(Method):
     """Exact extraction of a ReLU network from the answers to sequences of length one."""
 
     width: int | None = setting(None, "the largest number of neurons, if it is known")
@@ -75,10 +75,7 @@ class ReluNetwork:
         if not 0 < self.resolution < 1:
             raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine)
-
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return Exam.draw(oracle, self.seed, _LENGTHS)
 
     def expected_queries(self, dim: int) -> int | None:

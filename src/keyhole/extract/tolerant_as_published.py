@@ -39,10 +39,11 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.extract.bilinear import ask_scores, batch_rows, scalar
-from keyhole.extract.extraction import Extraction, Statement, Step
+from keyhole.extract.exams import AmplifiedExam, asked_again
+from keyhole.extract.extraction import Statement, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Interval
-from keyhole.extract.judge import AmplifiedExam, Exam, asked_again, settle
+from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
@@ -64,7 +65,7 @@ def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> flo
 
 
 @dataclass(frozen=True)
-class TolerantAsPublished:
+class TolerantAsPublished(Method):
     """Extraction of one head from answers within ±`tolerance`, as Theorem 6.1 does it."""
 
     tolerance: float = field(metadata={"help": "how far an answer may be off"})
@@ -88,10 +89,11 @@ class TolerantAsPublished:
                 f"zeros of v to be recognised: got ±{self.tolerance:g}"
             )
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle, examine=self._examine, accepted=_EXACT)
+    @property
+    def accepted(self) -> float:
+        return _EXACT
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(oracle, self.seed, self.tolerance, reach=1.0, max_norm=None)
 
     def expected_queries(self, dim: int) -> int:
