@@ -27,6 +27,12 @@ WRONG = {
         2,
         "No such command .audti.. Did you mean .audit.?",
     ),
+    "no such option": (
+        ["audit", "demo", "--outputs", "x"],
+        2,
+        "^keyhole: No such option: --outputs .*See 'keyhole audit --help'.$",
+    ),
+    "no number": (["audit", "demo", "--seed", "x"], 2, "^keyhole: Invalid value for '--seed'"),
     "rank missing": (
         ["extract", "demo", "--method", "nuclear-norm"],
         2,

@@ -8,7 +8,7 @@ import torch
 
 import reference
 from keyhole.core.errors import InputError
-from keyhole.recover.embeddings.stored import Stored
+from keyhole.recover.embeddings.judge import Stored
 from keyhole.recover.layers.precision import FLOAT32
 from keyhole.recover.leaks import Pooled
 
