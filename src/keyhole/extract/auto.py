@@ -37,6 +37,7 @@ from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
@@ -201,7 +202,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision = _precision(seen)
-    decimals = _decimals(seen) if precision <= _EXACT else None
+    decimals = exact_decimals(seen, most=_DECIMALS) if precision <= _EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
@@ -276,15 +277,6 @@ def _precision(answers: Tensor) -> float:
         if torch.equal(answers, answers.to(dtype).to(torch.float64)):
             return torch.finfo(dtype).eps / 2
     return torch.finfo(torch.float64).eps
-
-
-def _decimals(answers: Tensor) -> int | None:
-    """The fewest decimals that all answers share, if few enough to be no accident."""
-    for decimals in range(_DECIMALS + 1):
-        shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
-            return decimals
-    return None
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
