@@ -52,7 +52,7 @@ def convergence() -> Row:
     for seed in range(5):
         problem, X = plant(8, 4, symmetric=True, seed=seed)
         noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(seed)).double()
-        method, equations = LevenbergMarquardt(), Equations.of([problem])
+        method, equations = LevenbergMarquardt(), Equations.of(problem)
         state, errors = method.begin(equations, (X + 1e-2 * noise).unsqueeze(0)), []
         for _ in range(8):
             errors.append(float((state.X[0] - X).abs().max()))

@@ -43,7 +43,7 @@ from keyhole.invert.problem import plant as plant_layer
 from keyhole.invert.run import expect_search
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import Solve, polished
-from keyhole.invert.solvers.starts import SMALL, newton
+from keyhole.invert.solvers.starts import SMALL, continued, newton
 
 _MOVED = 1e-8  # relative, when amplification is measured
 _STARTS_AT_ONCE = 8  # that advance side by side; what they found is kept before the next begin
@@ -264,7 +264,7 @@ class Composed:
         # With B = 0 the residuals of a layer are its output.
         zeros = [stack.B.new_zeros(len(stack.B), layer.V.shape[-1]) for layer in stack.layers]
         problems = [layer.problem(B) for layer, B in zip(stack.layers, zeros, strict=True)]
-        return cls(tuple(Equations.of([problem]) for problem in problems), stack.B.unsqueeze(0))
+        return cls(tuple(Equations.of(problem) for problem in problems), stack.B.unsqueeze(0))
 
     def select(self, rows: Tensor) -> Composed:  # noqa: ARG002 - one stack serves every row
         return self
@@ -339,7 +339,7 @@ def _amplifications(stack: Stack, X: Tensor) -> tuple[tuple[Amplification, ...],
         verdict = judge(problem, flow[number])
         if verdict.status is Status.NOT_IDENTIFIABLE:
             undetermined = number + 1
-        measured = _moved(Equations.of([problem]), flow[number])
+        measured = _moved(Equations.of(problem), flow[number])
         layers.append(Amplification(verdict.condition, measured))
     return tuple(layers), undetermined
 
@@ -508,16 +508,12 @@ class EndToEnd:
 def _grown(stack: Stack) -> Tensor:
     """B carried to t = 1 by Newton steps, as far as that goes without turning."""
     composed = Composed.of(stack)
-    X, t, stride = stack.B.unsqueeze(0), 0.0, 0.1
-    while t < 1 and stride > 1e-3:
-        ahead = min(1.0, t + stride)
-        layers = tuple(replace(e, V=ahead * e.V, B=ahead * e.B) for e in composed.layers)
-        moved = newton(replace(composed, layers=layers), X)
-        if moved is None:
-            stride /= 2
-        else:
-            X, t, stride = moved, ahead, 1.5 * stride
-    return X.squeeze(0)
+
+    def solved(t: float, X: Tensor) -> Tensor | None:
+        layers = tuple(replace(e, V=t * e.V, B=t * e.B) for e in composed.layers)
+        return newton(replace(composed, layers=layers), X)
+
+    return continued(solved, stack.B.unsqueeze(0))[0].squeeze(0)
 
 
 def _peel(

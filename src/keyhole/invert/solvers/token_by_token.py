@@ -115,7 +115,7 @@ class _Sweep:
         _check(self.problem)
         self.dropped = 0
         reduced = reduce(self.problem)
-        equations = Equations.of([reduced.problem])
+        equations = Equations.of(reduced.problem)
         prefixes = equations.B.new_empty(1, 0, equations.dim)
         unlikely = equations.B.new_zeros(1)
         for i in range(self.problem.length):
