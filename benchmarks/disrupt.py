@@ -3,7 +3,7 @@
 The full run attacks a fine-tuned classifier (`--model`, a folder; without it the classifier in the
 box, for which no figure is promised) on SST-2's dev set, with `--task hellaswag` or `--task dream`
 a multiple-choice model, with `--task next-token` a causal one (`--model` may be a .gguf file).
-`--together` examples are attacked in one call, `--batch` masked ones go through the model in one
+`--batch-size` examples are attacked in one call, `--batch` masked ones go through the model in one
 pass, in `--workers` processes (0: this one). `--only` takes rows by a part of their names,
 `--resume FOLDER` remembers finished examples. `--quick` takes random weights instead.
 """
@@ -44,7 +44,7 @@ def run(
     share: float = 0.01,
     max_length: int | None = None,
     batch: int = 64,
-    together: int = 16,
+    batch_size: int = 16,
     only: str = "",
     workers: int = 0,
     resume: Path | None = None,
@@ -69,7 +69,7 @@ def run(
 
         started = time.perf_counter()
         found = disrupt.sweep(
-            method, source, texts, workers=workers, batch_size=together, progress=progress,
+            method, source, texts, workers=workers, batch_size=batch_size, progress=progress,
             resume=resume and resume / f"{task} {name}.jsonl".replace(" ", "-"),
         )  # fmt: skip
         promised = task == "sst2" and model is not None

@@ -23,7 +23,7 @@ Limits. Heads with equal W act as one and heads with v = 0 are invisible (Propos
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
-1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/multi_head.py
+1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
 prints the worst of its related cases. Of heads with positively proportional W at most three are
 told apart.
 """

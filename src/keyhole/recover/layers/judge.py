@@ -17,7 +17,7 @@ A token is likely if its position leaked and the odds against each alternative a
 or not the rest of the text is right: what the text leaves unexplained counts as noise then, and has
 to be less than half of the leak's spread. Rows that leaked in no order are compared as a set, and
 the text's own order has alternatives too. Logits are one vector for a whole text: no token is
-verified where a text one edit away may be meant. benchmarks/text_marks.py measures how often all
+verified where a text one edit away may be meant. benchmarks/text_judge.py measures how often all
 that is right.
 
 Not all of a vocabulary can be tried at each position. Those that might pass are the tokens of most
