@@ -442,7 +442,7 @@ def test_wrong_problems_are_one_line():
     for arguments, options, words in (
         ((batch, None), {}, "a classifier needs labels"),
         ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
-        ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
+        ((batch, labels), {"ids": ["a"]}, "ids must name 2 examples: 1 were given"),
         ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),
     ):
         with pytest.raises(InputError, match=words):
