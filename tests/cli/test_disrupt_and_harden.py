@@ -347,7 +347,7 @@ WRONG = {
     "a random head": (["disrupt", "base", "--task", "classification"], "has no trained head"),
     "no such class": (
         ["disrupt", "my-classifier", "-o", "target=7"],
-        "a target from 0 to 1, got 7",
+        "the target must be from 0 to 1 for this model, got 7",
     ),
     "bad share": (["disrupt", "my-classifier", "--share", "2"], "share must be from 0 to 1"),
     "bad count": (
@@ -399,7 +399,7 @@ WRONG = {
         ["disrupt", "my-classifier", "--resume", "no/run.jsonl"],
         "there is no such folder",
     ),
-    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "expected choices in"),
+    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "must hold choices"),
     "another's journal": (
         ["disrupt", "my-classifier", "--resume", "dev.tsv"],
         "expected JSON in dev.tsv",

@@ -27,6 +27,12 @@ WRONG = {
         2,
         "No such command .audti.. Did you mean .audit.?",
     ),
+    "no such option": (
+        ["audit", "demo", "--outputs", "x"],
+        2,
+        "^keyhole: No such option: --outputs .*See 'keyhole audit --help'.$",
+    ),
+    "no number": (["audit", "demo", "--seed", "x"], 2, "^keyhole: Invalid value for '--seed'"),
     "rank missing": (
         ["extract", "demo", "--method", "nuclear-norm"],
         2,
@@ -111,9 +117,9 @@ WRONG = {
     "no leak": (["recover", "demo", "text.txt"], 2, "text.txt is not a leak file"),
     "no leaks": (["recover", "demo", "empty"], 2, "empty holds no leaks"),
     "another kind of file": (["recover", "demo", "p.safetensors"], 2, "written by Keyhole"),
-    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "expected a model with a head"),
+    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "has no head for a task"),
     "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: --processes must be 0 "),
-    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "labels from 0 to 1, got 5"),
+    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "be from 0 to 1 .*got 5"),
     "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
     "over another folder": (
         ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],

@@ -358,7 +358,10 @@ def test_results_round_trip_through_json(tmp_path):
     for broken, words in (
         ({}, "expected format 1, got None"),
         ({"format": 1}, "expected a saved disruption, got None"),
-        ({**found.to_dict(), "outcomes": [{}]}, "id is missing in a saved disruption"),
+        (
+            {**found.to_dict(), "outcomes": [{}]},
+            r"outcomes\[0\].id is missing in a saved disruption",
+        ),
         ({**found.to_dict(), "control": {}}, "control.change is missing"),
     ):
         with pytest.raises(InputError, match=words):
@@ -439,7 +442,7 @@ def test_wrong_problems_are_one_line():
     for arguments, options, words in (
         ((batch, None), {}, "a classifier needs labels"),
         ((batch, labels[:1]), {}, "expected 2 labels, got shape"),
-        ((batch, labels), {"ids": ["a"]}, "expected 2 ids, got 1"),
+        ((batch, labels), {"ids": ["a"]}, "ids must name 2 examples: 1 were given"),
         ((batch, labels), {"targets": torch.zeros(2, 3)}, "expected .*targets"),
     ):
         with pytest.raises(InputError, match=words):

@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_a_number_ends_the_train_small():
     [
         ({"epochs": 0}, "epochs must be 1 or more, not 0"),
         ({"batch": 0}, "batch must be 1 or more, not 0"),
-        ({"rate": 0.0}, "a rate must be above 0, not 0"),
+        ({"rate": 0.0}, "rate must be above 0, not 0"),
     ],
 )
 def test_wrong_settings(changes, words):

@@ -64,7 +64,7 @@ def test_a_capture_goes_on_where_it_stopped(tmp_path):
     assert journal.read_text().count("\n") == 2
     written = first.stat().st_mtime_ns
     for other in ({"seed": 1}, {"noise": 0.2}, {"precision": "int8"}):
-        with pytest.raises(InputError, match=r"capture\.journal this run has"):
+        with pytest.raises(InputError, match=r"this run has .*, that of .*capture\.journal has"):
             recover.capture(subject, WORDS, "hidden:1", out=out, **{"noise": 0.1, **other})
     with pytest.raises(InputError, match=r"has texts .*, that of .* has texts"):
         recover.capture(subject, WORDS[::-1], "hidden:1", out=out, noise=0.1)

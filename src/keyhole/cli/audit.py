@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from keyhole.audit.options import AuditOptions
-from keyhole.cli.app import app, example, interruptible
+from keyhole.cli import options as opt
+from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars, report_resuming
 from keyhole.cli.console import answer, say
-from keyhole.cli.options import Dask, Force, Json, Processes, about, with_options
 from keyhole.cli.outputs import OutputFiles, Outputs
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit
@@ -33,19 +33,16 @@ _TARGET_HELP = (
 )
 
 
-@app.command(
-    epilog=example(
-        "keyhole audit demo --output json=audit.json --output html=audit.html "
-        "--output sarif=audit.sarif",
-        "keyhole audit ./my-model --data texts.tsv --texts 10",
-    )
+@command(
+    "keyhole audit demo --output json=audit.json --output html=audit.html "
+    "--output sarif=audit.sarif",
+    "keyhole audit ./my-model --data texts.tsv --texts 10",
 )
-@with_options
 def audit(
     target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)] = None,
     targets: Annotated[
         Path | None,
-        about(
+        opt.about(
             "Audit every target of a TOML file instead, with these options by their names; what "
             "the file does not say is as given here.",
             TARGET,
@@ -57,7 +54,7 @@ def audit(
     outputs: OutputFiles = None,
     out: Annotated[
         Path | None,
-        about(
+        opt.about(
             "With --targets: where findings and pages go, keyhole-fleet if not given.",
             OUTPUT,
             metavar="FOLDER",
@@ -66,10 +63,10 @@ def audit(
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
-    force: Force = False,
-    as_json: Json = False,
-    processes: Processes = 0,
-    dask: Dask = None,
+    force: opt.Force = False,
+    as_json: opt.Json = False,
+    processes: opt.Processes = 0,
+    dask: opt.Dask = None,
 ) -> None:
     """Try every attack that applies, and report what the target gives away.
 

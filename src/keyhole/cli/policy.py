@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.cli.app import app, example
+from keyhole.cli import options as opt
+from keyhole.cli.app import command
 from keyhole.cli.console import answer
-from keyhole.cli.options import Json, about
 from keyhole.core import Audit
 from keyhole.core.errors import InputError
 from keyhole.core.options import OUTPUT
@@ -27,7 +27,7 @@ AuditFile = Annotated[
 ]
 PolicyFile = Annotated[
     Path | None,
-    about(
+    opt.about(
         "What fails and what is ignored: a keyhole.toml, or a pyproject.toml with [tool.keyhole]. "
         "By default the one in this folder, if there is one.",
         OUTPUT,
@@ -36,13 +36,13 @@ PolicyFile = Annotated[
 ]
 Environment = Annotated[
     str | None,
-    about(
+    opt.about(
         "The environment of the policy, such as production.", OUTPUT, envvar="KEYHOLE_ENVIRONMENT"
     ),
 ]
 BaselineFile = Annotated[
     Path | None,
-    about(
+    opt.about(
         "An earlier audit of the same target: what is no worse than there does not fail (for a "
         "fleet: the folder of its results).",
         OUTPUT,
@@ -89,19 +89,17 @@ class Judge:
         return decided(assessment, self.policy)
 
 
-@app.command(
-    epilog=example(
-        "keyhole lab plant target.safetensors -o dim=8",
-        "keyhole audit target.safetensors",
-        "keyhole policy keyhole-report.json",
-    )
+@command(
+    "keyhole lab plant target.safetensors -o dim=8",
+    "keyhole audit target.safetensors",
+    "keyhole policy keyhole-report.json",
 )
 def policy(
     findings: AuditFile,
     policy: PolicyFile = None,
     environment: Environment = None,
     baseline: BaselineFile = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Tell whether an audit passes a policy, and which rule decided.
 

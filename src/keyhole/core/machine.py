@@ -11,8 +11,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import psutil
-
 from keyhole.core.errors import InputError
 
 if TYPE_CHECKING:  # torch takes seconds to load, and `keyhole --help` needs none of it
@@ -24,6 +22,8 @@ _SHARE = 0.8  # of what is free: something must be left for the work itself
 
 def available() -> int:
     """Bytes that can be had without swapping."""
+    import psutil  # on demand: `keyhole --help` needs none of it
+
     return psutil.virtual_memory().available
 
 

@@ -126,7 +126,7 @@ def environment() -> dict[str, str]:
     return {
         "keyhole": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
@@ -208,6 +208,9 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         return _collection(origin, inner, value, where)
     if is_dataclass(kind):
         return restored(cast("type[Any]", kind), value, where)
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple: a list in JSON
+        named = cast("Any", kind)
+        return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
     if isinstance(kind, type) and issubclass(kind, Enum):
         words = [str(member.value) for member in kind]
         if value not in words:

@@ -86,14 +86,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Method):
     """Chooses a method by looking at a few answers, and runs it."""
 
     seed: int = 0
     tolerance: float = 1e-8
-
-    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
-        return None
 
     def __call__(self, oracle: Oracle) -> Extraction:
         counted = Counted(oracle)

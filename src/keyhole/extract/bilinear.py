@@ -20,6 +20,7 @@ Departures, all for precision:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +70,36 @@ def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
         answers += [] if end.answers is None else [scalar(end.answers)]
         raise BudgetExhausted(end.budget, torch.cat(answers) if answers else None) from end
     return torch.cat(answers)
+
+
+def ask_through(
+    oracle: Oracle,
+    sequences: Tensor,
+    answer: Callable[[Tensor], Tensor],
+    put: Callable[[Oracle, Tensor], Tensor] = ask,
+) -> Tensor:
+    """`answer` of the oracle's answers, also of those that were paid for when a budget ended."""
+    try:
+        return answer(put(oracle, sequences))
+    except BudgetExhausted as end:
+        answers = None if end.answers is None else answer(end.answers)
+        raise BudgetExhausted(end.budget, answers) from end
+
+
+def in_batches(
+    oracle: Oracle, count: int, questions: Callable[[slice], Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores of pairs of tokens by batch; if the budget ends, those that were paid for as well."""
+    size = batch_rows(2, oracle.dim)
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        try:
+            answers = scalar(ask(oracle, questions(rows)))
+        except BudgetExhausted as end:
+            if end.answers is not None:
+                yield slice(start, start + len(end.answers)), scalar(end.answers)
+            raise
+        yield rows, answers
 
 
 def batch_rows(length: int, dim: int) -> int:

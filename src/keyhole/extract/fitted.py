@@ -27,8 +27,8 @@ from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
-from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import NEARLY, Exam, settle
+from keyhole.extract.extraction import Step, setting
+from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, MultiHead
 from keyhole.oracle.protocol import Oracle, OracleError
@@ -46,7 +46,7 @@ _STALLED = 12  # steps within which a start has to gain a tenth
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Method):
     """All weights at once from inexact answers."""
 
     heads: int | None = setting(None, "how many there are, if that is known")
@@ -65,11 +65,11 @@ class Fitted:
         expect_number("precision", self.precision, above=0)
         expect_number("oversampling", self.oversampling, above=1)
 
-    def __call__(self, oracle: Oracle) -> Extraction:
-        accepted = max(self.tolerance, 4 * self.precision)
-        return settle(self, oracle, examine=self._examine, accepted=accepted)
+    @property
+    def accepted(self) -> float:
+        return max(self.tolerance, 4 * self.precision)
 
-    def _examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
+    def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return replace(Exam.draw(oracle, self.seed), excused=max(NEARLY, 16 * self.precision))
 
     def expected_queries(self, dim: int) -> int | None:

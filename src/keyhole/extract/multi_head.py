@@ -23,7 +23,7 @@ Limits. Heads with equal W act as one and heads with v = 0 are invisible (Propos
 returned is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
 answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
-1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/multi_head.py
+1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
 prints the worst of its related cases. Of heads with positively proportional W at most three are
 told apart.
 """
@@ -41,7 +41,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
 from keyhole.extract.bilinear import ask_scores, lengths
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
     Behind,
@@ -53,7 +53,7 @@ from keyhole.extract.heads.masks import (
     starting_with,
 )
 from keyhole.extract.heads.rays import find_rays
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -65,7 +65,7 @@ _CAUTION = 8.0  # an opposite pair changes places, unseen, where W x passes thro
 
 
 @dataclass(frozen=True)
-class MultiHead:
+class MultiHead(Method):
     """Exact extraction of any number of heads."""
 
     heads: int | None = setting(None, "how many there are; checked, not needed")
@@ -74,9 +74,6 @@ class MultiHead:
 
     def __post_init__(self) -> None:
         expect_count("heads", self.heads)
-
-    def __call__(self, oracle: Oracle) -> Extraction:
-        return settle(self, oracle)
 
     def expected_queries(self, dim: int) -> int | None:
         if self.heads is None:

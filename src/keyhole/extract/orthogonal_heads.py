@@ -38,7 +38,7 @@ from keyhole.extract.bilinear import (
     read_values,
 )
 from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.judge import settle
+from keyhole.extract.judge import Method
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -47,7 +47,7 @@ _SILENT = 1e-13  # a v_h shorter than this, next to the whole of v, is rounding
 
 
 @dataclass(frozen=True)
-class OrthogonalHeads:
+class OrthogonalHeads(Method):
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
     `bases` holds one d×k matrix with orthonormal columns per head; the fields after `tolerance` are
@@ -78,7 +78,7 @@ class OrthogonalHeads:
                 f"bases must have as many rows as the target has dimensions, {oracle.dim}: got "
                 f"{self.bases[0].shape[0]}"
             )
-        return settle(self, oracle)
+        return super().__call__(oracle)
 
     def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
         if self.bases is None:

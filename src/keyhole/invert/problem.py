@@ -38,7 +38,7 @@ _FLAGS = ("causal", "residual")
 class Problem:
     """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
 
-    `known` (n×d) holds the entries of `X` that the attacker has already, NaN elsewhere; `maps`
+    `known` (n×d) holds the entries of `X` that the attacker has already, NaN for the others; `maps`
     (n×n, or H×n×n) the attention maps, where they leaked as well. The output is known within
     ±`tolerance`. `gamma` is the paper's regulariser.
     """

@@ -63,9 +63,7 @@ def matrices_of(leak: Leak) -> list[Tensor]:
         return [leak.values]
     if isinstance(leak, Pooled):
         return [leak.values[None]]
-    raise InputError(
-        f"expected hidden states, keys and values or a pooled embedding, got {leak.exposure}"
-    )
+    raise InputError(f"no secret is applied to {leak.exposure}: only to states, caches and vectors")
 
 
 def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:

@@ -17,7 +17,7 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
 from keyhole.recover.attack import Target
-from keyhole.recover.layers.encoder_batch import EncoderBatch
+from keyhole.recover.layers.encoder import EncoderBatch
 from keyhole.recover.layers.inverse_map import TokenTable, inverse_map, random_texts
 from keyhole.recover.layers.lbfgs import BatchedLBFGS
 

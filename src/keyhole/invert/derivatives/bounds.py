@@ -7,7 +7,7 @@ are at most the Frobenius norms of Theorem 1.3: what holds with them holds with 
     Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             and not too indefinite
 
 Theorem 1.3 asks for bounds on W, V and B and says nothing about X; its lemmas rest on a "bounded
-parameter" assumption stated elsewhere (G.1). A bound on X must be part of it: the first derivative
+parameter" assumption of its appendix (G.1). A bound on X must be part of it: the first derivative
 of a score grows with X, so the Hessian has no bound in the weights alone. R is taken over X as
 well; `lowest_bound_without_input` shows what the theorem's own R gives, of ‖W‖_F, ‖V‖_F and |b_ij|.
 

@@ -187,7 +187,7 @@ def _held(texts: Texts) -> tuple[Tensor, Tensor]:
 def alone(encoder: Encoder) -> Tensor:
     """The vector (V, d) of each token as a text of its own."""
     tokens = torch.arange(len(encoder.table), device=encoder.device)
-    return encoder.vectors(Texts(tokens[:, None], torch.ones_like(tokens)), fast=True)
+    return encoder.vectors(Texts.filled(tokens[:, None]), fast=True)
 
 
 def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:

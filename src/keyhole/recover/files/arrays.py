@@ -103,7 +103,7 @@ def _load_numpy(path: str | Path) -> Any:
         expect_memory(Path(path).stat().st_size, f"the file {path}")
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise unreadable("arrays of numbers", path, _first_line(error)) from error
+        raise _broken("arrays of numbers", path, error) from error
 
 
 def _unzipped(path: str | Path) -> Any:
@@ -120,11 +120,7 @@ def _unzipped(path: str | Path) -> Any:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise unreadable("arrays of numbers", path, _first_line(error)) from error
-
-
-def _first_line(error: Exception) -> Exception:
-    return error if isinstance(error, OSError) else ValueError(str(error).splitlines()[0])
+        raise _broken("arrays of numbers", path, error) from error
 
 
 _CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")
