@@ -93,7 +93,7 @@ def blocks(size: int) -> Row:
 def gauss_newton(size: int, judged: bool) -> Row:
     problem, X = plant(size)
     equations, start = Equations.of(problem), X.unsqueeze(0)
-    J = equations.linearised(start).jacobian()[0]
+    J = equations.jacobian(start)[0]
     error = relative(gauss_newton_of(equations, start)[0], J.mT @ J)
     slow, fast = least_seconds(lambda: J.mT @ J, lambda: gauss_newton_of(equations, start), runs=10)
     return show.ratio(

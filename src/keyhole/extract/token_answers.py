@@ -24,7 +24,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.extract.extraction import Extraction
 from keyhole.models.demo import open_model
 from keyhole.models.next_token import unembedding
@@ -69,7 +69,7 @@ class WholeVectors:
         """The first so many usable rows (count, tokens), asked for where they are missing."""
         # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
         size = self.vocabulary or 0
-        expect_room(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
+        expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
             self._rows.append(self.fresh(self._prompts))
         return torch.stack(self._rows[:count])

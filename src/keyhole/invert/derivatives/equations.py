@@ -31,10 +31,6 @@ from keyhole.invert.problem import Problem
 DENSE = 3000
 
 
-class Matrix(Protocol):
-    def jacobian(self) -> Tensor: ...
-
-
 class Smooth(Protocol):
     """What Newton steps need of equations: these, a token's, a stack of layers'."""
 
@@ -51,7 +47,7 @@ class Smooth(Protocol):
 
     def loss_of(self, r: Tensor, X: Tensor) -> Tensor: ...
 
-    def linearised(self, X: Tensor) -> Matrix: ...
+    def jacobian(self, X: Tensor) -> Tensor: ...
 
     def select(self, rows: Tensor) -> Self: ...
 
@@ -156,6 +152,9 @@ class Equations:
         keys = X.unsqueeze(-3) @ self.W.mT  # W x_j
         return Linearised(self, A, self.softened(A), H, queries, keys)
 
+    def jacobian(self, X: Tensor) -> Tensor:
+        return self.linearised(X).jacobian()
+
 
 @dataclass(frozen=True, eq=False)
 class Linearised:
@@ -237,7 +236,7 @@ def gradient(problem: Problem, X: Tensor) -> Tensor:
 def jacobian(problem: Problem, X: Tensor) -> Tensor:
     """J of the residual `c`: (…, n·m, n·d)."""
     equations, inputs, lead = prepared(problem, X)
-    J = equations.linearised(inputs).jacobian()
+    J = equations.jacobian(inputs)
     return J.reshape(*lead, *J.shape[1:])
 
 

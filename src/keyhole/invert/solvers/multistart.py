@@ -116,9 +116,9 @@ class Multistart:
         """Take waiting starts into the batch; False when nothing is left to do."""
         places = self.width - len(self.age)
         # In handfuls: a start is one small tensor, and joining the batch copies all of it.
-        room = places >= max(1, self.width // 8) or not len(self.age)
+        enough = places >= max(1, self.width // 8) or not len(self.age)
         count = min(places, self.total - self.entered)
-        if room and count and not self._done:
+        if enough and count and not self._done:
             self._enter(range(self.entered, self.entered + count))
         return len(self.age) > 0
 
@@ -236,7 +236,7 @@ def polished(equations: Smooth, X: Tensor) -> Tensor:
     X = X.unsqueeze(0)
     size = equations.residuals(X).norm()
     for _ in range(_POLISHING):
-        J = equations.linearised(X).jacobian()[0]
+        J = equations.jacobian(X)[0]
         r = equations.residuals(X).reshape(-1, 1)
         if J.shape[0] == J.shape[1] and equations.fixed is None:
             step, info = torch.linalg.solve_ex(J, r)

@@ -89,7 +89,7 @@ def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
         if not size < before:
             return None
         before = size
-        J = equations.linearised(X).jacobian()
+        J = equations.jacobian(X)
         step, _ = torch.linalg.solve_ex(J, r.reshape(1, -1, 1))
         X = X - step.reshape(X.shape)
     return X if float(equations.residuals(X).abs().max()) <= 1e-8 * scale else None

@@ -55,11 +55,12 @@ from keyhole.recover.gradients.update import (
     update_of,
 )
 from keyhole.recover.judge import ODDS, Verdict
+from keyhole.recover.layers.precision import rounding_of
 from keyhole.recover.recovery import Mark, Recovery, TextRecovery
+from keyhole.recover.simulate import MAX_LENGTH
 
 _DIRECTIONS = 24  # of a span's complement, at random: those that an encoder's search looks along
 _POSITIONS = 128  # that texts may be long, unless they turn out to be longer
-MAX_LENGTH = 512  # tokens of a text that a gradient is made of
 METHOD = "GradientSpans"
 
 
@@ -376,7 +377,6 @@ _LIMIT = 1.1  # the mean squared difference in units of the errors, at most
 _FINE = 5e-4  # of the update's size: errors below it hide no token
 _BLOCKS = 2  # that alternatives are compared in: more would only be stronger
 _FLOAT32 = 3e-5  # of the update's root mean square: what differs between machines
-_BITS = {"bfloat16": 8, "float16": 11}
 
 
 _OUTCOMES = {
@@ -445,9 +445,8 @@ class Errors:
         weight = self.model.get_parameter(name).detach()
         leaked = self.update.values[name].to(weight.device).double()
         variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
-        if self.update.precision in _BITS:
-            step = torch.exp2(torch.frexp(leaked).exponent.double() - _BITS[self.update.precision])
-            variance += torch.where(leaked == 0, 0.0, step.square() / 12)
+        if self.update.precision != "float32":
+            variance += rounding_of(leaked, self.update.precision)[1].square() / 12
         if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
             last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
             variance += protocol.steps * last.square() / 12

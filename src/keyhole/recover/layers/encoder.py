@@ -251,14 +251,13 @@ class EncoderBatch:
         seen = leaked.isfinite().all(-1) & mask
         leaked = leaked.nan_to_num().where(seen[..., None], torch.zeros_like(leaked))
         ids = torch.full(shape, target.pads()[0], device=device)
-        estimates = table.centre.expand(*shape, -1).clone()
+        estimates = table.centre.expand(*shape, -1)
         zeros = torch.zeros(shape[0], dtype=torch.long, device=device)
         return cls(
             target, back, table, list(leaks), list(leaks.values()),
-            [precision_of(leak) for leak in leaks.values()], leaked, seen, mask,
-            mask.clone(), ~mask, estimates, ids, torch.zeros_like(leaked), ~mask,
-            torch.full((shape[0],), torch.inf, device=device), ids.clone(), estimates.clone(),
-            zeros, zeros.clone(), zeros.clone(),
+            [precision_of(leak) for leak in leaks.values()], leaked, seen, mask, mask, ~mask,
+            estimates, ids, torch.zeros_like(leaked), ~mask, zeros.float(), ids.clone(),
+            estimates.clone(), zeros, zeros.clone(), zeros.clone(),
         )  # fmt: skip
 
     def __len__(self) -> int:

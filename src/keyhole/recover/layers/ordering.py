@@ -34,6 +34,7 @@ from keyhole.core.numerics import LinAlgError
 from keyhole.models.anatomy import unrotate
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
+from keyhole.recover.leaks import rows_of
 
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
 _SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
@@ -131,10 +132,9 @@ def contents(
     target: Target, exposure: Exposure, tensors: dict[str, Tensor], positions: Tensor
 ) -> Tensor:
     """What leaked as rows (b, n, f) for tokens at `positions` (b, n), rotary positions undone."""
-    if exposure.kind != "kv":
-        return tensors["values"]
-    keys = unrotate(target.parts, tensors["keys"], positions)
-    return torch.cat([keys, tensors["values"]], -1).transpose(-3, -2).flatten(-2)
+    if exposure.kind == "kv":
+        tensors = {**tensors, "keys": unrotate(target.parts, tensors["keys"], positions)}
+    return rows_of(tensors)
 
 
 @torch.no_grad()
