@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from keyhole import invert
+from keyhole.data import Example
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
 
@@ -220,37 +221,8 @@ def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
     )  # fmt: skip
 
 
-class Texts:
-    """The tokenizer, for training: every text is encoded once, batches are only padded."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-
-    def __call__(
-        self, chosen: str | list[str], seconds: list[str] | None = None, **options: Any
-    ) -> dict[str, Any]:
-        if isinstance(chosen, str):  # the training asks what frames a text
-            return self.tokenizer(chosen, **options)
-        keys = list(zip(chosen, seconds or [""] * len(chosen), strict=True))
-        new = [key for key in dict.fromkeys(keys) if key not in self.known]
-        if new:
-            cut = {name: options[name] for name in ("truncation", "max_length")}
-            firsts, others = [first for first, _ in new], [second for _, second in new]
-            made = self.tokenizer(firsts, *([others] if seconds else []), **cut)
-            types = made.get("token_type_ids", [[] for _ in new])
-            self.known.update(zip(new, zip(made["input_ids"], types, strict=True), strict=True))
-        rows = [self.known[key] for key in keys]
-        most = max(len(ids) for ids, _ in rows)
-        ids = _padded([ids for ids, _ in rows], most, self.tokenizer.pad_token_id)
-        lengths = torch.tensor([len(ids) for ids, _ in rows])
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(most) < lengths[:, None]).long(),
-                 "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
-        if seconds and rows[0][1]:
-            batch["token_type_ids"] = _padded([types for _, types in rows], most, 0)
-        return batch
-
-
-def _padded(rows: list[list[int]], most: int, filler: int) -> Tensor:
-    return torch.tensor([row + [filler] * (most - len(row)) for row in rows])
+def with_a_word(number: int) -> Example:
+    """Random words, and the one that tells the label."""
+    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
+    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
+    return Example(str(number), number % 2, " ".join(words))

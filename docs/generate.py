@@ -100,7 +100,7 @@ def benchmarks_page() -> str:
         cells = (
             f"[{record.name}](figures/{record.name}.json){star}",
             record.title.rstrip("."),
-            f"`{record.command}`",
+            f"`{record.again or record.command}`",
         )
         parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join([*parts, ""])

@@ -6,8 +6,9 @@ Measured figures, in a table or in a paragraph that names the benchmark or the c
 
 and docs/figures/NAME.json is the record: what was measured (`rows`), by which `command`, at which
 `commit`, on which `machine`, and whether it is `kept` as the command wrote it or was transcribed
-from a document. Several names may be given, with commas. A table whose numbers were not measured
-(formulas, settings, names) says so, with the reason:
+from a document. Where the program has moved since, `again` is the command of today. Several names
+may be given, with commas. A table whose numbers were not measured (formulas, settings, names) says
+so, with the reason:
 
     <!-- not measured: REASON -->
 
@@ -133,6 +134,7 @@ class Record:
     kept: str
     rows: list[dict[str, Any]]
     note: str = ""
+    again: str = ""
 
     @classmethod
     def load(cls, name: str) -> Record:
@@ -145,7 +147,8 @@ class Record:
             raise ValueError(f"expected {', '.join(missing)} in {path.name}, got nothing")
         if data["kept"] not in (TRANSCRIBED, WRITTEN):
             raise ValueError(f"expected {TRANSCRIBED!r} or {WRITTEN!r}, got {data['kept']!r}")
-        return cls(name, *(data[field] for field in fields), note=data.get("note", ""))
+        more = {name: data.get(name, "") for name in ("note", "again")}
+        return cls(name, *(data[field] for field in fields), **more)
 
     @cached_property
     def values(self) -> list[list[Decimal]]:

@@ -23,10 +23,10 @@ from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of
 from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, update_of
-from keyhole.recover.gradients.recover_batch import MAX_LENGTH
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 EXPOSURE = Exposure("KH-TEXT-GRADIENT")

@@ -19,7 +19,7 @@ from keyhole.cli.outputs import OutputFiles, Outputs, expect_new
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
 from keyhole.core.errors import InputError
-from keyhole.core.files import exists, is_folder, trouble, write_text
+from keyhole.core.files import exists, is_folder, unwritable, write_text
 from keyhole.core.journal import records_in
 from keyhole.core.options import OUTPUT, TARGET
 
@@ -280,4 +280,4 @@ def _expect_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise trouble("a folder to write", out, error) from error
+        raise unwritable(out, error) from error

@@ -100,7 +100,7 @@ class HackAttend:
     @classmethod
     def random(cls, share: float = 0.01, **changes: Any) -> HackAttend:
         """The control: heads and units in a random order, as many of them as released."""
-        usual = {"ranking": "random", "order": "random", "spare": "special"}
+        usual: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
         return cls.as_released(share, **{**usual, **changes})
 
     @classmethod
@@ -169,7 +169,7 @@ class HackAttend:
         question = ask(model, batch, labels, target=target, continuation=self.continuation)
         names = list(ids) or [str(number) for number in range(question.size)]
         if len(names) != question.size:
-            raise InputError(f"expected {question.size} ids, got {len(names)}")
+            raise InputError(f"ids must name {question.size} examples: {len(names)} were given")
         rows = torch.arange(question.size, device=question.labels.device)
         parts = [
             self._attack(model, question.part(part), [names[i] for i in part.tolist()], started)

@@ -190,7 +190,7 @@ def _of_first(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
 def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
     if len(probabilities) % size:
         raise InputError(
-            f"expected a batch of {size} examples at {site.name}, got {len(probabilities)} rows"
+            f"{site.name} has {len(probabilities)} rows, which is no multiple of {size} examples"
         )
     return probabilities.unflatten(0, (size, -1))
 

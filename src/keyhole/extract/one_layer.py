@@ -38,7 +38,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import scalar
+from keyhole.extract.bilinear import ask_through, scalar
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
 from keyhole.extract.multi_head import MultiHead
@@ -46,7 +46,7 @@ from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle import planted
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
-from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
+from keyhole.oracle.protocol import Oracle, ask
 
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
 _MARGIN = 1.01  # how much farther than x + δ the region's nearest wall has to be
@@ -232,15 +232,11 @@ def _ask_pairs(
     oracle: Oracle, first: Tensor, second: Tensor, answer: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """`answer` of the pairs (n, 2) of scores; if the budget ends, whole pairs are kept."""
-    try:
-        return answer(
-            ask(oracle, torch.stack([first, second], 1).flatten(0, 1)).unflatten(0, (-1, 2))
-        )
-    except BudgetExhausted as end:
-        if end.answers is None:
-            raise
-        pairs = end.answers[: len(end.answers) // 2 * 2].unflatten(0, (-1, 2))
-        raise BudgetExhausted(end.budget, answer(pairs)) from end
+
+    def paired(scores: Tensor) -> Tensor:
+        return answer(scores[: len(scores) // 2 * 2].unflatten(0, (-1, 2)))
+
+    return ask_through(oracle, torch.stack([first, second], 1).flatten(0, 1), paired)
 
 
 # Known heads, each made to attend to a token of its own: one network of all their outputs.
@@ -306,12 +302,7 @@ class Steered:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens, rho = self.tokens(sequences[:, -1].unflatten(1, self._W.shape[:2]))
-        try:
-            return _divide(ask(self._inner, tokens), rho)
-        except BudgetExhausted as end:
-            if end.answers is None:
-                raise
-            raise BudgetExhausted(end.budget, _divide(end.answers, rho)) from end
+        return ask_through(self._inner, tokens, lambda F: F / rho[: len(F)])
 
     def tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (n, H+1, d) that bring the heads to ρu for u (n, H, d), and ρ (n,)."""
@@ -383,8 +374,3 @@ def _rounded(x: Tensor, bits: int) -> Tensor:
     _, exponent = torch.frexp(x.abs().amax(1, keepdim=True))
     grain = 2.0 ** (exponent - bits).double()
     return (x / grain).round() * grain
-
-
-def _divide(answers: Tensor, rho: Tensor) -> Tensor:
-    rho = rho[: len(answers)]
-    return answers / rho.reshape(-1, *[1] * (answers.ndim - 1))

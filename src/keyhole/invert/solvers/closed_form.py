@@ -135,7 +135,7 @@ class _Answer:
             X = fit_scores(self.problem, linear, X, restarts=0)[0]
             verdict = judge(self.problem, X, unique=True)
         if verdict.status not in _SOLVED:
-            X = polished(Equations.of([self.problem]), X)
+            X = polished(Equations.of(self.problem), X)
             verdict = judge(self.problem, X, unique=True)
         return X, verdict
 
