@@ -140,5 +140,5 @@ def test_what_is_wrong_is_said_in_one_line(text, words, fleet):
 
 def test_a_file_that_is_none_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "missing", Path("/dev/zero")):
-        with pytest.raises(InputError, match="expected a fleet file, got"):
+        with pytest.raises(InputError, match="as a fleet file"):
             read_fleet(path)

@@ -249,17 +249,17 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
             "--data does not apply to the vector store",
         ),
         (("demo", "--model", "demo"), "--model does not apply to demo"),
-        (("demo", "--corpus", "x"), "expected a corpus, got x: there is no such file"),
+        (("demo", "--corpus", "x"), "cannot read x as a corpus: there is no such file"),
         (("x.safetensors", "--corpus", "x"), "there is no x.safetensors"),
-        (("vectors.npy", "--model", "demo", "--corpus", "none"), "none: there is no such file"),
+        (("vectors.npy", "--model", "demo", "--corpus", "none"), "cannot read none as a corpus"),
         (
             ("vectors.npy", "--model", "demo", "--ledger", "l"),
             "--ledger keeps the answers of an endpoint",
         ),
-        (("none.npy", "--model", "demo"), "expected an array of vectors"),
+        (("none.npy", "--model", "demo"), "cannot read none.npy as an array of vectors"),
         (("vectors.npy", "--model", "demo"), "expected vectors of"),
         (("vectors.npy", "--model", "demo", "--known", "none"), "none"),
-        (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "expected --known with texts"),
+        (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "give --known with texts"),
     ],
 )
 def test_wrong_wishes_are_one_line(arguments, message, tmp_path, monkeypatch, capsys):

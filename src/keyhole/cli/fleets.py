@@ -18,7 +18,7 @@ from keyhole.cli.outputs import Outputs, expect_new
 from keyhole.cli.policy import Judge
 from keyhole.core import Audit, Fleet, read
 from keyhole.core.errors import InputError
-from keyhole.core.files import exists, is_folder, trouble, write_text
+from keyhole.core.files import exists, is_folder, unwritable, write_text
 from keyhole.core.journal import records_in
 from keyhole.report import json_form
 from keyhole.report.fleet import FLEET_FORMATS, MOST_RUNS, document
@@ -124,7 +124,7 @@ def _expect_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise trouble("a folder to write", out, error) from error
+        raise unwritable(out, error) from error
 
 
 def _kept(journal: Path) -> str:
