@@ -55,7 +55,7 @@ def leak_of(
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     """Rounded, or with noise, as the library does it; one stream of noise for all texts.
 
-    A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
+    A floating-point precision is stated, as it is by the dtype of a file; steps and noise are not.
     """
     stream = torch.Generator().manual_seed(0)
     stated = precision if precision in ("bfloat16", "float16") else None
@@ -93,7 +93,7 @@ def hellaswag(data: Path, part: str = "train") -> list[str]:
 
 
 def turns(data: Path, part: str = "train") -> list[str]:
-    """What is said in DREAM's dialogues, turn by turn."""
+    """The turns of DREAM's dialogues."""
     dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
     return [turn for dialogue in dialogues for turn in dialogue[0]]
 
@@ -128,7 +128,7 @@ def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
+        raise SystemExit(f"{path} does not exist: give the folder that holds the data as --data")
     return path.read_text("utf-8")
 
 
@@ -156,7 +156,7 @@ def _package(name: str, inside: str, option: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         package = name.replace("_", "-")
-        raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
+        raise SystemExit(f"install the package {package}, or give its weights as {option} FOLDER")
     return Path(spec.origin).parent / inside
 
 
