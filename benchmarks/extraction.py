@@ -175,11 +175,6 @@ def relative_of(
 
 # One-layer Transformers and ReLU networks.
 
-ODD = (
-    "parallel neurons", "antiparallel neurons", "even (Aᵀw = 0)", "ambiguous orientations (m = 4d)",
-    "nearly parallel (1e-5)", "invisible neurons", "linear",
-)  # fmt: skip
-
 
 def one_layer(quick: bool) -> Iterator[Row]:
     seeds = range(3 if quick else 10)
@@ -210,9 +205,6 @@ def one_layer(quick: bool) -> Iterator[Row]:
         error = fresh(runs, (1, 1, 1))
         what = f"ReLU network, d={d}, m={m}"
         yield show.at_most(what, error, 1e-8, f"{details}at most {max(ratios):.2f}")
-    for name in ODD:
-        runs = attacked(extract.ReluNetwork, odd_networks(name), range(5 if quick else 20))
-        yield all_right(f"ReLU network, {name}", runs, fresh(runs, (1, 1, 1)))
 
 
 def fresh(runs: Runs, lengths: Sequence[int]) -> float:
@@ -255,25 +247,6 @@ def hyperplanes(model: object) -> int:
         return -1
     extra = len(model.A) > 2 and torch.equal(model.A[-1], -model.A[-2])
     return len(model.A) - (2 if extra else 0)
-
-
-def odd_networks(name: str) -> Callable[[int], ReluFfn]:
-    def plant(seed: int) -> ReluFfn:
-        d, draw, cat = 12, normals(seed), torch.cat
-        A, w, more = draw(16, d), draw(16), draw(8)
-        ambiguous, noise = ReluFfn(draw(48, d), draw(48)), 1e-5 * draw(4, d)
-        made = (
-            ReluFfn(cat([A, 2 * A[:8]]), cat([w, more])),
-            ReluFfn(cat([A, -1.5 * A[:8]]), cat([w, more])),
-            ReluFfn(cat([A, -A]), cat([w, w])),
-            ambiguous,
-            ReluFfn(cat([A, A[:4] + noise]), cat([w, more[:4]])),
-            ReluFfn(cat([A, A + 1, 0 * A]), cat([w, 0 * w, w])),
-            ReluFfn(cat([A, -A]), cat([w, -w])),
-        )
-        return made[ODD.index(name)]
-
-    return plant
 
 
 # Layers that return vectors.

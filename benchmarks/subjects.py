@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from keyhole import invert
+from keyhole.data import Example
 from keyhole.models import Exposure, Loaded, identity, load_model
 from keyhole.recover.leaks import Leak
 
@@ -54,7 +55,7 @@ def leak_of(
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     """Rounded, or with noise, as the library does it; one stream of noise for all texts.
 
-    A floating-point precision is told, as a file's dtype tells it; steps and noise are not.
+    A floating-point precision is stated, as it is by the dtype of a file; steps and noise are not.
     """
     stream = torch.Generator().manual_seed(0)
     stated = precision if precision in ("bfloat16", "float16") else None
@@ -92,7 +93,7 @@ def hellaswag(data: Path, part: str = "train") -> list[str]:
 
 
 def turns(data: Path, part: str = "train") -> list[str]:
-    """What is said in DREAM's dialogues, turn by turn."""
+    """The turns of DREAM's dialogues."""
     dialogues = json.loads(_read(data / "dream" / f"{part}.json"))
     return [turn for dialogue in dialogues for turn in dialogue[0]]
 
@@ -127,7 +128,7 @@ def rouge(secret: Sequence[int], answer: Sequence[int], size: int) -> float:
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise SystemExit(f"expected {path}: give the folder that holds the data as --data")
+        raise SystemExit(f"{path} does not exist: give the folder that holds the data as --data")
     return path.read_text("utf-8")
 
 
@@ -155,7 +156,7 @@ def _package(name: str, inside: str, option: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         package = name.replace("_", "-")
-        raise SystemExit(f"expected the package {package}, or its weights by {option} FOLDER")
+        raise SystemExit(f"install the package {package}, or give its weights as {option} FOLDER")
     return Path(spec.origin).parent / inside
 
 
@@ -220,37 +221,8 @@ def _words(names: list[str], framed: bool, split: str = r"\S+") -> Any:
     )  # fmt: skip
 
 
-class Texts:
-    """The tokenizer, for training: every text is encoded once, batches are only padded."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-
-    def __call__(
-        self, chosen: str | list[str], seconds: list[str] | None = None, **options: Any
-    ) -> dict[str, Any]:
-        if isinstance(chosen, str):  # the training asks what frames a text
-            return self.tokenizer(chosen, **options)
-        keys = list(zip(chosen, seconds or [""] * len(chosen), strict=True))
-        new = [key for key in dict.fromkeys(keys) if key not in self.known]
-        if new:
-            cut = {name: options[name] for name in ("truncation", "max_length")}
-            firsts, others = [first for first, _ in new], [second for _, second in new]
-            made = self.tokenizer(firsts, *([others] if seconds else []), **cut)
-            types = made.get("token_type_ids", [[] for _ in new])
-            self.known.update(zip(new, zip(made["input_ids"], types, strict=True), strict=True))
-        rows = [self.known[key] for key in keys]
-        most = max(len(ids) for ids, _ in rows)
-        ids = _padded([ids for ids, _ in rows], most, self.tokenizer.pad_token_id)
-        lengths = torch.tensor([len(ids) for ids, _ in rows])
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(most) < lengths[:, None]).long(),
-                 "special_tokens_mask": torch.isin(ids, self.special).long()}  # fmt: skip
-        if seconds and rows[0][1]:
-            batch["token_type_ids"] = _padded([types for _, types in rows], most, 0)
-        return batch
-
-
-def _padded(rows: list[list[int]], most: int, filler: int) -> Tensor:
-    return torch.tensor([row + [filler] * (most - len(row)) for row in rows])
+def with_a_word(number: int) -> Example:
+    """Random words, and the one that tells the label."""
+    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
+    words = [f"w{word}" for word in drawn.tolist()] + [f"w{number % 2}"]
+    return Example(str(number), number % 2, " ".join(words))

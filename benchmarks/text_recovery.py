@@ -358,7 +358,7 @@ class Rows:
         return f"layer {self.layer}, {', '.join((*self.forms, *rounded))}"
 
     def change(self) -> Change:
-        """One stream of chance for all texts. What was done to the rows is told, except the steps
+        """One stream of chance for all texts. What was done to the rows is stated, except the steps
         of integers; that rows are normalised has to be seen from their numbers.
         """
         stream = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ BENCHMARKS = sorted(
 )
 # More than five seconds even where it should be quick, of what other tests look at too.
 LONG = {
-    "defences", "endpoint_faults", "endpoint_mlserver", "inversion", "inversion_solvers",
+    "defences", "endpoint_faults", "endpoint_mlserver", "inversion",
     "text_recovery",
 }  # fmt: skip
 FULL = bool(os.environ.get("KEYHOLE_FULL"))

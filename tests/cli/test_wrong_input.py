@@ -14,7 +14,7 @@ from keyhole import invert
 
 WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
-    "no target": (["extract", "text.txt"], 2, "expected a .safetensors file"),
+    "no target": (["extract", "text.txt"], 2, "as a .safetensors file"),
     "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
     "no such method": (
         ["extract", "demo", "--method", "magic"],
@@ -53,11 +53,15 @@ WRONG = {
         2,
         "budget must be 0 or more, not -1",
     ),
-    "not writable": (["lab", "plant", "no/x.safetensors"], 2, "expected a file to write"),
-    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "expected a Keyhole ledger"),
+    "not writable": (["lab", "plant", "no/x.safetensors"], 2, "cannot write"),
+    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "as a Keyhole ledger"),
     "not an audit": (["report", "text.txt"], 2, "expected a JSON file"),
-    "bad address": (["audit", "http://127.0.0.1:9/x"], 2, "expected http://host:port/v2/models"),
-    "no problem": (["invert", "text.txt"], 2, "expected a .safetensors file"),
+    "bad address": (
+        ["audit", "http://127.0.0.1:9/x"],
+        2,
+        "must have the form http://host:port/v2/models",
+    ),
+    "no problem": (["invert", "text.txt"], 2, "as a .safetensors file"),
     "no W, V, B": (["invert", "small.safetensors"], 2, "must hold tensors W, V and B"),
     "no maps": (
         ["invert", "p.safetensors", "--method", "closed-form"],
@@ -68,11 +72,11 @@ WRONG = {
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,
-        "expected a file to write",
+        "cannot write",
     ),
     "no such model": (["audit", "./nowhere/"], 2, "there is no"),
     "nothing of that name": (["audit", "./missing-model"], 2, "there is no .*: give"),
-    "no weights": (["audit", "empty"], 2, "expected a folder with a config.json"),
+    "no weights": (["audit", "empty"], 2, "it has no config.json"),
     "data for an endpoint": (
         ["audit", "small.safetensors", "--data", "text.txt"],
         2,
@@ -84,11 +88,11 @@ WRONG = {
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
-    "bad layers": (["audit", "demo", "--layers", "one"], 2, "such as 1,6,12"),
+    "bad layers": (["audit", "demo", "--layers", "one"], 2, "--layers takes numbers"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],
         2,
-        "among hidden",
+        "one of hidden",
     ),
     "no layer": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "hidden:9"],
@@ -125,7 +129,7 @@ WRONG = {
     "page nowhere": (
         ["audit", "small.safetensors", "--output", "html=no/p.html"],
         2,
-        "expected a file to write, got no/p.html",
+        "cannot write no/p.html",
     ),
 }
 

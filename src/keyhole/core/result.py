@@ -178,7 +178,7 @@ def restored(
     unknown = [] if more else [key for key in given if key not in known]
     if unknown:
         raise InputError(
-            f"expected {', '.join(known)} in {where or kind.__name__}, got {unknown[0]}"
+            f"{where or kind.__name__} has no field {unknown[0]}: it has {', '.join(known)}"
         )
     hints, values = get_type_hints(kind), dict[str, Any](made)
     for name, field in known.items():
@@ -188,7 +188,7 @@ def restored(
         if name in given:
             values[name] = typed(hints[name], given[name], place)
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise InputError(f"expected {place}, got none")
+            raise InputError(f"{place} is missing")
     return kind(**values)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from keyhole.core import Result, environment
 from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
-from keyhole.core.files import exists, is_folder, trouble
+from keyhole.core.files import exists, is_folder, unwritable
 from keyhole.core.journal import expect_same_run
 from keyhole.core.machine import expect_device, largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, untracked
@@ -136,7 +136,7 @@ def expect_folder(folder: Path) -> None:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        raise trouble("a folder to write", folder, error) from error
+        raise unwritable(folder, error) from error
     else:
         if not is_folder(folder):
             raise InputError(f"{folder} is not a folder")
@@ -268,7 +268,7 @@ class _Course:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise trouble("a folder to write", self.out, error) from error
+            raise unwritable(self.out, error) from error
         card.save(self.out / CARD)
 
 

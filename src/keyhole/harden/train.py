@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from keyhole.core import FORMAT, Result, dump, read
 from keyhole.core.errors import InputError
-from keyhole.core.files import trouble
+from keyhole.core.files import unwritable
 from keyhole.core.journal import digest, expect_same_run
 from keyhole.core.progress import Progress, silent
 from keyhole.core.result import typed
@@ -302,7 +302,7 @@ def save(folder: Path, run: Run, state: State, epoch: int) -> None:
         partial.rename(whole)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save tells it as the second
         shutil.rmtree(partial, ignore_errors=True)
-        raise trouble("a folder to write", folder, error) from error
+        raise unwritable(folder, error) from error
     for old in _saved(folder)[:-1]:
         shutil.rmtree(folder / f"epoch-{old}", ignore_errors=True)
 

@@ -31,7 +31,7 @@ from keyhole.core import Status, environment
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.journal import Journal, Run, digest, stopping_on_ctrl_c
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.registry import Entry, Registry
 from keyhole.core.result import typed
@@ -175,7 +175,7 @@ def plant(
 ) -> tuple[Stack, Tensor]:  # fmt: skip
     """A stack and its input; V is as small as it is in deep models, 1/√(d·depth)."""
     expect_count("layers", depth)
-    expect_room(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
+    expect_memory(16 * depth * dim * dim, f"{depth:,} layers of d = {dim:,}")
     first, X = plant_layer(length, dim, scale=scale, residual=residual, causal=causal, seed=seed)
     others = (plant_layer(length, dim, scale=scale, seed=seed + k)[0] for k in range(1, depth))
     size = math.sqrt(dim * depth)

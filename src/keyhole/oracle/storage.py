@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.oracle.defences import Degradation
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import Attention, Head, MultiHead, OneLayer, OutputMatrix, ReluFfn
@@ -58,7 +58,7 @@ def plant(
         "one-layer": heads * (dim + width) * dim,
         "attention": heads * (dim + (outputs or dim)) * dim,
     }.get(kind, heads * dim * dim)
-    expect_room(16 * numbers, f"{kind} of d = {dim:,}")
+    expect_memory(16 * numbers, f"{kind} of d = {dim:,}")
     if kind == "orthogonal-heads":
         if rank is not None:
             raise InputError("orthogonal-heads takes no rank: its subspaces set it")

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
-from keyhole.core.machine import expect_room
+from keyhole.core.machine import expect_memory
 from keyhole.core.result import Result
 from keyhole.invert.derivatives.equations import prepared
 from keyhole.invert.derivatives.hessian import hessian
@@ -126,7 +126,7 @@ def bounds(
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
     expect_count("neighbours", neighbours, most=MOST_NEIGHBOURS)
-    expect_room(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
+    expect_memory(4 * 8 * X.numel() ** 2, f"the Hessian of {X.numel():,} unknowns")
     expect_number("R", R, least=1)
     problem = replace(problem, gamma=0.0)
     _, inputs, _ = prepared(problem, X)
