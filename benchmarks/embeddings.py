@@ -35,7 +35,7 @@ from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from keyhole.recover import Pooled, recover_texts
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams
+from keyhole.recover.embeddings.counts import SHIPPED, Counted, NGrams, TokenOdds
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import Reading, SumSearch
@@ -122,6 +122,22 @@ def token_lists(loaded: Loaded, lines: Sequence[str]) -> list[list[int]]:
     return loaded.tokenizer(stripped, add_special_tokens=False)["input_ids"]
 
 
+def without(case: Case, counted: Counted) -> Counted:
+    """The counts without what a case leaves out: the order of tokens, the first guess."""
+    device, size, lines = counted.encoder.device, len(counted.encoder.table), counted.lines
+    if not case.order:
+        counted = replace(counted, ngrams=NGrams.of([], size).to(device))
+    if not case.guess:  # odds that read nothing in a vector: how frequent tokens are
+        held = torch.tensor(
+            [token for row in range(len(lines)) for token in set(lines.tokens(row))], device=device
+        )
+        share = ((torch.bincount(held, minlength=size) + 0.1) / len(lines)).log()
+        odds = TokenOdds(share.new_zeros(counted.vectors.shape[1], size), share)
+        same = counted.vectors[:1].expand(len(lines), -1)
+        counted = replace(counted, token_odds=odds, vectors=same, endings=None)
+    return counted
+
+
 def searched(
     loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
     search: SumSearch, max_length: int, texts: int,
@@ -130,9 +146,8 @@ def searched(
     for case in cases:
         lines = token_lists(loaded, case.corpus)
         encoder = Encoder(target, half=matrix_half())
-        ngrams = None if case.order else NGrams.uniform(len(encoder.table))
         clock = _Clock()
-        counted = Counted.of(encoder, lines, max_length, ngrams, case.guess)
+        counted = without(case, Counted.of(encoder, lines, max_length))
         words = f"{len(lines):,} lines, counted in {clock.words()}"
         yield Row(f"{loaded.name}, {case.what}: corpus", words)
         for length, few in of_lengths(loaded, secrets, lines, lengths, texts):

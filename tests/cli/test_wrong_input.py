@@ -88,7 +88,7 @@ WRONG = {
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
     "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
-    "bad layers": (["audit", "demo", "--layers", "one"], 2, "such as 1,6,12"),
+    "bad layers": (["audit", "demo", "--layers", "one"], 2, "--layers takes numbers"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],
         2,

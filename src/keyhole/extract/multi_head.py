@@ -25,7 +25,7 @@ answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end 
 fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is known to
 1e-5 only. Precision falls where lines crowd (H ≥ d): benchmarks/extraction.py
 prints the worst of its related cases. Of heads with positively proportional W at most three are
-told apart.
+separated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from keyhole.extract.heads.masks import (
     starting_with,
 )
 from keyhole.extract.heads.rays import find_rays
-from keyhole.extract.judge import Method
+from keyhole.extract.judge import Exam, Method
 from keyhole.extract.low_rank import degrees_of_freedom
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
@@ -224,12 +224,8 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 
 def _miss(oracle: Oracle, model: Oracle, stream: torch.Generator) -> float:
     """Eight answers tell whether another x_0 is worth its price; the judge decides the rest."""
-    tokens = torch.randn(2, 4, 4, oracle.dim, generator=stream, dtype=torch.float64)
-    tokens[0] /= math.sqrt(oracle.dim)
-    tokens = tokens.flatten(0, 1)
-    answers = ask_scores(oracle, tokens)
-    miss = (answers - ask_scores(model, tokens)).abs().view(2, 4).amax(1)
-    return float((miss / answers.abs().view(2, 4).amax(1).clamp(min=1e-300)).max())
+    seed = int(torch.randint(2**31, (), generator=stream))
+    return Exam.draw(oracle, seed, lengths=(4,)).grade(model).worst
 
 
 # W of every ray on all of space, full rank or low, from isolated gates.

@@ -126,6 +126,23 @@ class Target:
             for part, text in zip(ids.split(size), masks.split(size), strict=True)
         ])  # fmt: skip
 
+    def nearest_tokens(
+        self, misfit: Callable[[Tensor], Tensor], count: int, batch_size: int = _TOKENS
+    ) -> Tensor:
+        """The `count` tokens (…, count) of the vocabulary that fit best, the best first.
+
+        `misfit` gives (…, c) for c tokens, of which there are `batch_size` at a time.
+        """
+        near, names = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+        for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(batch_size):
+            far = misfit(tokens)
+            each = tokens.expand(far.shape)
+            if len(near):
+                far, each = torch.cat([near, far], -1), torch.cat([names, each], -1)
+            near, kept = far.topk(min(count, far.shape[-1]), largest=False)
+            names = each.gather(-1, kept)
+        return names
+
     def remembered(self, what: str, key: Any, make: Callable[[], Made]) -> Made:
         """What was made of this model for `key` last time, or else is made now.
 

@@ -276,7 +276,7 @@ def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Su
     )  # fmt: skip
 
 
-# All logistic gates in a column space: how the heads of a layer are told apart.
+# All logistic gates in a column space: how the heads of a layer are separated.
 #
 # Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ by τ_i·δ, so
 #
@@ -364,7 +364,6 @@ def find_gates(
 
 
 def distinct(solutions: Tensor) -> Tensor:
-    """Each of the solutions (n, p) once."""
     kept: list[Tensor] = []
     for candidate in solutions:
         if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
