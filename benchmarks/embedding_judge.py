@@ -163,13 +163,13 @@ def stored_row(setting: Setting, name: str, change: Change, near: list[NearMisse
         verdict = judge_vector(setting.target, leak, case.ids, vectors)
         whole = Mark.UNKNOWN not in verdict.marks
         statuses["verified" if verdict.verified else "likely" if whole else "partly"] += 1
-        here = 0
+        fitting = 0
         for number, miss in enumerate(case.misses):
             fits = may_be(setting.target, leak, miss, vectors)
-            tried, fit, here = tried + 1, fit + fits, here + fits
-            told = fits and here <= setting.judged
-            judged += told
-            if told or (number < 2 and not verdict.verified):
+            tried, fit, fitting = tried + 1, fit + fits, fitting + fits
+            due = fits and fitting <= setting.judged
+            judged += due
+            if due or (number < 2 and not verdict.verified):
                 other = judge_vector(setting.target, leak, miss, vectors)
                 wrong += other.verified
                 good = right(case.ids, miss, other.marks)

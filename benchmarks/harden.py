@@ -1,4 +1,4 @@
-"""What each defence is worth: SST-2, clean accuracy, every attack, masks from elsewhere, cost.
+"""What each defence is worth: SST-2, clean accuracy, every attack, masks of another model, cost.
 
 Each method (`--methods`, see trained.py) is trained with each seed from `--encoder` (MiniLM) on
 sentences of `--data`, and then evaluated on the dev set: clean accuracy on all of it, attacks on

@@ -123,7 +123,7 @@ def marks(
 
 
 def stated(noise: float) -> Change:
-    """Noise whose strength the attacker is told."""
+    """Noise whose strength the attacker knows."""
     add = degraded(noise=noise)
 
     def change(leak: Leak) -> Leak:
@@ -203,7 +203,7 @@ MAPS = ROWS[4:]  # which are no rows of numbers, one for each position
 
 
 def changed(kind: str, a: Tensor, b: Tensor, stream: torch.Generator) -> Tensor:
-    """What leaked of one text and what leaked of another (or elsewhere), made into one."""
+    """The leak of one text, mixed with that of another text, layer or model."""
     match kind:
         case "swap_row":
             place = torch.randint(1, len(a), (1,), generator=stream)
@@ -332,7 +332,7 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
         yield Row(
             f"{exposure}, {len(given)} corrupted or mismatched leaks: falsely verified",
             str(false.total()), "0", false.total() == 0,
-            f"the right text verified: {_told(verified - false)}; false: {_told(false)}; "
+            f"the right text verified: {_listed(verified - false)}; false: {_listed(false)}; "
             f"{seconds:.2f} s a leak",
         )  # fmt: skip
     details = f"{claims} verified, of which the text was right in {claims - wrong}"
@@ -340,7 +340,7 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
     yield Row(what, str(wrong), "0", wrong == 0, details)
 
 
-def _told(counts: Counter[str]) -> str:
+def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in counts.items() if count) or "none"
 
 

@@ -142,7 +142,7 @@ def test_another_encoder_could_not_be_checked(tmp_path):
 
 def test_another_width_is_refused(tmp_path):
     name = made_stores.npy(tmp_path, np.ones((3, 40)), TEXTS)
-    with pytest.raises(InputError, match="expected vectors of 32 numbers, as a tiny encoder"):
+    with pytest.raises(InputError, match="a tiny encoder makes vectors of 32 numbers"):
         sampled(name)
     name = made_stores.jsonl(tmp_path, np.ones((3, 8)), TEXTS[:3])  # fewer, and not its first
     with pytest.raises(InputError, match=r"got 8 in .*, and not the first of those: give"):
@@ -257,7 +257,7 @@ def test_the_command(right, tmp_path, encoder, monkeypatch, capsys):
             "--ledger keeps the answers of an endpoint",
         ),
         (("none.npy", "--model", "demo"), "cannot read none.npy as an array of vectors"),
-        (("vectors.npy", "--model", "demo"), "expected vectors of"),
+        (("vectors.npy", "--model", "demo"), "makes vectors of"),
         (("vectors.npy", "--model", "demo", "--known", "none"), "none"),
         (("http://127.0.0.1:9/v1/embeddings", "--model", "demo"), "give --known with texts"),
     ],

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from keyhole.audit.check import Check, Checked
+from keyhole.audit.check import Check, Checked, Part
 from keyhole.audit.texts import exposure_of
 from keyhole.core import Finding, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Piece, Reading, Readings
-from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.models.loading import Loaded
 from keyhole.models.pieces import unknown_token, written
@@ -32,7 +31,7 @@ _WHOLE = "float32"
 
 
 @dataclass(frozen=True, eq=False)
-class LeakTarget:
+class LeakTarget(Part):
     """Leaks of one file, and the model whose they are."""
 
     name: str
@@ -44,34 +43,22 @@ class LeakTarget:
         digests = " ".join(opened.leak.digest for opened in self.leaks)
         return f"{self.name} {digests}; {self.loaded.name} {self.loaded.identity}"
 
-    @property
-    def size(self) -> int:
-        return largest_matrix(self.loaded.model)
+    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+        """For each text of the file: the ids that stand in it, and the attack on the rest."""
+        made: list[Check] = []
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {}
-
-    def checks(self, seed: int, *, against_defences: bool) -> list[Check]:  # noqa: ARG002
-        return checks(self.name, self)
-
-
-def checks(part: str, target: LeakTarget) -> list[Check]:
-    """For each text of the file: the ids that stand in it, and the attack on the rest."""
-    made: list[Check] = []
-    for opened in target.leaks:
-        if opened.ids is not None:
-            attack = WrittenIds([opened.ids])
-            exposure = Exposure("KH-TEXT-TOKEN-IDS", name=opened.name, part=part)
-            run = partial(_check, exposure, target.loaded, opened, attack)
+        def add(exposure: Exposure, opened: Opened, attack: Attack | None = None) -> None:
+            exposure = replace(exposure, name=opened.name, part=self.name)
+            run = partial(_check, exposure, self.loaded, opened, attack)
             made.append(Check(exposure, run))
-        leaking = opened.leak.exposure
-        layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
-        exposure = replace(
-            exposure_of(leaking.kind), variant="file", layer=layer, name=opened.name, part=part
-        )
-        made.append(Check(exposure, partial(_check, exposure, target.loaded, opened, None)))
-    return made
+
+        for opened in self.leaks:
+            if opened.ids is not None:
+                add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
+            leaking = opened.leak.exposure
+            layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
+            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened)
+        return made
 
 
 def _check(

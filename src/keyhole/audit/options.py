@@ -27,7 +27,7 @@ def _count(word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise InputError(f"expected --texts as a number or all, got {word[:40]}") from None
+        raise InputError(f"--texts takes a number or all, not {word[:40]!r}") from None
 
 
 def _layers(word: str) -> Layers:
@@ -37,7 +37,7 @@ def _layers(word: str) -> Layers:
     try:
         return tuple(int(part) for part in word.split(","))
     except ValueError:
-        raise InputError(f"expected --layers such as 1,6,12, or all, got {word[:40]}") from None
+        raise InputError(f"--layers takes numbers (1,6,12) or all, not {word[:40]!r}") from None
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,8 @@ class TextTarget:
     def __post_init__(self) -> None:
         if not self.texts:
             raise InputError("there are no texts to read back: give one or more")
-        unknown = [name for name in self.precisions if name not in PRECISIONS]
-        if unknown or not self.precisions:
-            raise InputError(f"expected precisions among {', '.join(PRECISIONS)}, got {unknown}")
+        if not self.precisions or not set(self.precisions) <= set(PRECISIONS):
+            raise InputError(f"precisions must be one or more of {', '.join(PRECISIONS)}")
 
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:

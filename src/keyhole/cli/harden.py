@@ -118,6 +118,6 @@ def _kept(checkpoint: Path | None) -> str:
 def _page(folder: Path) -> Callable[[Hardening], str]:
     """The page that shows what was cut, before and after."""
     from keyhole import report
-    from keyhole.audit.hardened import audit_of
+    from keyhole.audit.flips import audit_of_hardening
 
-    return lambda result: report.render(audit_of(result, folder))
+    return lambda result: report.render(audit_of_hardening(result, folder))

@@ -232,5 +232,5 @@ def _read_heads(file: Path) -> MultiHead:
     if isinstance(target, Head):
         return MultiHead([target.W], [target.v])
     if not isinstance(target, MultiHead):
-        raise InputError(f"expected a head or several in {file}, got {target.kind}")
+        raise InputError(f"{file} holds {target.kind}, not heads: give a head or several")
     return target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -106,22 +106,13 @@ def policy(
     Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could not be
     checked.
     """
+    from keyhole.report.json_form import decided
+
     judged = Judge.of(policy, environment, baseline)(Audit.load(findings))
     decision = judged.decision
     assert decision is not None  # noqa: S101 - a judge decides
-    answer(_data(decision), _words(judged, decision), as_json=as_json)
+    answer(decided(decision), _words(judged, decision), as_json=as_json)
     raise typer.Exit(decision.exit_code)
-
-
-def _data(decision: Decision) -> dict[str, Any]:
-    rulings = [
-        {"finding": ruled.name, "ruling": ruled.ruling.value, "rule": ruled.rule}
-        for ruled in decision.rulings
-    ]
-    return {
-        "exit_code": decision.exit_code, "rule": decision.rule, "policy": decision.source,
-        "rulings": rulings,
-    }  # fmt: skip
 
 
 def _words(judged: Assessment, decision: Decision) -> Group:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.extract.bilinear import random_units
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
 from keyhole.extract.fitted import Fitted
@@ -36,6 +37,7 @@ from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
+from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant
@@ -67,17 +69,57 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
+class Arithmetic:
+    """How exact the answers are, and what may then be expected of a method and its result.
+
+    `precision` is the relative error of an answer; `plain` says that no link had to be undone.
+    """
+
+    precision: float = torch.finfo(torch.float64).eps
+    plain: bool = True
+
+    @property
+    def exact(self) -> bool:
+        return self.plain and self.precision <= _EXACT
+
+    @property
+    def accepted(self) -> float:
+        """The error on fresh queries up to which a model counts as recovered."""
+        return 1e-8 if self.exact else min(NEARLY, max(1e-6, 100 * self.precision))
+
+    @property
+    def same(self) -> float:
+        """How far two answers that should agree may differ, relative to the largest."""
+        return max(_SAME if self.exact else 1e-6, 64 * self.precision)
+
+    @property
+    def repeated(self) -> float:
+        """The same for one question asked twice."""
+        return max(1e-6, 100 * self.precision)
+
+    @property
+    def linear(self) -> float:
+        """How far from a linear piece answers may lie that are on it."""
+        return 1e-12 if self.exact else max(1e-9, 16 * self.precision)
+
+    @property
+    def rank(self) -> float:
+        """What counts as rounding in a column of W."""
+        return 1e-11 if self.exact else 100 * max(self.precision, 1e-11)
+
+
+@dataclass(frozen=True)
 class Choice:
     """A method, and what in the answers speaks for it; `fallback` where that turns out wrong.
 
-    `link` is what the server does to its scores, `precision` the relative error of an answer.
+    `link` is what the server does to its scores.
     """
 
     kind: Kind
     method: Method
     why: str
     link: Link | None = None
-    precision: float = torch.finfo(torch.float64).eps
+    arithmetic: Arithmetic = Arithmetic()
     fallback: Method | None = None
 
     def view(self, oracle: Oracle) -> Oracle:
@@ -99,9 +141,11 @@ class Auto(Method):
             choice = choose(early, self.seed)
         except BudgetExhausted:
             reason = f"stopped after {counted.queries:,} queries; nothing is known"
-            return self._failed(Status.BUDGET, reason, counted.queries)
+            return Extraction(Status.BUDGET, reason, repr(self), None, counted.queries, 0.0)
         except (OracleError, InputError) as error:
-            return self._failed(Status.ORACLE_FAILED, str(error), counted.queries)
+            return Extraction(
+                Status.ORACLE_FAILED, str(error), repr(self), None, counted.queries, 0.0
+            )
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
@@ -128,7 +172,7 @@ class Auto(Method):
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
-        changed = early.contradicted(within, max(1e-6, 100 * choice.precision))
+        changed = early.contradicted(within, choice.arithmetic.repeated)
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
@@ -142,15 +186,11 @@ class Auto(Method):
         choice = choose(oracle, self.seed)
         yield from choice.method.steps(choice.view(oracle))
 
-    def _failed(self, status: Status, reason: str, queries: int) -> Extraction:
-        return Extraction(status, reason, repr(self), None, queries, seconds=0.0)
-
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
     """Look at a few dozen answers and name the method that fits them."""
     stream = torch.Generator().manual_seed(seed)
-    raw = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
-    a, b, x, y = raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
+    a, b, x, y = random_units(4, oracle.dim, stream)
     pairs = ask(oracle, torch.stack([torch.stack([a, b]), torch.stack([x, y])]))
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
@@ -162,7 +202,7 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision = _precision(seen)
-    decimals = _decimals(seen) if precision <= _EXACT else None
+    decimals = exact_decimals(seen, most=_DECIMALS) if precision <= _EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
@@ -176,52 +216,46 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
     link = find_link(oracle, seed, precision)
     plain = link.name == "identity" and not bool(link.offset.any())
-    choice = _choice(
-        oracle if plain else Undone(oracle, link), pairs, (a, b, x), alone, seed, precision,
-        exact=plain and precision <= _EXACT, link=None if plain else link,
-    )  # fmt: skip
-    return choice if plain else replace(choice, why=f"behind {link} {choice.why}")
+    arithmetic = Arithmetic(precision, plain)
+    if plain:
+        return _choice(oracle, pairs, (a, b, x), alone, seed, arithmetic)
+    scores = link.scores(pairs), (a, b, x), link.scores(alone)
+    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
+    digits = 1e-14 if link.name == "identity" else 1e-8
+    choice = _choice(Undone(oracle, link), *scores, seed, arithmetic, digits)
+    return replace(choice, link=link, why=f"behind {link} {choice.why}")
 
 
 def _choice(
     view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], alone: Tensor, seed: int,
-    precision: float, exact: bool, link: Link | None,
+    arithmetic: Arithmetic, digits: float = 1e-14,
 ) -> Choice:  # fmt: skip
-    """The choice among kinds, once the link is undone."""
-    if link is not None:
-        pairs, alone = link.scores(pairs), link.scores(alone)
-    accepted = 1e-8 if exact else min(NEARLY, max(1e-6, 100 * precision))
-    coarse = precision > _FINE
-    # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
-    digits = 1e-8 if link is not None and link.name != "identity" else 1e-14
-    fit = Fitted(precision=max(precision, digits), seed=seed) if _small(view) else None
-
-    def chosen(kind: Kind, method: Method, why: str) -> Choice:
-        return Choice(kind, method, why, link, precision, fit)
-
+    """The choice among kinds, once the link is undone; scores have these digits at most."""
+    accepted = arithmetic.accepted
     if pairs.ndim > 1:
-        kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        method = FullOutput(seed=seed, tolerance=accepted)
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
-        fallback = AttentionSubLayer(seed=seed, tolerance=accepted)
-        return replace(chosen(kind, method, "the answers are vectors"), fallback=fallback)
-    scale = float(alone.abs().max())
-    same = max(_SAME, 64 * precision) if exact else max(1e-6, 64 * precision)
-    if float((alone[0::2] + alone[1::2]).abs().max()) > same * scale:
-        resolution = 1e-12 if exact else max(1e-9, 16 * precision)
-        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
-        return replace(chosen(Kind.LAYER, method, _NOT_ODD), fallback=None)
-    if _one_head(view, *tokens, same):
-        method: Method = LowRank(
-            seed=seed,
-            tolerance=accepted,
-            resolution=1e-11 if exact else 100 * max(precision, 1e-11),
-        )
-        if coarse and fit is not None:
+        return Choice(
+            Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR,
+            FullOutput(seed=seed, tolerance=accepted), "the answers are vectors",
+            arithmetic=arithmetic, fallback=AttentionSubLayer(seed=seed, tolerance=accepted),
+        )  # fmt: skip
+    if float((alone[0::2] + alone[1::2]).abs().max()) > arithmetic.same * float(alone.abs().max()):
+        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
+        return Choice(Kind.LAYER, method, _NOT_ODD, arithmetic=arithmetic)
+    fit = None
+    if _small(view):
+        fit = Fitted(precision=max(arithmetic.precision, digits), seed=seed)
+    if _one_head(view, *tokens, arithmetic.same):
+        kind, why = Kind.HEAD, "its logits add up as one head's do"
+        method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
+        if arithmetic.precision > _FINE and fit is not None:
             method = replace(fit, heads=1)
-        return chosen(Kind.HEAD, method, "its logits add up as one head's do")
-    method = MultiHead(seed=seed, tolerance=accepted) if exact or fit is None else fit
-    return chosen(Kind.HEADS, method, "its logits do not add up as one head's would")
+    else:
+        kind, why = Kind.HEADS, "its logits do not add up as one head's would"
+        method = MultiHead(seed=seed, tolerance=accepted)
+        if fit is not None and not arithmetic.exact:
+            method = fit
+    return Choice(kind, method, why, arithmetic=arithmetic, fallback=fit)
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -243,15 +277,6 @@ def _precision(answers: Tensor) -> float:
         if torch.equal(answers, answers.to(dtype).to(torch.float64)):
             return torch.finfo(dtype).eps / 2
     return torch.finfo(torch.float64).eps
-
-
-def _decimals(answers: Tensor) -> int | None:
-    """The fewest decimals that all answers share, if few enough to be no accident."""
-    for decimals in range(_DECIMALS + 1):
-        shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
-            return decimals
-    return None
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
@@ -290,8 +315,7 @@ _ORDER = ("softmax", "identity", "sigmoid", "tanh")
 def find_link(oracle: Oracle, seed: int, error: float) -> Link:
     """The link that makes answers along a ray add up; `error` is that of an answer, relative."""
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
-    direction = torch.randn(oracle.dim, generator=stream, dtype=torch.float64)
-    ray = _STEPS[:, None, None] * (direction / torch.linalg.vector_norm(direction))
+    ray = _STEPS[:, None, None] * random_units(1, oracle.dim, stream)
     scale = 1.0
     answers = ask(oracle, ray)
     names = _names(answers)

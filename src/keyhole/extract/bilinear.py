@@ -140,7 +140,6 @@ class ProbeBasis:
 
 
 def lengths(rows: Tensor) -> Tensor:
-    """The lengths of vectors (…, d)."""
     return torch.linalg.vector_norm(rows, dim=-1)
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
 
@@ -205,24 +204,3 @@ class Witness:
                     continue
                 changed += now.shape != answers.shape or not agrees(now, answers, error)
         return changed
-
-
-@dataclass(frozen=True)
-class Scope:
-    """Where a result holds: its domain, whether the target differs beyond, and over time."""
-
-    domain: Domain
-    differs: bool
-    changed: int
-    kept: int
-
-    def applied(self, status: Status, reason: str) -> tuple[Status, str]:
-        if self.changed:
-            return Status.MISMATCH, (
-                f"asked again, {self.changed} of {self.kept} questions {CHANGED}"
-            )
-        reason = f"{reason}, tried on {self.domain}"
-        if not self.differs:
-            return status, reason
-        within = Status.WITHIN if status is Status.RECOVERED else status
-        return within, f"{reason}; beyond that the target answers differently"

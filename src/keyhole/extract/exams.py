@@ -21,7 +21,7 @@ from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.halfspace import signs
-from keyhole.extract.judge import LENGTHS, NEARLY, PER_KIND, Exam, verdict
+from keyhole.extract.judge import LENGTHS, NEARLY, PER_KIND, Exam, Method, verdict
 from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, ask
@@ -89,6 +89,24 @@ class SignExam(Exam):
                 f"W is only known to ±{step.guarantee:.1e}, too little to be refuted by signs"
             )
         return verdict(check, accepted, _COARSEST if blur > NEARLY else NEARLY)
+
+
+class SignMethod(Method):
+    """A method that reads signs, to an `accuracy` of every entry."""
+
+    accuracy: float
+
+    @property
+    def finest(self) -> float:
+        """The finest level of the exam: entries off by `accuracy` add up in an answer."""
+        return min(100 * self.accuracy, 1e-2)
+
+    @property
+    def accepted(self) -> float:
+        return self.finest
+
+    def examine(self, oracle: Oracle, step: Step) -> Exam:
+        return SignExam.near(oracle, self.seed, step, self.finest)
 
 
 def _near_zero(

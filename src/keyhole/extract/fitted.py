@@ -28,6 +28,7 @@ from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Step, setting
+from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, MultiHead
@@ -149,7 +150,7 @@ class Fitted(Method):
         for _ in range(self.starts):
             drawn = _start(answered, heads, stream)
             start = drawn if fits or first is None else first
-            fits.append(_levenberg(answered, sigma, start))
+            fits.append(_fitted(answered, sigma, start))
             if fits[-1][2] <= _EXPLAINED:
                 break
         return min(fits, key=lambda fit: fit[2])
@@ -185,21 +186,18 @@ class _Answers:
     def values(self) -> Tensor:
         return torch.cat([self.parts[length] for length in _LENGTHS])
 
-    def model(self, W: Tensor, v: Tensor, jacobian: bool) -> tuple[Tensor, Tensor]:
-        """Answers of heads W (H, d, d), v (H, d), and the Jacobian (N, H(d² + d)) if wanted."""
-        outputs, slopes = zip(
-            *(_heads(W, v, X, jacobian) for X in self.questions.values()), strict=True
-        )
+    def model(self, W: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Answers of heads W (H, d, d), v (H, d), and the Jacobian (N, H(d² + d))."""
+        parts = [_heads(W, v, X) for X in self.questions.values()]
+        outputs, slopes = zip(*parts, strict=True)
         return torch.cat(outputs), torch.cat(slopes)
 
 
-def _heads(W: Tensor, v: Tensor, X: Tensor, jacobian: bool) -> tuple[Tensor, Tensor]:
+def _heads(W: Tensor, v: Tensor, X: Tensor) -> tuple[Tensor, Tensor]:
     last = X[:, -1]
     A = torch.einsum("nid,hde,ne->hni", X, W, last).softmax(-1)
     values = torch.einsum("nid,hd->hni", X, v)
     each = (A * values).sum(-1)
-    if not jacobian:
-        return each.sum(0), each.new_empty(0)
     g = torch.einsum("hni,nid->hnd", A * (values - each.unsqueeze(-1)), X)
     by_W = torch.einsum("hnd,ne->nhde", g, last).flatten(1)
     by_v = torch.einsum("hni,nid->nhd", A, X).flatten(1)
@@ -261,36 +259,19 @@ def _start(answered: _Answers, heads: int, stream: torch.Generator) -> tuple[Ten
     return W, v + (total - v.sum(0)) / heads
 
 
-def _levenberg(
+def _fitted(
     answered: _Answers, sigma: Tensor, start: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, float]:
-    """Damped Gauss–Newton; returns the heads and the root mean square residual in units of σ."""
-    W, v = start
-    y, damping = answered.values, 1e-1
-    scale = float(y.abs().max().clamp(min=1e-300))
-    weights = (sigma / scale).reciprocal()
-    given, J = answered.model(W, v, jacobian=True)
-    r = (y - given) / scale * weights
-    loss, history = float(r @ r), [float(r @ r)]
-    for _ in range(_STEPS):
-        J = J / scale * weights[:, None]
-        square, slope = J.mT @ J, J.mT @ r
-        diagonal = square.diagonal().clamp(min=1e-12 * float(square.diagonal().max()))
-        while True:
-            step = torch.linalg.solve(square + damping * torch.diag(diagonal), slope)
-            ahead = W + step[: W.numel()].view_as(W), v + step[W.numel() :].view_as(v)
-            there = (y - answered.model(*ahead, jacobian=False)[0]) / scale * weights
-            if float(there @ there) < loss:
-                break
-            damping *= 4
-            if damping > 1e12:
-                return W, v, math.sqrt(loss / len(y))
-        (W, v), damping = ahead, max(damping / 4, 1e-12)
-        given, J = answered.model(W, v, jacobian=True)
-        r = (y - given) / scale * weights
-        loss = float(r @ r)
-        history.append(loss)
-        slow = len(history) > _STALLED and loss > 0.9 * history[-_STALLED]
-        if slow or loss <= 0.01 * len(y):
-            break
-    return W, v, math.sqrt(loss / len(y))
+    """The heads near a start, and the root mean square of their residuals in units of σ."""
+    y, shape = answered.values, start[0].shape
+    size = start[0].numel()
+
+    def model(unknowns: Tensor) -> tuple[Tensor, Tensor]:
+        given, J = answered.model(unknowns[:size].view(shape), unknowns[size:].view(shape[:2]))
+        return (given - y) / sigma, J / sigma[:, None]
+
+    explained = 0.1 * math.sqrt(len(y))
+    first = torch.cat([part.flatten() for part in start])
+    unknowns, left = levenberg(model, first, _STEPS, explained, _STALLED)
+    W, v = unknowns[:size].view(shape), unknowns[size:].view(shape[:2])
+    return W, v, left / math.sqrt(len(y))

@@ -13,7 +13,7 @@ are bilinear forms of W, as many per answer as V has rank r. In queries:
 
 For the last token d + d²/r is also the number of unknowns over the numbers per answer. Which of
 these an oracle is, and whether it is causal, shows in the answers themselves. Several heads are
-told apart in the far field (vector_answers.py), for d queries more if every token answers and
+separated in the far field (vector_answers.py), for d queries more if every token answers and
 (H − 1)·d + 32 or so if the last does; an answer then holds ⌊m/H⌋ forms of each head.
 
 The plain way sends d + 1 tokens and solves one square system. Here keys are long and queries short
@@ -184,7 +184,7 @@ def _all_heads(panel: Panel, V: Tensor, stream: torch.Generator) -> Tensor:
     else:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"the values of the {len(V)} heads depend on each other: W_h cannot be told apart",
+            f"the values of the {len(V)} heads depend on each other: W_h cannot be separated",
         )
     Z, errors = LayerForms(panel, V, blocks).measure(X)
     _require_known(errors)

@@ -190,13 +190,20 @@ def _square(theta: Theta) -> float:
     return float(theta[0].square().sum() + theta[1].square().sum())
 
 
-def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
-    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|."""
+def levenberg(
+    model: Model, start: Tensor, steps: int = 80, enough: float = 0.0, patience: int = 20
+) -> tuple[Tensor, float]:
+    """Levenberg–Marquardt on `model(unknowns) -> (misses, Jacobian)`; the point and |misses|.
+
+    It ends where |misses| is `enough`, or falls by less than a tenth in `patience` steps.
+    """
     point, damping = start, 1e-3
     miss, J = model(point)
     best = mark = float(torch.linalg.vector_norm(miss))
     for turn in range(1, steps + 1):
-        if turn % 20 == 0:
+        if best <= enough:
+            break
+        if turn % patience == 0:
             if best > 0.9 * mark:
                 break  # a minimum that is not zero
             mark = best

@@ -21,7 +21,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.text import percent
-from keyhole.extract.domain import Domain, Explorer, Scope, Witness, within, within_reach
+from keyhole.extract.domain import CHANGED, Domain, Explorer, Witness, within, within_reach
 from keyhole.extract.extraction import Check, Extraction, Step
 from keyhole.oracle.ledger import remembered
 from keyhole.oracle.protocol import BudgetExhausted, Counted, NotFinite, Oracle, OracleError, ask
@@ -215,28 +215,34 @@ def _examined(
     status, reason = exam.verdict(check, last, limit)
     domain: Domain | None = None
     if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
-        where = _scope(method, witness, exam, exam.domain, last, max(limit, 4 * check.worst))
-        domain = where.domain
-        status, reason = where.applied(status, reason)
-        if where.differs:
+        error = max(limit, 4 * check.worst)
+        changed = witness.contradicted(exam.agrees, error)
+        domain, differs = _explored(method, witness, exam, exam.domain, last, error)
+        reason = f"{reason}, tried on {domain}"
+        if changed:
+            status = Status.MISMATCH
+            reason = f"asked again, {changed} of {len(witness.kept)} questions {CHANGED}"
+        elif differs:
+            status = Status.WITHIN if status is Status.RECOVERED else status
+            reason += "; beyond that the target answers differently"
+        if differs:
             last = _unproved(last)  # it is not, everywhere, what the proof takes it for
     trace = tuple((queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True))
     found = replace(found, status=status, reason=reason, check=check, domain=domain, trace=trace)
     return found, _confirmed(last, status, witness.inner)
 
 
-def _scope(
+def _explored(
     method: Method, witness: Witness, exam: Exam, known: Domain, step: Step, error: float
-) -> Scope:
-    """Try a model that passed further out, and the target's early answers once more."""
+) -> tuple[Domain, bool]:
+    """The domain in which a model that passed agrees, and whether the target differs beyond it."""
 
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
         return exam.agrees(given, answers, error) or exam.explained(step, sequences, answers)
 
-    changed = witness.contradicted(exam.agrees, error)
     max_norm = float(getattr(method, "max_norm", None) or math.inf)
     explorer = Explorer(witness.inner, step.model, same, error, method.seed, max_norm)
-    return Scope(*explorer.explore(known), changed, len(witness.kept))
+    return explorer.explore(known)
 
 
 def _unproved(step: Step, why: str = "") -> Step:

@@ -85,7 +85,6 @@ class LowRank(Method):
 
 
 def expect_rank(rank: int | None, d: int) -> None:
-    """Refuse a rank that no d×d matrix has."""
     if rank is not None and rank > d:
         raise InputError(f"the rank must not exceed the dimension, {d}: got {rank}")
 

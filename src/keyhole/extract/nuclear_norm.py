@@ -75,7 +75,6 @@ class NuclearNorm(Method):
         yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
     def _draw(self, d: int, m: int) -> tuple[Tensor, Tensor]:
-        """`m` independent pairs of standard Gaussian vectors."""
         stream = torch.Generator().manual_seed(self.seed)
         deltas, xs = torch.randn(2, m, d, generator=stream, dtype=torch.float64)
         return deltas, xs

@@ -234,7 +234,6 @@ class WithContext:
 
     @classmethod
     def joined(cls, parts: Sequence[WithContext]) -> WithContext:
-        """Several of the same sizes as one."""
         columns = zip(*((p.tokens, p.others, p.answers) for p in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
@@ -345,7 +344,6 @@ def are_ordinary(units: Tensor) -> Tensor:
 
 
 def ordinary_sequence(length: int, dim: int, stream: torch.Generator) -> Tensor:
-    """A sequence (length, d) of such tokens."""
     tokens = torch.empty(0, dim, dtype=torch.float64)
     for _ in range(length):
         tokens = torch.cat([tokens, ordinary_tokens(1, tokens, stream)])

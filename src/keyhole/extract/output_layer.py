@@ -308,17 +308,17 @@ def decimals_of(answers: Tensor) -> int | None:
         shifted = answers * 10.0**decimals
         allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
         if float(allowed.max()) > 0.05:  # there anything is nearly a whole number
-            return _exact_decimals(answers, decimals)
+            return exact_decimals(answers, decimals)
         if bool(((shifted - shifted.round()).abs() <= allowed).all()):
             return decimals
     return None
 
 
-def _exact_decimals(answers: Tensor, least: int) -> int | None:
-    """The same for numbers that kept float64."""
-    for decimals in range(least, _DECIMALS + 1):
+def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
+    """The same for numbers that kept float64: the fewest decimals that all of them share."""
+    for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-7).all()):
+        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
             return decimals
     return None
 

@@ -415,7 +415,6 @@ class _Search:
 
 
 def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
-    """Least squares for each piece on its points."""
     m = len(kinks)
     ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
     middles, reach = (kinks + ends) / 2, torch.sin((ends - kinks) / 2)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,28 +52,6 @@ class Prompts:
         return torch.randint(0, vocabulary, (self.length,), generator=self._stream)
 
 
-class Answers(Protocol):
-    """Rows of answers, and the tokens that their numbers are about."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-
-    @property
-    def vocabulary(self) -> int | None: ...
-
-    def rows(self, count: int) -> Tensor:
-        """The first so many usable rows (count, tokens), asked for where they are missing."""
-        ...
-
-    def complete(self) -> Tensor:
-        """The rows that are there without asking."""
-        ...
-
-    def fresh(self, prompts: Prompts) -> Tensor:
-        """One more row, of another prompt, that is not kept."""
-        ...
-
-
 class WholeVectors:
     """A number for every token of the vocabulary from each question."""
 
@@ -89,6 +66,7 @@ class WholeVectors:
         return torch.arange(self.vocabulary or 0)
 
     def rows(self, count: int) -> Tensor:
+        """The first so many usable rows (count, tokens), asked for where they are missing."""
         # Rows, their centred copy, and an orthonormal basis of it with what LAPACK takes for that.
         size = self.vocabulary or 0
         expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
@@ -97,9 +75,11 @@ class WholeVectors:
         return torch.stack(self._rows[:count])
 
     def complete(self) -> Tensor:
+        """The rows that are there without asking."""
         return torch.stack(self._rows) if self._rows else _NONE
 
     def fresh(self, prompts: Prompts) -> Tensor:
+        """One more row, of another prompt, that is not kept."""
         for _ in range(_SET_ASIDE):
             answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
             self.vocabulary = len(answer)
@@ -219,6 +199,7 @@ class ChosenTokens:
 
 
 _NONE = torch.empty(0, dtype=torch.float64)
+Answers = WholeVectors | ChosenTokens  # rows of answers, and the tokens that they are about
 
 
 def is_normalised(answers: Tensor) -> bool:

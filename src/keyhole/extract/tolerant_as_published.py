@@ -100,7 +100,6 @@ class TolerantAsPublished(Method):
         return dim * dim + dim
 
     def stated(self, dim: int) -> Statement:
-        """The theorem, with these numbers in it."""
         known = self.bound, self.margin, dim
         needs = ""
         if self.accuracy is not None:

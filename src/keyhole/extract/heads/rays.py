@@ -399,5 +399,5 @@ def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
     if not float(sizes[-1]) > _SHARP * float(sizes[0]):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE,
-            f"{count} heads share a direction W x with slopes too close to be told apart",
+            f"{count} heads share a direction W x with slopes too close to be separated",
         )
