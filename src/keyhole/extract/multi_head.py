@@ -108,15 +108,13 @@ class MultiHead(Method):
             caution *= _CAUTION if miss > _WRONG else 1
         if best is not None:
             yield best
-            self._count(len(best.model.tensors()["v"]))
-
-    def _count(self, heads: int) -> None:
-        if self.heads is not None and heads != self.heads:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads with "
-                "v = 0 are invisible",
-            )
+            heads = len(best.model.tensors()["v"])
+            if self.heads not in (None, heads):
+                raise Unsuccessful(
+                    Status.MISMATCH,
+                    f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads "
+                    "with v = 0 are invisible",
+                )
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
@@ -153,7 +151,9 @@ def _attempt(
     """One extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
     if not len(rays):
-        return _only_zero(rays)
+        if not bool(rays.v0.any()):
+            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
+        return _step(rays, None)
     columns: Columns | None = None
     half = False
     try:
@@ -167,14 +167,6 @@ def _attempt(
         yield _step(rays, columns)
         raise
     return _step(rays, columns)
-
-
-def _only_zero(rays: Rays) -> Step:
-    d = len(rays.x)
-    if not bool(rays.v0.any()):
-        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
-    model = planted.MultiHead([torch.zeros(d, d, dtype=torch.float64)], [rays.v0])
-    return Step(model, d, d, remark="1 head, with W = 0")
 
 
 def _step(rays: Rays, columns: Columns | None) -> Step:
@@ -218,7 +210,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     if proportional:
         parts.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
     if bool(rays.v0.any()):
-        parts.append("one with W = 0")
+        parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
 
 

@@ -241,8 +241,7 @@ def _ask_pairs(
 
 # Known heads, each made to attend to a token of its own: one network of all their outputs.
 #
-# Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) learns a one-layer
-# Transformer with one head. With H heads whose W_h are known it is a ReLU network of Hd inputs,
+# With H heads whose W_h are known, a one-layer Transformer is a ReLU network of Hd inputs,
 #
 #     F(X) = wᵀ ReLU(Σ_h A_h u_h),   u_h = attn_h(X) = Σ_i softmax_i(x_iᵀ W_h x_N) x_i,
 #

@@ -308,7 +308,7 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
 
 # Orthogonal subspaces from Hessians: the route that Appendix C conjectures.
 #
-# *Provably Learning Attention with Queries* (arXiv 2601.16873), C.1. With `g_h = W_h x`,
+# With `g_h = W_h x`,
 #
 #     φ_x(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ,    ∇²φ_x(0) = ¼ Σ_h (g_h v_hᵀ + v_h g_hᵀ).
 #

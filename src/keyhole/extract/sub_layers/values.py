@@ -371,8 +371,6 @@ def distinct(solutions: Tensor) -> Tensor:
     return torch.stack(kept) if kept else solutions[:0]
 
 
-# All values of all heads, by groups that share them, from the values of a few tokens.
-#
 # If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls into the heads'
 # own parts row by row, and that is all of V and O up to a k×k matrix of each head. Heads whose
 # parts are read from one space share their values (grouped queries, arXiv 2305.13245).
