@@ -28,9 +28,10 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.extract.arithmetic import EXACT, digits, measured_precision, within_own_error
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.fitted import Fitted
+from keyhole.extract.fitted import Fitted, find_norm
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
@@ -44,13 +45,12 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 
 _SAME = 1e-7  # two answers that should agree differ by no more than this, relatively
 _DECIMALS = 9  # beyond this, rounding is too fine to be distinguished from chance
-_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_EXACT = 1e-12  # relative errors of answers below this are rounding of float64
-_FINE = 1e-6  # up to which the exact methods work, with a tolerance
 _FAR = 1e6  # length of tokens that are asked where shorter ones all have one answer
+_NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
-_UNKNOWNS = 400  # that a fit is tried for
+_WIDEST = 128  # tokens that a fit is tried for
 _CLAIMS = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
+_DONE = (Status.RECOVERED, Status.WITHIN, Status.BUDGET, Status.ORACLE_FAILED)
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -82,7 +82,9 @@ class Choice:
 
     def view(self, oracle: Oracle) -> Oracle:
         """The oracle with its link undone."""
-        return oracle if self.link is None else Undone(oracle, self.link)
+        if self.link is None:
+            return oracle
+        return Undone(oracle, self.link, precision=self.precision)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Auto:
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        if result.status in _ANOTHER_KIND and choice.fallback is not None:
+        if result.status not in _DONE and choice.fallback is not None:
             spent += result.queries + (0 if result.check is None else result.check.queries)
             second = choice.fallback(view)
             if second.status not in _ANOTHER_KIND:
@@ -131,7 +133,13 @@ class Auto:
         if result.check is None or result.status not in _CLAIMS:
             return result
         before = early.queries
-        changed = early.contradicted(within, max(1e-6, 100 * choice.precision))
+
+        def steady(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
+            return within(given, answers, error) or within_own_error(
+                early.inner, sequences, given, answers, choice.precision
+            )
+
+        changed = early.contradicted(steady, max(1e-6, 100 * choice.precision))
         asked = early.queries - before
         result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
         if changed:
@@ -154,7 +162,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     stream = torch.Generator().manual_seed(seed)
     raw = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
     a, b, x, y = raw / torch.linalg.vector_norm(raw, dim=1, keepdim=True)
-    pairs = ask(oracle, torch.stack([torch.stack([a, b]), torch.stack([x, y])]))
+    first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
+    pairs = ask(oracle, first)
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
@@ -164,8 +173,8 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
-    precision = _precision(seen)
-    decimals = _decimals(seen) if precision <= _EXACT else None
+    precision = measured_precision(oracle, first, pairs, seen)
+    decimals = _decimals(seen) if digits(seen) <= EXACT else None
     if decimals is not None and pairs.ndim == 1:
         error = 0.5 * 10.0**-decimals
         why = f"the answers have {decimals} decimals"
@@ -177,11 +186,14 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
             )
         fallback = Fitted(answer_error=error, seed=seed) if _small(oracle) else None
         return Choice(Kind.ROUNDED, Tolerant(tolerance=error, seed=seed), why, fallback=fallback)
+    if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b, x]), alone):
+        fit = Fitted(precision=max(precision, 1e-14), seed=seed)
+        return Choice(Kind.HEAD, fit, "answers do not grow with a token", precision=precision)
     link = find_link(oracle, seed, precision)
     plain = link.name == "identity" and not bool(link.offset.any())
     choice = _choice(
         oracle if plain else Undone(oracle, link), pairs, (a, b, x), alone, seed, precision,
-        exact=plain and precision <= _EXACT, link=None if plain else link,
+        exact=plain and precision <= EXACT, link=None if plain else link,
     )  # fmt: skip
     return choice if plain else replace(choice, why=f"behind {link} {choice.why}")
 
@@ -194,13 +206,12 @@ def _choice(
     if link is not None:
         pairs, alone = link.scores(pairs), link.scores(alone)
     accepted = 1e-8 if exact else min(NEARLY, max(1e-6, 100 * precision))
-    coarse = precision > _FINE
     # Where a sigmoid or the like is nearly saturated, scores have fewer digits than answers.
-    digits = 1e-8 if link is not None and link.name != "identity" else 1e-14
-    fit = Fitted(precision=max(precision, digits), seed=seed) if _small(view) else None
+    least = 1e-8 if link is not None and link.name != "identity" else 1e-14
+    fit = Fitted(precision=max(precision, least), seed=seed) if _small(view) else None
 
     def chosen(kind: Kind, method: Method, why: str) -> Choice:
-        return Choice(kind, method, why, link, precision, fit)
+        return Choice(kind, method, why, link, precision, None if method is fit else fit)
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
@@ -214,17 +225,22 @@ def _choice(
         resolution = 1e-12 if exact else max(1e-9, 16 * precision)
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
         return replace(chosen(Kind.LAYER, method, _NOT_ODD), fallback=None)
+    if precision > EXACT and fit is not None:
+        return chosen(Kind.HEAD, fit, f"the answers are exact to {precision:.0e}")
     if _one_head(view, *tokens, same):
-        method: Method = LowRank(
-            seed=seed,
-            tolerance=accepted,
-            resolution=1e-11 if exact else 100 * max(precision, 1e-11),
-        )
-        if coarse and fit is not None:
-            method = replace(fit, heads=1)
+        resolution = 1e-11 if exact else 100 * max(precision, 1e-11)
+        method: Method = LowRank(seed=seed, tolerance=accepted, resolution=resolution)
         return chosen(Kind.HEAD, method, "its logits add up as one head's do")
     method = MultiHead(seed=seed, tolerance=accepted) if exact or fit is None else fit
     return chosen(Kind.HEADS, method, "its logits do not add up as one head's would")
+
+
+def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
+    """Is a token eight times as long the same to the target, as behind a norm?"""
+    signs = alone.view(-1, 2)
+    off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
+    flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
+    return flat and find_norm(oracle, torch.Generator().manual_seed(0)).normed
 
 
 def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
@@ -236,16 +252,8 @@ def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
 
 
 def _small(oracle: Oracle) -> bool:
-    """Is a fit of two heads affordable?"""
-    return 2 * (oracle.dim**2 + oracle.dim) <= _UNKNOWNS
-
-
-def _precision(answers: Tensor) -> float:
-    """The relative error of answers that all are numbers of a shorter format, or of float64."""
-    for dtype in _FORMATS:
-        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
-            return torch.finfo(dtype).eps / 2
-    return torch.finfo(torch.float64).eps
+    """Is a fit affordable?"""
+    return oracle.dim <= _WIDEST
 
 
 def _decimals(answers: Tensor) -> int | None:

@@ -36,8 +36,8 @@ _COARSE = 0.1  # of the answers: a model that may be further off cannot contradi
 _FAINT = 1e-6  # of what a token of that size can answer: what is smaller may be all rounding
 
 CHANGED = "had other answers: the target changes, or answers at random"
-Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
-Same = Callable[[Tensor, Tensor, Tensor, float], bool]  # the same, with the questions first
+# Questions, the model's answers, the target's, an error: are the answers the same?
+Same = Callable[[Tensor, Tensor, Tensor, float], bool]
 
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -189,7 +189,7 @@ class Witness:
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
         return answers
 
-    def contradicted(self, agrees: Agrees, error: float) -> int:
+    def contradicted(self, same: Same, error: float) -> int:
         """How many of the kept questions have another answer now."""
         changed = 0
         sizes = [float(answers.abs().max()) for _, answers in self.kept]
@@ -203,7 +203,7 @@ class Witness:
                 largest = max(float(now.abs().max()), float(answers.abs().max()))
                 if largest <= _FAINT * gain * norm:  # answers that cancel are all rounding
                     continue
-                changed += now.shape != answers.shape or not agrees(now, answers, error)
+                changed += now.shape != answers.shape or not same(sequences, now, answers, error)
         return changed
 
 

@@ -23,6 +23,13 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.text import percent
+from keyhole.extract.arithmetic import (
+    ALLOWED,
+    EXACT,
+    own_error,
+    precision_of,
+    within_own_error,
+)
 from keyhole.extract.bilinear import batch_rows, scalar
 from keyhole.extract.domain import Domain, Explorer, Scope, Witness, within, within_reach
 from keyhole.extract.extraction import Check, Extraction, Step
@@ -63,10 +70,14 @@ class Exam:
 
     This one is for an oracle that answers exactly: in every set short tokens come first, then as
     many long ones. `excused` is the largest error with which a model is still an approximation.
+    Where the target computes with less than float64, `precision` is that of an answer and `own` the
+    error of these, relative to the largest of their kind (arithmetic.py).
     """
 
     sets: tuple[tuple[Tensor, Tensor], ...]
     excused: float = NEARLY
+    precision: float = 0.0
+    own: float = 0.0
 
     @property
     def domain(self) -> Domain | None:
@@ -87,7 +98,22 @@ class Exam:
             sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
             sequences[0] /= math.sqrt(oracle.dim)
             sets.append(within_reach(oracle, sequences.flatten(0, 1)))
-        return cls(tuple(sets))
+        precision = precision_of(oracle, torch.cat([answers.flatten() for _, answers in sets]))
+        if precision <= EXACT:
+            return cls(tuple(sets))
+        exam = cls(tuple(sets), precision=precision)
+        own = [own_error(oracle, *each, precision).unflatten(0, (2, -1)) for each in sets]
+        shares = [error.amax(1) / scale for error, scale in zip(own, exam.scales, strict=True)]
+        return replace(exam, own=float(torch.stack(shares).max()))
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """The largest answer to short tokens and to long ones, (2,) for each set."""
+        largest = max(float(answers.abs().max()) for _, answers in self.sets)
+        # Where all answers of a kind cancel, rounding is measured by the others.
+        least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
+        sizes = [answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1) for _, answers in self.sets]
+        return [size.clamp(min=least) for size in sizes]
 
     def check(self, errors: list[Tensor]) -> Check:
         every = torch.cat(errors)
@@ -96,13 +122,9 @@ class Exam:
     def grade(self, model: Oracle) -> Check:
         """The worst and mean error, each relative to the largest answer of its kind."""
         errors: list[Tensor] = []
-        largest = max(float(answers.abs().max()) for _, answers in self.sets)
-        # Where all answers of a kind cancel, rounding is measured by the others.
-        least = max(_FAINT * largest, torch.finfo(torch.float64).tiny)
-        for sequences, answers in self.sets:
+        for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
             wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
-            scale = answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1, keepdim=True)
-            errors.append((wrong / scale.clamp(min=least)).clamp(max=_BEYOND).flatten())
+            errors.append((wrong / scale[:, None]).clamp(max=_BEYOND).flatten())
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -116,7 +138,8 @@ class Exam:
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         del step
-        return verdict(check, accepted, self.excused)
+        status, reason = verdict(check, max(accepted, ALLOWED * self.own), self.excused)
+        return status, f"{reason}; the answers' own error is {self.own:.1e}" if self.own else reason
 
 
 Examine = Callable[[Oracle, Step], Exam]
@@ -212,10 +235,15 @@ def _scope(
 ) -> Scope:
     """Try a model that passed further out, and the target's early answers once more."""
 
-    def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
-        return exam.agrees(given, answers, error) or exam.explained(step, sequences, answers)
+    def steady(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
+        return exam.agrees(given, answers, error) or within_own_error(
+            witness.inner, sequences, given, answers, exam.precision
+        )
 
-    changed = witness.contradicted(exam.agrees, error)
+    def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
+        return steady(sequences, given, answers, error) or exam.explained(step, sequences, answers)
+
+    changed = witness.contradicted(steady, error)
     max_norm = float(getattr(method, "max_norm", None) or math.inf)
     explorer = Explorer(witness.inner, step.model, same, error, method.seed, max_norm)
     return Scope(*explorer.explore(known), changed, len(witness.kept))
