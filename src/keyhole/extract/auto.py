@@ -31,7 +31,7 @@ from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import EXACT, digits, measured_precision, within_own_error
 from keyhole.extract.domain import CHANGED, Witness, within
 from keyhole.extract.extraction import Extraction, Step
-from keyhole.extract.fitted import Fitted, find_norm
+from keyhole.extract.fitted import Fitted, Refined, find_norm
 from keyhole.extract.full_output import FullOutput
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
@@ -215,7 +215,8 @@ def _choice(
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        method = FullOutput(seed=seed, tolerance=accepted)
+        method: Method = FullOutput(seed=seed, tolerance=accepted)
+        method = method if exact else Refined(method)
         # Biases, a residual, a norm or positions make it a checkpoint's sub-layer.
         fallback = AttentionSubLayer(seed=seed, tolerance=accepted)
         return replace(chosen(kind, method, "the answers are vectors"), fallback=fallback)
@@ -224,12 +225,13 @@ def _choice(
     if float((alone[0::2] + alone[1::2]).abs().max()) > same * scale:
         resolution = 1e-12 if exact else max(1e-9, 16 * precision)
         method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=resolution)
+        method = method if exact else Refined(method)
         return replace(chosen(Kind.LAYER, method, _NOT_ODD), fallback=None)
     if precision > EXACT and fit is not None:
         return chosen(Kind.HEAD, fit, f"the answers are exact to {precision:.0e}")
     if _one_head(view, *tokens, same):
         resolution = 1e-11 if exact else 100 * max(precision, 1e-11)
-        method: Method = LowRank(seed=seed, tolerance=accepted, resolution=resolution)
+        method = LowRank(seed=seed, tolerance=accepted, resolution=resolution)
         return chosen(Kind.HEAD, method, "its logits add up as one head's do")
     method = MultiHead(seed=seed, tolerance=accepted) if exact or fit is None else fit
     return chosen(Kind.HEADS, method, "its logits do not add up as one head's would")

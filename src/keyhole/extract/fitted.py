@@ -41,9 +41,9 @@ from keyhole.extract.bilinear import random_orthogonal, scalar
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import refined
-from keyhole.extract.judge import NEARLY, Exam, settle
-from keyhole.oracle.planted import BiasedHeads, Head, MultiHead
-from keyhole.oracle.protocol import Oracle
+from keyhole.extract.judge import NEARLY, Exam, Method, settle
+from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer
+from keyhole.oracle.protocol import Oracle, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
 _SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # s² that are looked at for a scale
@@ -427,3 +427,47 @@ def _scale(oracle: Oracle, norm: Norm, stream: torch.Generator) -> float:
 def _scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     """One score a sequence, NaN where the oracle's answer says nothing."""
     return torch.cat([scalar(answered(oracle, X)) for X in sequences.split(_BATCH)])
+
+
+@dataclass(frozen=True)
+class Refined:
+    """A method for exact answers, with its result fitted to inexact ones.
+
+    Parameters read one by one inherit rounding; fitted to a few answers each, they average it.
+    """
+
+    method: Method
+
+    @property
+    def seed(self) -> int:
+        return self.method.seed
+
+    @property
+    def tolerance(self) -> float:
+        return self.method.tolerance
+
+    def expected_queries(self, dim: int) -> int | None:  # noqa: ARG002
+        return None
+
+    def __call__(self, oracle: Oracle) -> Extraction:
+        return settle(self, oracle)
+
+    def steps(self, oracle: Oracle) -> Iterator[Step]:
+        step: Step | None = None
+        for step in self.method.steps(oracle):
+            yield step
+        if step is None or not isinstance(step.model, OneLayer | Attention):
+            return
+        model, stream = step.model, torch.Generator().manual_seed(self.seed)
+        if model.unknowns > UNKNOWNS:
+            return
+        # An answer holds one gate for each token but the last, whatever numbers it has.
+        lengths, share = ((1, 2, 3, 4), 1) if isinstance(model, OneLayer) else ((1, 4, 8), 8)
+        asked: list[tuple[Tensor, Tensor, Tensor]] = []
+        for length in lengths:
+            shape = math.ceil(model.unknowns / share) + 8, length, oracle.dim
+            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
+            tokens[::2] /= oracle.dim**0.25  # scores of about 1, where W is of ordinary size
+            answers = ask(oracle, tokens)
+            asked.append((tokens, answers, torch.full_like(answers, float(answers.abs().max()))))
+        yield replace(step, model=refined(model, tuple(model.tensors()), asked))

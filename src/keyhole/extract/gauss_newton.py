@@ -232,7 +232,7 @@ def refined(
 ) -> _Model:
     """The model whose `free` parameters fit best, from these on.
 
-    `asked` are sequences (b, n, d), their scores (b,) and the errors of those (b,).
+    `asked` are sequences (b, n, d), their answers (b, …) and the errors of those.
 
     Levenberg–Marquardt with the Jacobian by automatic differentiation, a row for each answer.
     """
@@ -251,13 +251,15 @@ def refined(
         return put(flat).answers(tokens.unsqueeze(0)).squeeze(0)
 
     def misses(flat: Tensor) -> Tensor:
-        return torch.cat([(put(flat).answers(X) - y) / error for X, y, error in asked])
+        return torch.cat([((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked])
 
-    rows = torch.func.vmap(torch.func.grad(answer), in_dims=(None, 0))
+    rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
     flat = torch.cat([start[name].flatten() for name in free])
     damping, miss = 1e-6, misses(flat)
     for _ in range(_REFINEMENTS):
-        J = torch.cat([rows(flat, X) / error[:, None] for X, _, error in asked])
+        J = torch.cat([
+            (rows(flat, X) / error.unsqueeze(-1)).flatten(0, -2) for X, _, error in asked
+        ])  # fmt: skip
         square, slope = J.mT @ J, J.mT @ miss
         diagonal = square.diagonal()
         diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max().clamp(min=1e-300)))

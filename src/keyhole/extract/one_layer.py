@@ -30,7 +30,7 @@ and any method for a head learns W from the second line. Departures:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,9 +38,8 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores, scalar
+from keyhole.extract.bilinear import scalar
 from keyhole.extract.extraction import Extraction, Step, setting
-from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method, settle
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.relu_network import Folds, ReluNetwork, neurons
@@ -52,9 +51,6 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 _WEAK = 1e-3  # ‖Aᵀw‖ below this share of the network: one region gives more digits
 _MARGIN = 1.01  # how much farther than x + δ the region's nearest wall has to be
 _FARTHEST = 1e12  # for t²: beyond, nothing is left of the difference
-_EXACT = 1e-12  # a resolution above this is that of inexact answers
-_UNKNOWNS = 1500  # up to which all are fitted at once
-_LENGTHS, _OVERSAMPLED = (1, 2, 3), 3  # of the random sequences, and how many for each unknown
 _SAMPLE = 8  # answers that show whether there is an odd part
 
 
@@ -95,26 +91,9 @@ class OneLayerTransformer:
         return network + 2 * (attention - free)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        several = isinstance(self.attention, MultiHead)
-        step: Step | None = None
-        for step in (self._heads_first if several else self._network_first)(oracle):
-            yield step
-        if step is not None and self.resolution > _EXACT:
-            yield self._refined(oracle, step)
-
-    def _refined(self, oracle: Oracle, step: Step) -> Step:
-        """All parameters at once, by least squares: one by one they inherit rounding."""
-        model = step.model
-        if not isinstance(model, OneLayer) or model.unknowns > _UNKNOWNS:
-            return step
-        stream = torch.Generator().manual_seed(self.seed)
-        asked: list[tuple[Tensor, Tensor, Tensor]] = []
-        for length in _LENGTHS:
-            shape = _OVERSAMPLED * model.unknowns // len(_LENGTHS), length, oracle.dim
-            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
-            answers = ask_scores(oracle, tokens)
-            asked.append((tokens, answers, torch.full_like(answers, float(answers.abs().max()))))
-        return replace(step, model=refined(model, ("W", "A", "w"), asked))
+        if isinstance(self.attention, MultiHead):
+            return self._heads_first(oracle)
+        return self._network_first(oracle)
 
     def _network_first(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
