@@ -86,13 +86,14 @@ def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
 
 
 def within_own_error(
-    oracle: Oracle, sequences: Tensor, given: Tensor, answers: Tensor, precision: float
-) -> bool:
+    oracle: Oracle, sequences: Tensor, given: Tensor, answers: Tensor, precision: float,
+    allowed: float = ALLOWED,
+) -> bool:  # fmt: skip
     """Can arithmetic of this precision have caused all that a model's answers are off by?"""
     if precision <= EXACT:
         return False
     off = (given - answers).abs().reshape(len(answers), -1).amax(1)
-    return bool((off <= ALLOWED * own_error(oracle, sequences, answers, precision)).all())
+    return bool((off <= allowed * own_error(oracle, sequences, answers, precision)).all())
 
 
 def answered(oracle: Oracle, sequences: Tensor) -> Tensor:

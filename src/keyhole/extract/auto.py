@@ -49,8 +49,8 @@ _FAR = 1e6  # length of tokens that are asked where shorter ones all have one an
 _NEARLY_FLAT = 0.02  # of the answers: what the ε of a norm still changes
 _NOT_ODD = "answers to a token and to its opposite are not opposite"
 _WIDEST = 128  # tokens that a fit is tried for
-_CLAIMS = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
-_DONE = (Status.RECOVERED, Status.WITHIN, Status.BUDGET, Status.ORACLE_FAILED)
+_RECOVERED = (Status.RECOVERED, Status.WITHIN)
+_CLAIMS = (*_RECOVERED, Status.INEXACT)
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -110,10 +110,11 @@ class Auto:
         view = choice.view(oracle)
         method, result = choice.method, choice.method(view)
         spent, why = counted.queries, f"{type(method).__name__}, since {choice.why}"
-        if result.status not in _DONE and choice.fallback is not None:
+        inexact = result.status is Status.INEXACT
+        if choice.fallback is not None and (inexact or result.status in _ANOTHER_KIND):
             spent += result.queries + (0 if result.check is None else result.check.queries)
             second = choice.fallback(view)
-            if second.status not in _ANOTHER_KIND:
+            if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
                 why = f"{type(choice.fallback).__name__}, since {why} was wrong"
                 result = second
         result = self._asked_again(result, early, choice)

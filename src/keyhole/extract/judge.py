@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Protocol
@@ -99,12 +100,15 @@ class Exam:
             sequences[0] /= math.sqrt(oracle.dim)
             sets.append(within_reach(oracle, sequences.flatten(0, 1)))
         precision = precision_of(oracle, torch.cat([answers.flatten() for _, answers in sets]))
-        if precision <= EXACT:
-            return cls(tuple(sets))
-        exam = cls(tuple(sets), precision=precision)
-        own = [own_error(oracle, *each, precision).unflatten(0, (2, -1)) for each in sets]
-        shares = [error.amax(1) / scale for error, scale in zip(own, exam.scales, strict=True)]
-        return replace(exam, own=float(torch.stack(shares).max()))
+        return cls(tuple(sets), precision=precision)
+
+    def with_own_error(self, oracle: Oracle) -> Exam:
+        """The exam with the error of its answers measured: every question in three other ways."""
+        if self.precision <= EXACT:
+            return self
+        own = [own_error(oracle, *each, self.precision).unflatten(0, (2, -1)) for each in self.sets]
+        shares = [error.amax(1) / scale for error, scale in zip(own, self.scales, strict=True)]
+        return replace(self, own=float(torch.stack(shares).max()))
 
     @property
     def scales(self) -> list[Tensor]:
@@ -218,6 +222,10 @@ def _examined(
     checks = [exam.grade(step.model) for _, step in steps]
     check, (_, last) = checks[-1], steps[-1]
     status, reason = exam.verdict(check, last, limit)
+    if status is Status.INEXACT:
+        with suppress(BudgetExhausted, OracleError, InputError):
+            exam = exam.with_own_error(witness.inner)
+            status, reason = exam.verdict(check, last, limit)
     domain: Domain | None = None
     if status in (Status.RECOVERED, Status.INEXACT) and exam.domain is not None:
         where = _scope(method, witness, exam, exam.domain, last, max(limit, 4 * check.worst))
@@ -241,7 +249,14 @@ def _scope(
         )
 
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
-        return steady(sequences, given, answers, error) or exam.explained(step, sequences, answers)
+        return (
+            exam.agrees(given, answers, error)
+            or exam.explained(step, sequences, answers)
+            # The model inherits the answers' errors, and far out they weigh more.
+            or within_own_error(
+                witness.inner, sequences, given, answers, exam.precision, 4 * ALLOWED
+            )
+        )
 
     changed = witness.contradicted(steady, error)
     max_norm = float(getattr(method, "max_norm", None) or math.inf)
